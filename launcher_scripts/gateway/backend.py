@@ -89,6 +89,11 @@ class Increment:
 class Backend(Protocol):
     """Generates rows of one model."""
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether prompts that begin alike are computed once."""
+        ...
+
     def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """An async generator; the row is given up when it is closed.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher_scripts.gateway.api_errors import ServerLost, unavailable
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest
+from launcher_scripts.gateway.sent_prompts import SentPrompts, prompt_digests
 
 
 @dataclass(eq=False)
@@ -23,6 +24,7 @@ class Replica:
     outstanding_tokens: of the running rows: those of the prompts, and those that are asked for and
                         have not come
     cache_use:          share of its key/value caches that belongs to rows, 0 to 1; None: not known
+    sent:               prompts of the models that share what prompts have in common
     on_failure:         called when it has failed a row: from then on it is not healthy
     """
 
@@ -34,6 +36,7 @@ class Replica:
     outstanding_tokens: int = 0
     cache_use: float | None = None
     last_turn: int = 0
+    sent: SentPrompts = field(default_factory=SentPrompts)
     on_failure: Callable[[], None] = lambda: None
 
     def facts(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class Replica:
         except ServerLost:
             if self.backends.get(model) is backend:  # else it has failed and recovered since
                 self.healthy = False
+                self.sent = SentPrompts()
                 self.on_failure()
             raise
         finally:
@@ -75,7 +79,8 @@ class Replica:
 
 
 class Replicas:
-    """A Backend: rows of one model go where the fewest tokens are outstanding, ties by turn.
+    """A Backend: rows of one model go where the fewest tokens are outstanding, ties by turn. Tokens
+    of the prompt that a server was given before, and need not compute again, are taken off.
 
     A row whose server fails is sent to every other healthy server, once to each. One that had
     begun, and whose beginning may have been shown, ends with the error.
@@ -90,10 +95,14 @@ class Replicas:
     async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """See Backend. Raises ApiError(503) where no server is healthy."""
         tried: set[Replica] = set()
+        digests: tuple[bytes, ...] = ()
+        if self.shares_prefixes:
+            digests = prompt_digests(request.prompt_ids, self._model, request.cache_salt)
         lost: ServerLost | None = None
         begun = False
-        while (chosen := self._choice(tried)) is not None:
+        while (chosen := self._choice(tried, digests)) is not None:
             tried.add(chosen)
+            chosen.sent.add(digests)
             if begun:
                 yield Increment(begins_again=True)
                 begun = False
@@ -109,6 +118,12 @@ class Replicas:
                 lost = error
         raise lost or unavailable(f"no server of {self._model} is healthy")
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the servers compute prompts that begin alike once."""
+        backends = (server.backends.get(self._model) for server in self._servers)
+        return any(backend is not None and backend.shares_prefixes for backend in backends)
+
     async def is_ready(self) -> bool:
         """Whether any server is healthy."""
         return any(server.takes(self._model) for server in self._servers)
@@ -116,10 +131,12 @@ class Replicas:
     async def close(self) -> None:
         """The servers are their owner's to close."""
 
-    def _choice(self, tried: set[Replica]) -> Replica | None:
+    def _choice(self, tried: set[Replica], digests: Sequence[bytes]) -> Replica | None:
         servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
         if not servers:
             return None
-        chosen = min(servers, key=lambda s: (s.outstanding_tokens, s.last_turn))
+        chosen = min(
+            servers, key=lambda s: (s.outstanding_tokens - s.sent.tokens(digests), s.last_turn)
+        )
         chosen.last_turn = next(self._turns)
         return chosen

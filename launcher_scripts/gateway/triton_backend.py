@@ -64,6 +64,8 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
+        caching = config.get("parameters", {}).get("enable_prefix_caching", {})
+        self.shares_prefixes = caching.get("string_value", "0").strip() == "1"
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING), _FAILURES)
         self._running = 0  # rows
         self._types = {

@@ -48,6 +48,7 @@ class FakeBackend:
     waits: bool = False
     at_once: int = 1
     is_up: bool = True
+    shares_prefixes: bool = False
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
 

@@ -84,6 +84,55 @@ def test_servers_with_the_same_load_take_turns() -> None:
     assert [len(backend.requests) for backend in backends] == [2, 2, 2]
 
 
+def prompt(first: int, tokens: int) -> tuple[int, ...]:
+    return tuple(range(first, first + tokens))
+
+
+def test_a_prompt_goes_where_its_beginning_was() -> None:
+    backends = [FakeBackend(shares_prefixes=True) for _ in range(3)]
+    rows = Replicas("tiny", servers(*backends))
+    texts = [prompt(0, 200), prompt(1000, 200), prompt(2000, 200)]
+    for text in texts:
+        all_of(rows, replace(ROW, prompt_ids=text))
+    for at in (1, 0, 2, 2, 1):
+        texts[at] = (*texts[at], *prompt(5000, 70))
+        all_of(rows, replace(ROW, prompt_ids=texts[at]))
+    assert [len(backend.requests) for backend in backends] == [2, 3, 3]
+    other = replace(ROW, prompt_ids=texts[1], cache_salt=7)
+    for _ in range(3):
+        all_of(rows, other)  # which the others' keys and values are not for
+    assert backends[0].requests[-1] == backends[0].requests[-3] == other
+
+
+def test_a_server_with_much_more_to_do_does_not_get_it() -> None:
+    async def spread() -> None:
+        all_servers = servers(*(FakeBackend(waits=True, shares_prefixes=True) for _ in range(2)))
+        rows = Replicas("tiny", all_servers)
+        begun = []
+        for text in (prompt(0, 100), (*prompt(0, 100), 7), (*prompt(0, 100), 8)):
+            begun.append(rows.generate(replace(ROW, prompt_ids=text)))
+            await anext(begun[-1])
+        # The second would save 64 of the first's 104 tokens; the third one's server has the fewest.
+        assert [server.running for server in all_servers] == [2, 1]
+        for row in begun:
+            await row.aclose()
+
+    asyncio.run(spread())
+
+
+def test_a_server_that_failed_has_nothing_any_more() -> None:
+    good, bad = FakeBackend(shares_prefixes=True), BreakingBackend(shares_prefixes=True)
+    replicas = servers(bad, good)
+    rows = Replicas("tiny", replicas)
+    request = replace(ROW, prompt_ids=prompt(0, 200))
+    all_of(rows, request)
+    replicas[0].healthy = True
+    for _ in range(2):
+        all_of(rows, request)
+    assert len(bad.requests) == 1
+    assert len(good.requests) == 3
+
+
 def test_beams_count_each() -> None:
     async def spread() -> None:
         (server,) = servers(BreakingBackend(after=1))

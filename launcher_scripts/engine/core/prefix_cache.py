@@ -1,19 +1,19 @@
 """Keys and values of prompts that begin alike: found in the cache, they are copied, not computed.
 
 A text is found by its blocks. The digest of a block is of its ids, of all blocks before it and of
-what else decides its keys and values, so one digest says all that stands up to there. It has 256
-bits of BLAKE2b, so ids are not compared again.
+what else decides its keys and values, so one digest says all that stands up to there, and ids are
+not compared again.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
+from launcher_scripts.common.block_digests import block_digests
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.requests import ENCODER_DECODERS
@@ -46,10 +46,7 @@ class Prefix:
         """The blocks are those that `ids` fill; they begin as the text before did, or end there."""
         del self.digests[len(ids) // BLOCK_TOKENS :]
         digest = self.digests[-1] if self.digests else self.salt
-        for first in range(self.tokens, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            block = array("q", ids[first : first + BLOCK_TOKENS])
-            digest = blake2b(digest + block.tobytes(), digest_size=32).digest()
-            self.digests.append(digest)
+        self.digests += block_digests(ids[self.tokens :], BLOCK_TOKENS, digest)
 
 
 class Found(NamedTuple):
