@@ -123,6 +123,21 @@ def test_prompt_tokens_are_copied_for_the_same_salt_only(served: dict[str, Any])
     assert value(found, names.PREFIX_HITS) - value(before, names.PREFIX_HITS) == 32
 
 
+def test_drafts_change_no_token_and_are_counted(served: dict[str, Any]) -> None:
+    asked = ids_request([(7, 8, 9) * 5], 24)
+    before = samples(served)
+    drafts = {"num_speculative_tokens": np.array([[4]], np.uint32)}
+    with Client(served, "grpc") as client:
+        texts = [client.infer("tiny", **asked, **more) for more in ({}, drafts)]
+        with pytest.raises(InferenceServerException, match="not for beam searches"):
+            client.infer("tiny", **asked, **drafts, beam_width=np.array([[2]], np.uint32))
+    assert len({text["output_ids"].tobytes() for text in texts}) == 1
+    tried, came = names.DRAFT_TOKENS, names.ACCEPTED_TOKENS
+    wait_for(lambda: value(samples(served), tried) > value(before, tried))
+    found = samples(served)
+    assert 0 <= value(found, came) - value(before, came) <= value(found, tried)
+
+
 def test_buckets_are_cumulative_and_the_last_has_all(served: dict[str, Any]) -> None:
     found = samples(served)
     for metric in names.HISTOGRAMS:
