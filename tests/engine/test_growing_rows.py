@@ -14,7 +14,7 @@ from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core import scheduler as scheduling
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
-from launcher_scripts.engine.core.plan import Copy, Place, Plan
+from launcher_scripts.engine.core.plan import Place, Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
@@ -123,32 +123,46 @@ def preemptions(scheduler: Scheduler | Engine) -> float:
     return values(found, names.PREEMPTIONS)[""]
 
 
-def test_a_row_has_room_for_some_tokens_more_than_its_prompt() -> None:
-    scheduler = Scheduler(slots=4, cache_tokens=1000, prefill_tokens=100)
-    scheduler.add(growing(10, 500))
+def test_rows_have_all_their_room_where_there_is_enough() -> None:
+    scheduler = Scheduler(4, 1000, 100)
+    rows = [growing(10, 40, seed) for seed in range(4)]
+    for row in rows:
+        scheduler.add(row)
     scheduler.plan()
-    assert scheduler.used_tokens == 10 + SMALL
+    assert scheduler.used_tokens == 4 * (10 + 39)
     assert GROWN_TOKENS > SMALL
 
 
-def test_a_row_grows_where_it_is() -> None:
-    scheduler, device = Scheduler(4, 1000, 100), TokenDevice(1000)
-    row = growing(10, 40)
-    scheduler.add(row)
-    plans = run_out(scheduler, device)
-    assert not any(plan.copies or plan.places for plan in plans)
-    assert row.future.result(0).output_ids == wanted(row)
+def test_rows_give_back_what_they_do_not_need_yet() -> None:
+    """The first could become as long as the cache; the others get what they need of its tokens."""
+    scheduler, device = Scheduler(4, 100, 100), TokenDevice(100)
+    rows = [growing(10, 91, 1), growing(20, 30, 2), growing(20, 2, 3)]
+    scheduler.add(rows[0])
+    scheduler.apply(device.execute(scheduler.plan()))
+    assert scheduler.used_tokens == 100
+    for row in rows[1:]:
+        scheduler.add(row)
+    plan = scheduler.plan()
+    assert len(plan.starts) == 2
+    assert not plan.copies
+    assert scheduler.used_tokens == (10 + SMALL) + (20 + SMALL) + 21
+    scheduler.apply(device.execute(plan))
+    run_out(scheduler, device)
+    for row in rows:
+        assert row.future.result(0).output_ids == wanted(row)
+    assert scheduler.used_tokens == 0
 
 
 def test_a_row_that_cannot_grow_there_moves() -> None:
-    scheduler, device = Scheduler(4, 1000, 100), TokenDevice(1000)
-    first, second = growing(10, 40, 1), growing(10, 40, 2)
-    scheduler.add(first)
-    scheduler.add(second)
+    scheduler, device = Scheduler(4, 100, 100), TokenDevice(100)
+    first, second = growing(10, 91, 1), growing(10, 30, 2)
+    for row in (first, second):
+        scheduler.add(row)
     plans = run_out(scheduler, device)
     moved = next(plan for plan in plans if plan.places)
-    assert moved.copies == (Copy(0, 30, 15), Copy(15, 0, 15))
-    assert set(moved.places) == {Place(0, 30), Place(1, 0)}
+    assert moved.copies[0].source == 0
+    assert moved.copies[0].count == 10 + SMALL
+    assert Place(first.slots[0], moved.copies[0].target) in moved.places
     for row in (first, second):
         assert row.future.result(0).output_ids == wanted(row)
     assert scheduler.used_tokens == 0

@@ -110,6 +110,10 @@ class PrefixCache(ExtentAllocator):
         if prefix.tokens < length:
             self.free(prefix.start + prefix.tokens, length - prefix.tokens)
 
+    def spare(self, length: int) -> int | None:
+        """Start of a free extent, now taken, for which nothing that is kept is given up."""
+        return super().allocate(length)
+
     def allocate(self, length: int) -> int | None:
         start = super().allocate(length)
         if start is None and self._kept and self._longest_gap() >= length:

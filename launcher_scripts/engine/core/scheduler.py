@@ -21,8 +21,8 @@ from launcher_scripts.engine.core.statistics import Statistics
 TOKENS_PER_DECODING_ROW = 4
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
-# What a row that grows gets at once, beyond what it has to compute. Fewer are moved more often, and
-# more are unused longer: rows that grow hold half of it for nobody.
+# What a row that grows has beyond what is computed, where cache tokens are scarce. With fewer, rows
+# move more often; more are unused longer.
 GROWN_TOKENS = 128
 # What another row computes now is worth waiting for if it is so many tokens: a step takes about as
 # long as computing them.
@@ -33,10 +33,10 @@ News = TypeVar("News", TokenResult, BeamResult)
 class Scheduler:
     """Admits rows in the order they came, as slots and cache tokens allow, and ends them.
 
-    Most rows grow: they get cache tokens as they need them, behind their own or somewhere else,
-    where they are copied to. If there are no more, the rows that came last give their places up and
-    wait again, before all others. The row that came first never does while one after it has room
-    to give, so that every row ends.
+    Most rows grow: where cache tokens are scarce they get them as they need them, behind their own
+    or somewhere else, where they are copied to, and give back what they do not need yet. If there
+    are no more, the rows that came last give their places up and wait again, before all others. The
+    row that came first never does while one after it has room to give, so that every row ends.
 
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
@@ -257,10 +257,18 @@ class Scheduler:
         return True
 
     def _gather(self, length: int) -> int | None:
-        """An extent made of free tokens that lie apart: rows that grow move together."""
-        if self._extents.free_tokens < length:
-            return None
+        """An extent made of what rows that grow do not need yet, and of free tokens that lie apart:
+        those rows move together.
+        """
         rows = {row.start: row for row in self._running.values() if row.grows}
+        for row in rows.values():
+            needed = max(row.cached + len(row.draft), row.prefill_length) + GROWN_TOKENS
+            if row.reserved > needed:
+                self._extents.free(row.start + needed, row.reserved - needed)
+                row.reserve(needed)
+        start = self._extents.allocate(length)
+        if start is not None or self._extents.free_tokens < length:
+            return start
         sizes = {start: row.reserved for start, row in rows.items()}
         for old, new in self._extents.slides(sizes, length) or ():
             self._extents.free(old, sizes[old])
@@ -350,9 +358,11 @@ class Scheduler:
         """First token of an extent for the row; its session's, which it shares with nobody."""
         session = row.session
         if session is None:
-            length = row.prefill_length + GROWN_TOKENS
-            row.reserve(min(row.capacity, length) if row.grows else row.capacity)
-            start = self._extents.allocate(row.reserved)
+            row.reserve(row.capacity)
+            start = self._extents.spare(row.reserved)
+            if start is None and row.grows:
+                row.reserve(min(row.capacity, row.prefill_length + GROWN_TOKENS))
+            start = self._extents.allocate(row.reserved) if start is None else start
             return self._gather(row.reserved) if start is None else start
         if session.start is None:
             session.start = self._extents.allocate(session.extent_tokens)
