@@ -25,8 +25,8 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.config.settings import ExportSettings
 
-# More of them take longer: they wait for Python's lock, which each needs for a moment between two
-# pieces. On a host of 32 processors the 345M GPT takes 1.9 s with one, 1.2 with 4, 1.6 with 16.
+# More of them took longer where it was measured: on a host of 32 processors the 345M GPT takes
+# 1.9 s with one, 1.2 with 4, 1.6 with 16.
 MOST_THREADS = 4
 
 
