@@ -17,9 +17,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from launcher_scripts.checkpoint.convert.export import export
+from benchmarks.quantization_accuracy import exported
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
@@ -39,14 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=8, help="of articles")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        settings = ExportSettings(
-            model_name="model",
-            model_type="gpt3",
-            checkpoint_path=str(gguf_file()),
-            triton_model_dir=str(Path(folder) / "model"),
-            weight_data_type="fp32",
-        )
-        weights = export(settings)
+        weights = exported(gguf_file(), "gpt3", Path(folder))
         engine = Engine.load(EngineSettings(weights, data_type="fp32", device="cpu"))
         prompts = prompts_of(arguments.articles, arguments.count, weights)
         print("| sampling | draft | tokens/s | steps per token | share of drafts that came |")

@@ -182,8 +182,8 @@ def engine_settings(**more: object) -> EngineSettings:
     return EngineSettings(Path("random"), data_type="bf16", device="cuda", **more)
 
 
-def engine_over(weights: ModelWeights) -> Engine:
-    settings = engine_settings(max_batch_size=8, max_tokens=4096)
+def engine_over(weights: ModelWeights, max_batch_size: int = 8, max_tokens: int = 4096) -> Engine:
+    settings = engine_settings(max_batch_size=max_batch_size, max_tokens=max_tokens)
 
     def build():
         prepare_process(settings, DEVICE)

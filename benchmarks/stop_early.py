@@ -21,15 +21,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 
-from benchmarks.generate import DEVICE, engine_settings, machine, random_weights, release
+from benchmarks.generate import engine_over, machine, random_weights, release
 from benchmarks.serving import INPUTS, mixed_requests
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.row import Snapshot
-from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.model.model_weights import ModelWeights
-from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.models.gpt import GPTConfig
 
 SETTLE_SECONDS, SECONDS = 6.0, 6.0
@@ -59,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     weights = random_weights(replace(CONFIGS[arguments.shape], max_positions=most))
     rows = []
     for clients in arguments.clients:
-        engine = engine_of(weights, clients, arguments.cache_tokens or clients * most)
+        engine = engine_over(weights, clients, arguments.cache_tokens or clients * most)
         try:
             rows.append({"clients": clients, "cache_tokens": engine.cache_tokens})
             rows[-1] |= measured(engine, clients, arguments.asked)
@@ -71,16 +68,6 @@ def main(argv: list[str] | None = None) -> int:
         facts = {"shape": arguments.shape, "asked": arguments.asked, "machine": machine()}
         arguments.out.write_text(json.dumps({**facts, "rows": rows}, indent=2), encoding="utf-8")
     return 0
-
-
-def engine_of(weights: ModelWeights, clients: int, cache_tokens: int) -> Engine:
-    settings = engine_settings(max_batch_size=clients, max_tokens=cache_tokens)
-
-    def build():
-        prepare_process(settings, DEVICE)
-        return assemble_runner(weights, settings, Communicator(), DEVICE)
-
-    return Engine.from_runner(settings, build)
 
 
 def measured(engine: Engine, clients: int, asked: int) -> dict:

@@ -6,11 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.common.errors import (
-    CheckpointError,
-    ServerError,
-    problem,
-)
+from launcher_scripts.common.errors import CheckpointError, ServerError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
 

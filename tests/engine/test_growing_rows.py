@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core import scheduler as scheduling
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.plan import Place, Plan
@@ -302,6 +303,20 @@ SAMPLINGS = (
 )
 
 
+Answers = Sequence[Future[GenerateOutput]]
+
+
+def same_answers(
+    wanted: Answers, futures: Answers
+) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
+    """Pairs of the answers, whose tokens and log-probabilities are the same."""
+    for one, other in zip(wanted, futures, strict=True):
+        want, got = one.result(60), other.result(60)
+        assert got.output_ids == want.output_ids
+        assert got.output_log_probs == pytest.approx(want.output_log_probs, abs=1e-3)
+        yield want, got
+
+
 def check_answers(large: Engine, small: Engine, seed: int) -> None:
     """Long answers to short prompts, some of which begin alike; some rows are cancelled."""
     draw = random.Random(seed)
@@ -319,10 +334,8 @@ def check_answers(large: Engine, small: Engine, seed: int) -> None:
     futures = [small.submit(request) for request in requests]
     for request in requests[::5]:
         small.submit(request).cancel()
-    for want, got in zip(wanted, futures, strict=True):
-        want, got = want.result(60), got.result(60)
-        assert got.output_ids == want.output_ids
-        assert got.output_log_probs == pytest.approx(want.output_log_probs, abs=1e-3)
+    for _ in same_answers(wanted, futures):
+        pass
     assert small.cache_tokens_used == 0
     assert preemptions(small) > 3
     large.close()
