@@ -6,9 +6,10 @@
 
 The scheduler is the engine's own; only the device is a model, and the host that launches its steps.
 A decode step takes what results/decode-h200.json measured at that number of rows, or its operations
-where these take longer, and the keys and values that it reads. A pass over prompts takes its
-operations at the measured share of the matrix rate, filled up to the tokens of its graph, or the
-time to read the weights. Over several GPUs both are divided, and two sums a layer are added.
+where these take longer, and the keys and values that it reads. A pass over prompts, and over the
+rows that decode beside them, takes its operations at the measured share of the matrix rate, filled
+up to the tokens of its graph, or the time to read the weights, and reads those keys and values.
+Over several GPUs both are divided, and two sums a layer are added.
 Clients ask the mixed requests of benchmarks.in_flight, each its next one when the last is answered.
 With --asked they ask for so many tokens, and cancel when they have those of the mixed request.
 Beside the figures are those that were measured (results/gateway-h200.json) and their ratio.
@@ -117,19 +118,22 @@ class StepTimes:
             return 0.0
         known = float(np.interp(rows, self.rows, self.seconds))
         work = 2 * (self.layers + self.head) * rows / self.operations
-        cache = context * self.cached / (self.read_bytes * CACHE_SHARE)
-        return max(known, work) + cache + self._sums(rows)
+        return max(known, work) + self._cache(context) + self._sums(rows)
 
-    def prefill(self, tokens: int, rows: int) -> float:
-        """A pass over so many tokens of so many prompts."""
-        if not tokens:
-            return 0.0
-        graph = prompt_bucket(tokens, rows)
-        filled = tokens if graph is None else graph.tokens
+    def mixed(self, tokens: int, prompts: int, rows: int, context: int) -> float:
+        """A pass over so many tokens of so many prompts, and a step of rows as in `decode`."""
+        graph = prompt_bucket(tokens, prompts)
+        filled = rows + (tokens if graph is None else graph.tokens)
         read = self.layers * BYTES / self.read_bytes
         work = max(read, 2 * self.layers * filled / self.operations)
-        head = 2 * self.head * rows / self.operations + self.head * BYTES / self.read_bytes
-        return work + head + PASS_SECONDS * self.config.num_layers + self._sums(filled)
+        head = 2 * self.head * (prompts + rows) / self.operations
+        head += self.head * BYTES / self.read_bytes
+        passing = PASS_SECONDS * self.config.num_layers
+        return work + head + passing + self._cache(context) + self._sums(filled)
+
+    def _cache(self, context: int) -> float:
+        """Reading the keys and values of so many tokens."""
+        return context * self.cached / (self.read_bytes * CACHE_SHARE)
 
     def _sums(self, tokens: int) -> float:
         """Two sums over the GPUs in a layer."""
@@ -139,11 +143,8 @@ class StepTimes:
     def launch(self, plan: Plan) -> float:
         """The host's part before the device begins."""
         tokens = sum(part.count for part in plan.prefill)
-        launch = LAUNCH_SECONDS + ROW_SECONDS * len(plan.decode)
-        if tokens:
-            eager = prompt_bucket(tokens, len(plan.prefill)) is None
-            launch += EAGER_SECONDS if eager else LAUNCH_SECONDS
-        return launch
+        eager = tokens and prompt_bucket(tokens, len(plan.prefill)) is None
+        return (EAGER_SECONDS if eager else LAUNCH_SECONDS) + ROW_SECONDS * len(plan.decode)
 
 
 class Simulation:
@@ -164,6 +165,7 @@ class Simulation:
             cache_tokens or clients * (INPUTS[1] + (asked or OUTPUTS[1])),
             PREFILL_TOKENS["cuda"],
             self._statistics,
+            mixes=True,
         )
         self._times = times
         self._asked_tokens = asked
@@ -221,10 +223,13 @@ class Simulation:
         decoding = {slot: rows[slot] for slot in plan.decode}
         self._now += self._times.launch(plan)
         prompt_tokens = sum(part.count for part in plan.prefill)
-        first = max(self._free, self._now) + self._times.prefill(prompt_tokens, len(ended))
         context = sum(row.cached for row in decoding.values())
-        self._free = first + self._times.decode(len(decoding), context)
-        return _Step(self, ((first, ended), (self._free, decoding)))
+        if prompt_tokens:
+            took = self._times.mixed(prompt_tokens, len(plan.prefill), len(decoding), context)
+        else:
+            took = self._times.decode(len(decoding), context)
+        self._free = max(self._free, self._now) + took
+        return _Step(self, self._free, decoding | ended)
 
     def take(self, at: float, rows: dict[int, Row]) -> list[TokenResult]:
         """The rows' tokens, which the device has at that time; keys: their slots then."""
@@ -246,16 +251,14 @@ class Simulation:
 
 
 class _Step(StepResult):
-    """A step whose parts, rows and when their tokens are there, the host takes one by one."""
+    """A step whose rows' tokens are there at a time that is known."""
 
-    def __init__(
-        self, simulation: Simulation, parts: tuple[tuple[float, dict[int, Row]], ...]
-    ) -> None:
+    def __init__(self, simulation: Simulation, at: float, rows: dict[int, Row]) -> None:
         super().__init__()
-        self._simulation, self._parts = simulation, parts
+        self._simulation, self._at, self._rows = simulation, at, rows
 
     def read(self) -> Iterator[list[TokenResult]]:
-        return (self._simulation.take(at, rows) for at, rows in self._parts if rows)
+        return iter([self._simulation.take(self._at, self._rows)] if self._rows else [])
 
 
 def beside_measured(row: dict) -> dict:

@@ -280,6 +280,7 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
             self.statistics,
+            mixes=runner.mixes,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -45,7 +45,9 @@ def test_clients_that_stop_early_leave_room_for_others() -> None:
 
 def test_a_step_takes_longer_with_more_of_anything() -> None:
     times = StepTimes.of(*MODELS["1.3b"])
-    assert times.decode(0, 0) == times.prefill(0, 0) == 0
+    assert times.decode(0, 0) == 0
     assert times.decode(8, 800) < times.decode(8, 8000) < times.decode(32, 8000)
     assert times.decode(32, 3200) < times.decode(512, 3200)  # operations beyond what was measured
-    assert times.prefill(65, 1) == times.prefill(128, 1) < times.prefill(2000, 1)
+    assert times.mixed(65, 1, 0, 0) == times.mixed(128, 1, 0, 0) < times.mixed(2000, 1, 0, 0)
+    assert times.mixed(65, 1, 0, 0) < times.mixed(65, 1, 128, 12_800)
+    assert times.mixed(300, 2, 128, 0) < times.mixed(300, 2, 0, 0) + times.decode(128, 0)

@@ -63,7 +63,7 @@ def test_prompts_that_fill_a_bucket_give_the_same_tokens(monkeypatch, at_once):
 
 
 def prompts_of(keys):
-    """Those that are passes over prompts, as (sizes, greedy)."""
+    """Those that are passes over prompts, as (sizes, longest, greedy)."""
     return [rest for kind, *rest in keys if kind == "prompts"]
 
 
@@ -101,7 +101,7 @@ def test_parts_come_apart_as_they_were_packed():
 def test_what_fills_up_goes_nowhere():
     rows = [started(0, 10, 65), started(1, 80, 2)]
     prompts = PackedPrompts(rows, [PrefillPart(0, 0, 65), PrefillPart(1, 0, 2)])
-    sizes = prompts.bucket()
+    sizes = prompts.bucket(8)
     assert sizes == Sizes(tokens=128, tiles=19, rows=16)
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
     assert set(batch.slots[67:].tolist()) == {NOWHERE.token}
@@ -119,16 +119,16 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     assert len(set(shapes)) == 2 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
     runner.execute(Plan(record=shapes[:2]))
-    (sizes, greedy), _ = prompts_of(graphs.recorded)
-    assert (sizes, greedy) == (Sizes(64, 3, 1), True)
+    (sizes, longest, greedy), _ = prompts_of(graphs.recorded)
+    assert (sizes, longest, greedy) == (Sizes(64, 3, 1), 0, True)
     scratch = runner.decoder.cache.scratch
     assert torch.equal(runner.states.length, before[0])
     assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])
 
 
-@pytest.mark.parametrize(("lengths", "bucket"), [([1024], 1024), ([1025], None), ([1] * 17, None)])
+@pytest.mark.parametrize(("lengths", "bucket"), [([2048], 2048), ([2049], None), ([1] * 17, None)])
 def test_larger_steps_fit_no_bucket(lengths, bucket):
-    rows = [started(slot, 2000 * slot, length) for slot, length in enumerate(lengths)]
+    rows = [started(slot, 3000 * slot, length) for slot, length in enumerate(lengths)]
     parts = [PrefillPart(row.slot, 0, len(row.ids)) for row in rows]
-    sizes = PackedPrompts(rows, parts).bucket()
+    sizes = PackedPrompts(rows, parts).bucket(8)
     assert (sizes and sizes.tokens) == bucket

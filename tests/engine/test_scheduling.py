@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, wait
 
 import pytest
@@ -187,9 +188,13 @@ def row(prompt_len: int, output_len: int) -> Row:
     return Row(GenerateRequest(prompt, output_len), Future(), prompt, end_id=1000)
 
 
-def answer(plan: Plan, ends: set[int] = frozenset()) -> StepResult:
-    """A step result that gives every row of a plan token 5, or 1000 for slots in `ends`."""
-    slots = [part.slot for part in plan.prefill] + list(plan.decode)
+def answer(plan: Plan, ends: Collection[int] = (), unfinished: Collection[int] = ()) -> StepResult:
+    """A step result that gives every row of a plan token 5, or 1000 for slots in `ends`.
+
+    unfinished: slots of prompts that go on, which get none
+    """
+    slots = [part.slot for part in plan.prefill if part.slot not in unfinished]
+    slots += plan.decode
     tokens = [TokenResult(slot, 1000 if slot in ends else 5, None) for slot in slots]
 
     class Known(StepResult):
@@ -267,7 +272,7 @@ def test_prompts_of_enough_tokens_do_not_wait(rows, lengths):
 
 
 def test_a_first_token_does_not_wait_for_the_tokens_of_decoding_rows():
-    """Prompts run before the rows that decode: each part of a step is taken when it is there."""
+    """Prompts in a pass of their own run first: each part of a step is taken when it is there."""
     scheduler = running(1)
     (decoding,) = scheduler.rows
     late = row(10, 50)

@@ -19,6 +19,9 @@ from launcher_scripts.engine.core.statistics import Statistics
 # more: the weights are read, the kernels launched. So rows that come wait for each other until they
 # bring so many tokens for each row that decodes, but few steps.
 TOKENS_PER_DECODING_ROW = 4
+# Where one pass takes both, rows that come need not wait. It takes no more prompt tokens than these,
+# or so many for each row that decodes, so that those rows get their tokens in time.
+MIXED_TOKENS = 512
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
 # What a row that grows has beyond what is computed, where cache tokens are scarce. With fewer, rows
@@ -41,6 +44,7 @@ class Scheduler:
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
+    mixes:          whether rows decode in the passes over prompts
     """
 
     def __init__(
@@ -49,10 +53,13 @@ class Scheduler:
         cache_tokens: int,
         prefill_tokens: int,
         statistics: Statistics | None = None,
+        *,
+        mixes: bool = False,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
+        self._mixes = mixes
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
@@ -94,7 +101,7 @@ class Scheduler:
         decode = [row for row in running if row.hypotheses is None and not row.draft]
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
-        prefill = self._plan_prefill()
+        prefill = self._plan_prefill(len(running))
         if not (encode or prefill or running or self._moved):
             return None
         for row in running:
@@ -225,6 +232,8 @@ class Scheduler:
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
+        if self._mixes:
+            return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(map(self._decodes, self._running.values())) if joining else 0
         patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
@@ -406,9 +415,12 @@ class Scheduler:
             chosen.append(row)
         return sorted(chosen, key=lambda row: len(row.source))
 
-    def _plan_prefill(self) -> list[PrefillPart]:
+    def _plan_prefill(self, decoding: int) -> list[PrefillPart]:
+        """The next tokens of prompts, beside so many rows that decode."""
         parts = []
         budget = self._prefill_tokens
+        if self._mixes and decoding:
+            budget = min(budget, max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW))
         for row in self._running.values():
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.forward_context import PrefillContext, StepContext
+from launcher_scripts.engine.model.forward_context import (
+    MixedContext,
+    PrefillContext,
+    StepContext,
+)
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.model_weights import Embedding, LayerWeights
 from launcher_scripts.engine.model.rotary import RotaryTables
@@ -81,7 +85,7 @@ class DecodeStep:
         context = StepContext(rows={0: rows, **of_windows}, bounds=bounds, rotary=self.rotary)
         return through(self.sublayers, x, context, self._norms)
 
-    def prompts(self, embedded: Tensor, context: PrefillContext) -> Tensor:
+    def prompts(self, embedded: Tensor, context: PrefillContext | MixedContext) -> Tensor:
         """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""
         x = self.kernels.hidden(embedded, self._norms[0], self.embedding.tokens.dtype)
         return through(self.sublayers, x, context, self._norms).exact

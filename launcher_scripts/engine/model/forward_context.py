@@ -72,7 +72,10 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
     windowed: bool
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
-        query = layer.store(x, self.slots, self)
+        return self.attend_stored(layer.store(x, self.slots, self), layer)
+
+    def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
+        """Attention of queries [N, heads, head_size] whose keys and values are in the cache."""
         if not self.windowed:
             return layer.kernels.prompt_attention(
                 query, layer.cache, self.spans, layer.slopes, window=layer.window, **layer.scores
@@ -123,8 +126,12 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
     few = True
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
+        return self.attend_stored(layer.store(x, self.slots, self), layer)
+
+    def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
+        """Attention of queries [B, heads, head_size] whose keys and values are in the cache."""
         return layer.kernels.decode_attention(
-            layer.store(x, self.slots, self),
+            query,
             layer.cache,
             *self._within(layer.window),
             layer.slopes,
@@ -152,6 +159,29 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
             return self.starts, self.lengths, self.longest
         outside = (self.lengths - window).clamp(min=0)
         return self.starts + outside, self.lengths - outside, window
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedContext(ForwardContext[Tensor | Hidden]):
+    """One token of every row that decodes, and then the new tokens of prompts: one pass over the
+    weights.
+
+    slots: [B + N], the cache tokens of all
+    """
+
+    slots: Tensor
+    decoding: DecodeContext
+    prompts: PrefillContext
+
+    def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
+        query = layer.store(x, self.slots, self)
+        rows = self.decoding.slots.shape[0]
+        return torch.cat(
+            [
+                self.decoding.attend_stored(query[:rows], layer),
+                self.prompts.attend_stored(query[rows:], layer),
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

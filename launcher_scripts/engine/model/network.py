@@ -19,7 +19,11 @@ from launcher_scripts.engine.model.decode_step import DecodeStep, capped, unsupp
 from launcher_scripts.engine.model.encode_step import EncodeStep, encode_unsupported_reasons
 from launcher_scripts.engine.model.encoder import Encoder
 from launcher_scripts.engine.model.families import engine_family
-from launcher_scripts.engine.model.forward_context import DecodeContext, PrefillContext
+from launcher_scripts.engine.model.forward_context import (
+    DecodeContext,
+    MixedContext,
+    PrefillContext,
+)
 from launcher_scripts.engine.model.layers import (
     MLP,
     AttentionOptions,
@@ -118,26 +122,36 @@ class Network:
                 reader.store(encoded.hidden, slots, tasks)
         return encoded
 
-    def prefill(self, prompts: PromptBatch) -> Tensor:
+    def prefill(self, prompts: PromptBatch, decoding: tuple[Tensor, Rows] | None = None) -> Tensor:
         """Run the new tokens of several rows: hidden states [N, hidden].
 
+        decoding: rows that run one token in the same pass, and the tokens [B]; their hidden states
+                  come first, and their positions are their lengths
         A decoder alone goes by fused steps where it can; between ranks the general path sends half.
         """
-        chunks, positions = prompts.chunks, prompts.positions
-        context = PrefillContext(
+        chunks, ids, positions = prompts.chunks, prompts.ids, prompts.positions
+        windowed = any(chunk.window for chunk in chunks)
+        of_prompts = PrefillContext(
             slots=prompts.slots,
-            rotary=self._tables(positions, self._reach_of(chunks)),
             chunks=chunks,
             spans=prompts.spans,
-            windowed=any(chunk.window for chunk in chunks),
+            windowed=windowed,
             ia3_tasks=self._tasks([(chunk.ia3_task, chunk.count) for chunk in chunks]),
         )
-        rows = [(chunk.prompt, chunk.count) for chunk in chunks]
-        fused = self._encoder is None and self.communicator.tp_size == 1 and not context.windowed
+        context: PrefillContext | MixedContext = of_prompts
+        if decoding is not None:
+            tokens, rows = decoding
+            own = self._decode_context(rows)
+            slots = torch.cat([own.slots, prompts.slots])
+            context = MixedContext(slots=slots, decoding=own, prompts=of_prompts)
+            ids, positions = torch.cat([tokens, ids]), torch.cat([rows.lengths, positions])
+        context = replace(context, rotary=self._tables(positions, self._reach_of(chunks)))
+        prompt_rows = [(chunk.prompt, chunk.count) for chunk in chunks]
+        fused = self._encoder is None and self.communicator.tp_size == 1 and not windowed
         if self.step is None or not fused:
-            return self._forward(prompts.ids, positions, context, rows)
-        self.cache.ids[prompts.slots] = prompts.ids
-        return self.step.prompts(self._decoder.embed(prompts.ids, positions, rows), context)
+            return self._forward(ids, positions, context, prompt_rows)
+        self.cache.ids[context.slots] = ids
+        return self.step.prompts(self._decoder.embed(ids, positions, prompt_rows), context)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
@@ -146,17 +160,8 @@ class Network:
         that only fill a step up have no source, and attend to themselves.
         """
         positions = rows.lengths if rows.positions is None else rows.positions
-        source = rows.source
-        context = DecodeContext(
-            slots=rows.starts + rows.lengths,
-            rotary=self._tables(positions, self._reach_of_next(positions, rows)),
-            starts=rows.starts,
-            lengths=rows.lengths + 1,
-            longest=rows.longest,
-            positions=rows.lengths,
-            source=source and replace(source, lengths=source.lengths.clamp(min=1)),
-            ia3_tasks=rows.ia3_tasks,
-        )
+        rotary = self._tables(positions, self._reach_of_next(positions, rows))
+        context = replace(self._decode_context(rows), rotary=rotary)
         return self._forward(ids, positions, context)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -167,11 +172,23 @@ class Network:
         logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
         return capped(logits, self.weights.config.logits_softcap)
 
+    def _decode_context(self, rows: Rows) -> DecodeContext:
+        source = rows.source
+        return DecodeContext(
+            slots=rows.starts + rows.lengths,
+            starts=rows.starts,
+            lengths=rows.lengths + 1,
+            longest=rows.longest,
+            positions=rows.lengths,
+            source=source and replace(source, lengths=source.lengths.clamp(min=1)),
+            ia3_tasks=rows.ia3_tasks,
+        )
+
     def _forward(
         self,
         ids: Tensor,
         positions: Tensor,
-        context: PrefillContext | DecodeContext,
+        context: PrefillContext | DecodeContext | MixedContext,
         rows: Sequence[tuple[Prompt | None, int]] = (),
     ) -> Tensor:
         self.cache.ids[context.slots] = ids

@@ -1,4 +1,7 @@
-"""Prompts at work: the new tokens of all rows of a step in one pass, and the first tokens."""
+"""Prompts at work: the new tokens of all rows of a step in one pass, and the first tokens.
+
+Rows that decode take their next token in the same pass: it reads the weights once for both.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import Prompt
-from launcher_scripts.engine.model.layers import Chunk
+from launcher_scripts.engine.model.layers import Chunk, Rows
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.runner.graphs import StepGraphs
+from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_tokens
 from launcher_scripts.engine.runner.prompt_batch import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
     Nowhere,
     PackedPrompts,
+    PromptBatch,
     Sizes,
     bucket_sizes,
     unpacked,
@@ -58,28 +62,47 @@ class Prefill:
         self._device = device
         self._context = ContextResults(network, communicator, device)
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
-        same_layers = (
+        self._same_layers = (
             communicator.parallelism.pp_size == 1
             and network.replays_prompts
             and not adapters_of(network.config).ia3_num_tasks
         )
-        self._graphs = graphs if same_layers else None
+        self._graphs = graphs if self._same_layers else None
+
+    def mixes(self, rows: Sequence[RowStart]) -> bool:
+        """Whether rows may decode in the pass over these rows' prompts."""
+        return self._same_layers and _alike(rows)
 
     def run(
-        self, rows: Sequence[RowStart], parts: Sequence[PrefillPart], result: StepResult
+        self,
+        rows: Sequence[RowStart],
+        parts: Sequence[PrefillPart],
+        result: StepResult,
+        decoding: Sequence[RowStart] = (),
+        longest: int = 0,
     ) -> None:
-        """Run the parts of the rows' prompts; prompts that end give their first tokens."""
-        prompts = PackedPrompts(rows, parts)
-        sizes = prompts.bucket() if self._graphs is not None and _alike(rows) else None
+        """Run the parts of the rows' prompts; prompts that end give their first tokens.
+
+        decoding: rows that run one token in the same pass;  longest: bounds their tokens in the
+                  cache, the new ones included
+        """
+        prompts = PackedPrompts(rows, parts, decoding, longest)
+        sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
             self._launch(prompts, result)
         else:
             self._replay(self._graphs, prompts, sizes, result)
 
+    def _bucket(self, prompts: PackedPrompts) -> Sizes | None:
+        """What a pass that is a CUDA graph is filled up to; None where it is launched."""
+        if self._graphs is None or not _alike(prompts.rows):
+            return None
+        return prompts.bucket(self._states.padding_slot)
+
     def logits(self, rows: Sequence[RowStart], parts: Sequence[PrefillPart]) -> Tensor | None:
         """Run the parts; logits [tokens, vocab] behind every token, on the last stage."""
         prompts = PackedPrompts(rows, parts)
-        sizes = prompts.bucket() if self._graphs is not None and _alike(rows) else None
+        sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
             hidden = self._hidden(prompts)
             return self._network.logits(hidden) if self._communicator.is_last_stage else None
@@ -107,42 +130,53 @@ class Prefill:
         sizes = bucket_sizes(shape.prompt, shape.rows)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        step = self._step_of(sizes, prompts.spans, greedy=shape.greedy)
-        graphs.record(("prompts", sizes, shape.greedy), packed, step)
+        step = self._step_of(sizes, prompts.spans, 0, greedy=shape.greedy)
+        graphs.record(("prompts", sizes, 0, shape.greedy), packed, step)
 
     def _step_of(
-        self, sizes: Sizes, spans: VarlenBatch, *, greedy: bool
+        self, sizes: Sizes, spans: VarlenBatch, longest: int, *, greedy: bool
     ) -> Callable[[Tensor], Tensor]:
         """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
-        logits where prompts end.
+        logits of the rows that get one.
         """
 
         def step(packed: Tensor) -> Tensor:
             prompts = unpacked(packed, sizes, spans)
-            hidden = self._network.prefill(prompts)
-            self._states.set_length(prompts.row_slots, prompts.lengths)
+            hidden = self._forward(prompts, longest)
             logits = self._network.logits(hidden[prompts.last])
             return self._choice.largest(logits, prompts.ended).tokens if greedy else logits
 
         return step
 
+    def _forward(self, prompts: PromptBatch, longest: int) -> Tensor:
+        """The hidden states behind a pass, whose tokens are then in the cache."""
+        states, slots = self._states, prompts.decoding
+        decoding = None
+        if slots.shape[0]:
+            decoding = states.token[slots], Rows(states.start[slots], states.length[slots], longest)
+        hidden = self._network.prefill(prompts, decoding)
+        states.set_length(prompts.row_slots, prompts.lengths)
+        if decoding is not None:
+            states.advance(slots)
+        return hidden
+
     def _replay(
         self, graphs: StepGraphs, prompts: PackedPrompts, sizes: Sizes, result: StepResult
     ) -> None:
         """The pass as a CUDA graph, up to the tokens where all rows are greedy, else the logits."""
-        complete = list(prompts.complete.values())
-        batch = sampling_batch(complete, self._device)
+        rows = prompts.going_on
+        batch = sampling_batch(rows, self._device)
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        step = self._step_of(sizes, prompts.spans, greedy=batch.greedy)
-        made = graphs.run(("prompts", sizes, batch.greedy), packed, step)
-        if not complete:
+        longest = bucket_tokens(prompts.longest) if sizes.decoding else 0
+        step = self._step_of(sizes, prompts.spans, longest, greedy=batch.greedy)
+        made = graphs.run(("prompts", sizes, longest, batch.greedy), packed, step)
+        if not rows:
             return
         if batch.greedy:
             sampled = Sampled(made)
         else:
-            longest = max(row.past + len(row.ids) for row in complete)
-            sampled = self._choice.choose(made[: len(complete)], batch, longest)
-        slots = [row.slot for row in complete]
+            sampled = self._choice.choose(made[: len(rows)], batch, prompts.longest_going_on)
+        slots = [row.slot for row in rows]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _hidden(self, prompts: PackedPrompts) -> Tensor:
@@ -164,27 +198,23 @@ class Prefill:
         )
         packed = prompts.to_device(self._device, self._nowhere, None)
         batch = unpacked(packed, prompts.sizes, prompts.spans, chunks)
-        hidden = self._network.prefill(batch)
-        self._states.set_length(batch.row_slots, batch.lengths)
-        return hidden
+        return self._forward(batch, prompts.longest)
 
     def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
-        hidden = self._hidden(prompts)
-        self._context.add(hidden, prompts.rows, prompts.parts, result)
-        complete = prompts.complete
-        self._first_tokens(
-            hidden, {at: row for at, row in complete.items() if not row.beams}, result
-        )
-        self._first_beams(hidden, {at: row for at, row in complete.items() if row.beams}, result)
+        hidden, first = self._hidden(prompts), len(prompts.decoding)
+        self._context.add(hidden[first:], prompts.rows, prompts.parts, result)
+        rows = dict(zip(prompts.places(first), prompts.going_on, strict=True))
+        plain = {at: row for at, row in rows.items() if not row.beams}
+        self._next_tokens(hidden, plain, prompts.longest_going_on, result)
+        self._first_beams(hidden, {at: row for at, row in rows.items() if row.beams}, result)
 
-    def _first_tokens(
-        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
+    def _next_tokens(
+        self, hidden: Tensor, rows: Mapping[int, RowStart], longest: int, result: StepResult
     ) -> None:
-        """The first token of rows whose prompts have run; keys: their last tokens in hidden."""
+        """The next token of rows without beams; keys: their last tokens in hidden."""
         if not rows:
             return
         batch = sampling_batch(list(rows.values()), self._device)
-        longest = max(row.past + len(row.ids) for row in rows.values())
         sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch, longest)
         slots = [row.slot for row in rows.values()]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
@@ -192,7 +222,7 @@ class Prefill:
     def _first_beams(
         self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
     ) -> None:
-        """The first tokens of every hypothesis; see `_first_tokens`."""
+        """The first tokens of every hypothesis; see `_next_tokens`."""
         if not rows:
             return
         self._beams.start(rows.values())

@@ -1,4 +1,4 @@
-"""The new tokens of a prefill step on the device, brought there by one copy."""
+"""The new tokens of prompts on the device, and the rows that decode beside them: one copy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Chunk
+from launcher_scripts.engine.runner.graphs import bucket_rows
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
-TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 ROW_BUCKETS = (1, 16)
 Integers = NDArray[np.int64]
 NOTHING: Integers = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
-    """How many of each a packed batch has: tokens, pieces of queries (see VarlenBatch), rows."""
+    """How many of each a packed batch has: tokens of prompts, pieces of queries (see VarlenBatch),
+    rows of prompts, and rows that decode.
+    """
 
     tokens: int
     tiles: int
     rows: int
+    decoding: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,11 @@ class PromptBatch:
 
     ids, positions, slots: [N], the slots are cache tokens
     row_slots, lengths:    [R], the rows, and how many tokens of each are then in the cache
-    last, ended:           [R], places of the last tokens of prompts that end, and their rows
-    chunks:              of every row; none where the batch only fills a recorded one
+    decoding:              [B], slots of the rows that run one token beside
+    last, ended:           [B + R], of the rows that get a token, those that decode first: places of
+                           their last tokens in the pass, which begins with the rows that decode;
+                           and their slots
+    chunks:                of every row; none where the batch only fills a recorded one
     """
 
     ids: Tensor
@@ -45,6 +52,7 @@ class PromptBatch:
     spans: VarlenBatch
     row_slots: Tensor
     lengths: Tensor
+    decoding: Tensor
     last: Tensor
     ended: Tensor
     chunks: tuple[Chunk, ...]
@@ -71,11 +79,24 @@ def bucket_sizes(tokens: int, rows: int) -> Sizes:
 
 
 class PackedPrompts:
-    """A prefill step's parts as one array, exactly as large or filled up to a bucket."""
+    """Parts of prompts as one array, exactly as large or filled up to a bucket.
 
-    def __init__(self, rows: Sequence[RowStart], parts: Sequence[PrefillPart]) -> None:
+    decoding: rows that run one token in the same pass;  longest: bounds their tokens in the cache,
+              the new ones included
+    complete: the rows whose prompts end, by the places of their last tokens among the prompts'
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowStart],
+        parts: Sequence[PrefillPart],
+        decoding: Sequence[RowStart] = (),
+        longest: int = 0,
+    ) -> None:
         self.rows = rows
         self.parts = parts
+        self.decoding = decoding
+        self.longest = longest
         self.spans = VarlenBatch(
             tuple((row.start, part.past, part.count) for row, part in self._pairs())
         )
@@ -93,11 +114,17 @@ class PackedPrompts:
     @property
     def sizes(self) -> Sizes:
         """Exactly as large as it is."""
-        return Sizes(self.tokens, len(self.spans.pieces()), len(self.parts))
+        return Sizes(self.tokens, len(self.spans.pieces()), len(self.parts), len(self.decoding))
 
-    def bucket(self) -> Sizes | None:
-        """The sizes that it is filled up to; None where it is larger than all."""
-        return prompt_bucket(self.tokens, len(self.parts))
+    def bucket(self, most_rows: int) -> Sizes | None:
+        """The sizes that it is filled up to; None where it is larger than all.
+
+        most_rows: of those that decode
+        """
+        sizes = prompt_bucket(self.tokens, len(self.parts))
+        if sizes is None or not self.decoding:
+            return sizes
+        return sizes._replace(decoding=bucket_rows(len(self.decoding), most_rows))
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
@@ -123,13 +150,29 @@ class PackedPrompts:
             _filled(np.array(pieces).ravel(), 4 * sizes.tiles, 0),
             _filled([part.slot for part in self.parts], sizes.rows, nowhere.slot),
             _filled([part.past + part.count for part in self.parts], sizes.rows, 0),
-            _filled(list(self.complete), sizes.rows, 0),
-            _filled([row.slot for row in self.complete.values()], sizes.rows, nowhere.slot),
+            _filled([row.slot for row in self.decoding], sizes.decoding, nowhere.slot),
+            _filled(self.places(sizes.decoding), sizes.decoding + sizes.rows, 0),
+            _filled([row.slot for row in self.going_on], sizes.decoding + sizes.rows, nowhere.slot),
         )
         packed = torch.from_numpy(np.concatenate(columns))
         if device.type == "cuda":
             packed = packed.pin_memory()
         return packed.to(device, non_blocking=True)
+
+    @property
+    def going_on(self) -> list[RowStart]:
+        """The rows that get a token: those that decode, and those whose prompts end."""
+        return [*self.decoding, *self.complete.values()]
+
+    @property
+    def longest_going_on(self) -> int:
+        """Bounds the tokens of these rows in the cache."""
+        prompts = (row.past + len(row.ids) for row in self.complete.values())
+        return max(self.longest, *prompts, 0)
+
+    def places(self, first: int) -> list[int]:
+        """Of the last tokens of these rows in a pass whose prompts begin at place `first`."""
+        return [*range(len(self.decoding)), *(first + place for place in self.complete)]
 
     def _pairs(self) -> list[tuple[RowStart, PrefillPart]]:
         return list(zip(self.rows, self.parts, strict=True))
@@ -147,12 +190,15 @@ def unpacked(
     packed: Tensor, sizes: Sizes, spans: VarlenBatch, chunks: tuple[Chunk, ...] = ()
 ) -> PromptBatch:
     """The parts of `to_device`'s vector, as views."""
-    tokens, tiles, rows = sizes
-    ids, positions, slots, pieces, row_slots, lengths, last, ended = packed.split(
-        [tokens, tokens, tokens, 4 * tiles, rows, rows, rows, rows]
+    tokens, tiles, rows, decoding = sizes
+    ending = decoding + rows
+    ids, positions, slots, pieces, row_slots, lengths, beside, last, ended = packed.split(
+        [tokens, tokens, tokens, 4 * tiles, rows, rows, decoding, ending, ending]
     )
     spans = VarlenBatch(spans.spans, pieces.view(-1, 4))
-    return PromptBatch(ids, positions, slots, spans, row_slots, lengths, last, ended, chunks)
+    return PromptBatch(
+        ids, positions, slots, spans, row_slots, lengths, beside, last, ended, chunks
+    )
 
 
 def _filled(values: Sequence[int] | Integers, size: int, rest: int) -> Integers:

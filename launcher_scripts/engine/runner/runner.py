@@ -61,6 +61,11 @@ class Runner:
         self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
+    @property
+    def mixes(self) -> bool:
+        """Whether rows decode in the passes over prompts."""
+        return self._prefill.mixes([])
+
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
@@ -82,15 +87,16 @@ class Runner:
         self.communicator.progress.expect(*plan.size(self._rows))
         if plan.encode:
             self._encode(plan.encode, result)
+        prompts = [self._rows[part.slot] for part in plan.prefill]
+        mixed = not (plan.beams or plan.windows) and self._prefill.mixes(prompts)
         if plan.prefill:
-            self._prefill.run(
-                [self._rows[part.slot] for part in plan.prefill], plan.prefill, result
-            )
+            decoding = [self._rows[slot] for slot in plan.decode] if mixed else []
+            self._prefill.run(prompts, plan.prefill, result, decoding, plan.longest)
         if plan.drafts:
             self._drafts.run([self._rows[draft.slot] for draft in plan.drafts], plan.drafts, result)
         if plan.beams:
             self._decode_with_beams(plan, result)
-        elif plan.decode:
+        elif plan.decode and not (plan.prefill and mixed):
             self._decode(plan, result)
         if self._graphs is not None:
             for shape in plan.record:

@@ -1,0 +1,107 @@
+"""Prompts and rows that decode in one pass: the tokens of each row alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core import scheduler as scheduling
+from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.runner.prompt_batch import Sizes
+from tests.engine.small_models import EagerGraphs, engine_for, load_engine
+from tests.engine.test_growing_rows import same_answers
+from tests.engine.test_prefix_cache import text
+from tests.engine.test_prefix_sharing import CONFIG, MODELS, TENSORS
+from tests.engine.test_prompt_batch import prompts_of
+from tests.engine.test_scheduling import answer, row
+
+SAMPLINGS = (
+    SamplingParameters(),
+    SamplingParameters(),
+    SamplingParameters(top_k=5, temperature=0.7, random_seed=3),
+    SamplingParameters(top_p=0.8, repetition_penalty=1.1, random_seed=8),
+)
+
+
+def requests_of(draw: random.Random, count: int) -> Iterator[GenerateRequest]:
+    for _ in range(count):
+        yield GenerateRequest(
+            text(draw.randrange(1, 90), draw.random()),
+            draw.randrange(1, 40),
+            draw.choice(SAMPLINGS),
+            return_log_probs=draw.random() < 0.3,
+            return_context_logits=draw.random() < 0.1,
+        )
+
+
+def check_same(alone: Engine, together: Engine, seed: int) -> None:
+    requests = list(requests_of(random.Random(seed), 30))
+    wanted = [alone.submit(request) for request in requests]
+    for want in wanted:
+        want.result(60)
+    for _ in same_answers(wanted, [together.submit(request) for request in requests]):
+        pass
+    alone.close()
+    together.close()
+
+
+@pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window"])
+def test_a_row_gets_its_tokens_beside_prompts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Prompts are cut, too, so that most of their passes have rows that decode."""
+    monkeypatch.setattr(scheduling, "MIXED_TOKENS", 20)
+    alone = engine_for(*MODELS[model], max_batch_size=1)
+    check_same(alone, engine_for(*MODELS[model], max_batch_size=6), seed=len(model))
+
+
+def test_passes_are_filled_up_to_graphs() -> None:
+    graphs = EagerGraphs()
+    alone = engine_for(CONFIG, TENSORS, max_batch_size=1)
+    check_same(alone, engine_for(CONFIG, TENSORS, max_batch_size=6, graphs=graphs), seed=2)
+    sizes = {sizes for sizes, *_ in prompts_of(graphs.asked)}
+    assert {size.decoding for size in sizes} >= {0, 4, 6}
+    assert Sizes(64, 3, 1, 6) in sizes
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_get_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
+    alone = engine_for(CONFIG, TENSORS, max_batch_size=1)
+    check_same(alone, load_engine(tmp_path, CONFIG, TENSORS, tp, pp), seed=4)
+
+
+def steps_of(decoding: int, prompt: int) -> list[int]:
+    """The tokens of a prompt in each step, beside so many rows that decode."""
+    scheduler = Scheduler(decoding + 1, 20_000 + 200 * decoding, 8192, mixes=True)
+    for _ in range(decoding):
+        scheduler.add(row(3, 50))
+    if decoding:
+        scheduler.apply(answer(scheduler.plan()))
+    scheduler.add(row(prompt, 5))
+    counts = []
+    while sum(counts) < prompt:
+        plan = scheduler.plan()
+        assert len(plan.decode) == decoding
+        counts += [part.count for part in plan.prefill]
+        unfinished = [part.slot for part in plan.prefill] if sum(counts) < prompt else []
+        scheduler.apply(answer(plan, unfinished=unfinished))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompt", "counts"),
+    [
+        (0, 9000, [8192, 808]),
+        (1, 1100, [512, 512, 76]),
+        (20, 32, [32]),
+        (200, 900, [800, 100]),
+    ],
+)
+def test_a_prompt_leaves_the_rows_that_decode_their_time(
+    decoding: int, prompt: int, counts: list[int]
+) -> None:
+    """It begins at once, and no more of it runs in a step than delays the others a little."""
+    assert steps_of(decoding, prompt) == counts
