@@ -291,6 +291,9 @@ class Ranks(Protocol):
     """The tensor-parallel ranks as an operation sees them; peer_buffers: where they have them."""
 
     @property
+    def tp_size(self) -> int: ...
+
+    @property
     def peer_buffers(self) -> PeerBuffers | None: ...
 
     def tp_sum(self, tensor: Tensor) -> Tensor: ...

@@ -55,16 +55,6 @@ class Ops(Protocol):
 
     def add_residual(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor: ...
 
-    def partial_product(self, x: Tensor, linear: Linear) -> Tensor: ...
-
-    def add_sum(
-        self,
-        total: Tensor,
-        bias: Tensor | None,
-        onto: Hidden,
-        norm_of_next: Norm | None,
-    ) -> Hidden: ...
-
     def prepare(self, linear: Linear) -> Linear: ...
 
     # Positions and the cache
@@ -237,6 +227,8 @@ class Ops(Protocol):
         onto: Hidden,
         norm_of_next: Norm | None,
     ) -> Hidden: ...
+
+    def product_over_ranks(self, x: Tensor, linear: Linear, ranks: Ranks) -> Tensor: ...
 
     def accumulate_over_ranks(
         self,

@@ -98,16 +98,19 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
     return logits(x, replace(linear, bias=None, norm=None))
 
 
-def add_sum(total: Tensor, bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
-    """Hidden states plus a sum over ranks [N, hidden] and a bias, for a projection that follows."""
-    return hidden(add_residual(total, bias, onto.exact), norm_of_next, onto.operand.dtype)
+def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
+    """linear(x) without its bias where every rank has a part of x [N, in] and of the weight's
+    columns: [N, hidden] in float32, or in the compute type.
+    """
+    return ranks.tp_sum(partial_product(x, linear))
 
 
 def accumulate_over_ranks(
     x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """accumulate where every rank has a part of x [N, in] and of the weight's columns."""
-    return add_sum(ranks.tp_sum(partial_product(x, linear)), linear.bias, onto, norm_of_next)
+    exact = add_residual(product_over_ranks(x, linear, ranks), linear.bias, onto.exact)
+    return hidden(exact, norm_of_next, onto.operand.dtype)
 
 
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
 NOWHERE = Path("unused")
+ALONE = Communicator()
 
 
 def small_config(**changes: object) -> GPTConfig:
@@ -141,10 +142,13 @@ def runner_for(
     enable_prefix_caching: bool = False,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
+    communicator: Communicator = ALONE,
 ) -> tuple[EngineSettings, Runner]:
-    """One rank over tensors in memory."""
+    """One rank over tensors in memory, of which it takes its part."""
+    parallelism, rank = communicator.parallelism, communicator.rank
     settings = EngineSettings(
         NOWHERE,
+        parallelism=parallelism,
         data_type=data_type,
         device=device,
         max_batch_size=max_batch_size,
@@ -153,22 +157,29 @@ def runner_for(
         enable_prefix_caching=enable_prefix_caching,
     )
     place = torch.device(device)
+
+    def read(spec: WeightSpec, layer: int | None) -> Stored:
+        whole = tensors[spec.tensor_name(layer)]
+        if parallelism.tp_size == 1:
+            return whole
+        return rank_part(spec, config, whole, parallelism.tp_size, rank)
+
     if graphs is not None:
         launches = Launches(kernels_for(device), graphs)
     loaded = (
         engine_family(config)
         .loader(
             config,
-            Parallelism(),
-            0,
+            parallelism,
+            rank,
             DTYPES[data_type],
             place,
-            lambda spec, layer: tensors[spec.tensor_name(layer)],
+            read,
             quantization=quantization,
         )
         .load()
     )
-    return settings, assemble_runner(loaded, settings, Communicator(), place, launches)
+    return settings, assemble_runner(loaded, settings, communicator, place, launches)
 
 
 def engine_for(config: ModelConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model import encode_step
-from launcher_scripts.engine.model.encode_step import (
-    Sources,
-    bucket_tokens,
-    encode_unsupported_reasons,
-    pack,
-)
+from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
 from launcher_scripts.engine.model.layers import Chunk
 from tests.engine.small_models import engine_for, generate
 from tests.engine.small_t5 import (
@@ -161,10 +154,3 @@ def test_passes_of_single_inputs_are_recorded_before(runner, monkeypatch):
     assert set(graphs.keys) == recorded
     step.longest_recorded = 150
     assert step.buckets() == [16, 32, 64, 128]
-
-
-def test_ranks_of_a_tensor_take_the_general_path(runner):
-    weights = runner.decoder.weights
-    assert encode_unsupported_reasons(weights, Communicator()) == []
-    found = encode_unsupported_reasons(weights, Communicator(Parallelism(2), 0))
-    assert found == ["ranks add many tokens up in the compute type"]

@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Plan
-from tests.engine.small_models import engine_for, generate, runner_for
+from tests.engine.small_models import engine_for, generate, load_engine, runner_for
 from tests.engine.small_t5 import (
     VARIANTS,
     as_encoder,
@@ -24,6 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 SOURCES = [tuple((7 * i + j * j) % 61 for j in range(3 + 40 * i)) for i in range(8)]
 LENGTHS = [30, 3, 17, 24, 9, 30, 1, 12]
+
+
+@pytest.fixture
+def two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
 
 
 def wider(**changes):
@@ -72,6 +78,44 @@ def test_float32_tokens_equal_the_cpu_alone_and_together(name):
         assert [list(future.result().output_ids) for future in futures] == expected
     got = decoder_logits(engine, SOURCES[5], SOURCES[1])
     assert (got - logits).abs().max() <= 1e-4 * logits.abs().max()
+    engine.close()
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("custom", [False, True])
+def test_two_gpus_equal_the_cpu_alone_and_together(tmp_path, capsys, custom):
+    config = wider(**VARIANTS["gated"])
+    tensors = calm_tensors(config)
+    pairs = list(zip(SOURCES, LENGTHS, strict=True))
+    reference = engine_for(config, tensors)
+    expected = [generate(reference, source, length) for source, length in pairs]
+    states = encode(reference, SOURCES[4]).hidden_state
+    reference.close()
+    engine = load_engine(
+        tmp_path, config, tensors, 2, 1, device="cuda", enable_custom_all_reduce=custom
+    )
+    assert "general path" not in capsys.readouterr().out
+    for _ in range(3):
+        assert [generate(engine, source, length) for source, length in pairs] == expected
+        futures = [engine.submit(GenerateRequest(source, length)) for source, length in pairs]
+        assert [list(future.result(60).output_ids) for future in futures] == expected
+        assert (encode(engine, SOURCES[4]).hidden_state - states).abs().max() <= 1e-3
+    engine.close()
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("data_type", ["bf16", "fp16"])
+def test_low_precision_on_two_gpus_is_near(tmp_path, data_type):
+    """Also where ranks add more rows up than a step of several rows has, in that type."""
+    config = wider(**VARIANTS["gated"])
+    tensors = calm_tensors(config)
+    reference = engine_for(config, tensors)
+    engine = load_engine(tmp_path, config, tensors, 2, 1, device="cuda", data_type=data_type)
+    for source in (SOURCES[1], SOURCES[3]):
+        want = decoder_logits(reference, source, SOURCES[1])
+        error = (decoder_logits(engine, source, SOURCES[1]) - want).norm() / want.norm()
+        assert error < 0.05
+    reference.close()
     engine.close()
 
 

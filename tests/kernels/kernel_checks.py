@@ -10,6 +10,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from launcher_scripts.common.parallelism import Parallelism  # noqa: E402
+from launcher_scripts.engine.distributed.communicator import Communicator  # noqa: E402
 from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers  # noqa: E402
@@ -306,18 +308,31 @@ def test_accumulate(rows, bias, dtype):
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 70])
 def test_sums_over_ranks(rows, bias, dtype):
-    size = SIZES[0]
+    size, ranks = SIZES[0], EqualRanks()
     linear = make_linear(size[1], size[0], None, bias, dtype)
     norm = make_norm("rmsnorm", size[1])
     x, exact = random(rows, size[0], dtype=dtype), random(rows, size[1])
-    part, same = fused.partial_product(x, linear), reference.partial_product(x, linear)
-    assert_close(part, same, dtype)
-    got = fused.add_sum(same, linear.bias, fused.hidden(exact, norm, dtype), norm)
-    want = reference.add_sum(same, linear.bias, reference.hidden(exact, norm, dtype), norm)
-    assert_close(got.exact, want.exact, torch.float32)
+    part, same = (side.product_over_ranks(x, linear, ranks) for side in (fused, reference))
+    assert part.dtype == (torch.float32 if rows < 70 else dtype)
+    assert_close(part.float(), same, dtype)
+    onto = fused.hidden(exact, norm, dtype)
+    got = fused.accumulate_over_ranks(x, linear, onto, norm, ranks)
+    onto = reference.hidden(exact, norm, dtype)
+    want = reference.accumulate_over_ranks(x, linear, onto, norm, ranks)
+    assert_close(got.exact, want.exact, dtype)
     assert_for_norm(got, want, norm, dtype)
+
+
+class EqualRanks(Communicator):
+    """Two ranks that have the same."""
+
+    def __init__(self):
+        super().__init__(Parallelism(2))
+
+    def tp_sum(self, tensor):
+        return tensor + tensor
 
 
 def make_peer_buffers(ranks: int, words: int) -> list[PeerBuffers]:

@@ -93,16 +93,14 @@ def _power_of_two(number: int) -> int:
 def encode_unsupported_reasons(weights: ModelWeights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
-    found = unsupported_reasons(weights.config, communicator, layers)
-    if communicator.tp_size > 1:
-        found.append("ranks add many tokens up in the compute type")
-    return found
+    return unsupported_reasons(weights.config, communicator, layers)
 
 
 class EncodeStep:
     """The encoder of a rank that has all layers, and the keys and values the decoder wants of it.
 
-    longest_recorded: tokens, up to which the host would hold the device up
+    longest_recorded: tokens, up to which the host would hold the device up; the same on all
+                      tensor-parallel ranks, whose weights have the same shapes
     readers: the decoder's attention to the states
     """
 

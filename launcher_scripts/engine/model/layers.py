@@ -198,7 +198,7 @@ class Sublayer(ABC):
         """Hidden states x plus out_proj(inner), in the form that norm_of_next asks for."""
         kernels, linear = self.kernels, self.out_proj
         if self.output_norm is not None:
-            out = self.communicator.tp_sum(kernels.partial_product(inner, linear))
+            out = kernels.product_over_ranks(inner, linear, self.communicator)
             out = out if linear.bias is None else out + linear.bias
             exact = x.exact + kernels.norm(out, self.output_norm, torch.float32)
             return kernels.hidden(exact, norm_of_next, x.operand.dtype)

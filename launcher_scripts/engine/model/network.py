@@ -127,7 +127,7 @@ class Network:
 
         decoding: rows that run one token in the same pass, and the tokens [B]; their hidden states
                   come first, and their positions are their lengths
-        A decoder alone goes by fused steps where it can; between ranks the general path sends half.
+        A decoder alone goes by fused steps where it can.
         """
         chunks, ids, positions = prompts.chunks, prompts.ids, prompts.positions
         windowed = any(chunk.window for chunk in chunks)
@@ -147,8 +147,7 @@ class Network:
             ids, positions = torch.cat([tokens, ids]), torch.cat([rows.lengths, positions])
         context = replace(context, rotary=self._tables(positions, self._reach_of(chunks)))
         prompt_rows = [(chunk.prompt, chunk.count) for chunk in chunks]
-        fused = self._encoder is None and self.communicator.tp_size == 1 and not windowed
-        if self.step is None or not fused:
+        if self.step is None or self._encoder is not None or windowed:
             return self._forward(ids, positions, context, prompt_rows)
         self.cache.ids[context.slots] = ids
         return self.step.prompts(self._decoder.embed(ids, positions, prompt_rows), context)
