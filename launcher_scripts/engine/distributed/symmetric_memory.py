@@ -22,7 +22,7 @@ from torch import Tensor
 from launcher_scripts.kernels.operands import PeerBuffers
 
 # Where a two-shot sum with its copy into the buffer overtakes a one-shot sum, which copies itself.
-ONE_SHOT_BYTES = 256 << 10
+ONE_SHOT_BYTES = 512 << 10
 BUFFER_BYTES = 8 << 20
 LANE_WORDS = 16384  # of a peer buffer: the widest row
 WIDEST_ACCESS = 16  # bytes; the kernels want the tensor aligned as the buffer is
