@@ -1,13 +1,15 @@
-"""Time on the device of one decode step: a graph of it, replayed at a given context."""
+"""Time on the device of one decode step or one encoder's pass: a graph of it, replayed."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import torch
 
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
 from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 
@@ -40,12 +42,28 @@ def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) 
     def rewind() -> None:
         runner.states.length[:rows] = context - STEPS // 2
 
+    return _replayed_ms(lambda: runner.greedy_step(batch.slots, bounds), rewind, repeat)
+
+
+def encode_ms(runner: Runner, tokens: int, repeat: int = 20) -> float:
+    """Median milliseconds of the encoder's pass over one input, filled up as a recorded one is."""
+    step, filled = runner.decoder.encode_step, bucket_tokens(tokens)
+    if step is None:
+        raise ValueError("the model has no encoder that takes fused steps")
+    values = pack([((1,) * tokens, 0)], runner.decoder.cache.scratch, filled)
+    sources = Sources(torch.tensor(values, device=runner.device), filled)
+    with torch.inference_mode():
+        return _replayed_ms(lambda: step.forward(sources), lambda: None, repeat)
+
+
+def _replayed_ms(function: Callable[[], object], rewind: Callable[[], None], repeat: int) -> float:
+    """Milliseconds of a function's graph; rewind comes before every STEPS replays."""
     rewind()
-    runner.greedy_step(batch.slots, bounds)
+    function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        runner.greedy_step(batch.slots, bounds)
+        function()
     times = []
     for _ in range(repeat + 2):
         rewind()

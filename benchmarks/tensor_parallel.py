@@ -4,7 +4,8 @@
 
 One process per GPU, each with random bfloat16 weights of its part, and all take the same steps.
 First the sums alone are timed. Both are recorded in CUDA graphs. Floors are a rank's weight bytes
-over the read bandwidth measured in the same run.
+over the read bandwidth measured in the same run. Of a T5 the encoder's passes are timed, too; its
+steps read a source, and their floors count the encoder.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from benchmarks.generate import (
     random_weights,
     release,
 )
-from benchmarks.shapes import SHAPES
-from benchmarks.steps import step_ms
+from benchmarks.shapes import CONFIGS
+from benchmarks.steps import encode_ms, step_ms
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import (
     Communicator,
@@ -42,6 +43,7 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 TIMEOUT = 300.0
 CONTEXT = 80
 BATCHES = (1, 8)
+SOURCES = (60, 225)
 SUMS_PER_GRAPH = 32
 SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
 
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.3b", "5b", "20b"])
+    parser.add_argument("--shapes", nargs="+", choices=CONFIGS, default=["1.3b", "5b", "20b"])
     parser.add_argument("--only-custom", action="store_true", help="leave out NCCL, and sums alone")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
@@ -176,10 +178,14 @@ def steps(
     )
     prepare_process(settings, device)
     for name, port in zip(arguments.shapes, ports, strict=True):
-        weights = random_weights(SHAPES[name].config(), Parallelism(tp_size), rank)
+        weights = random_weights(CONFIGS[name], Parallelism(tp_size), rank)
         communicator = join(rank, tp_size, port)
         with torch.inference_mode():
             runner = assemble_runner(weights, settings, communicator, device)
+        encoder = runner.decoder.encode_step
+        source = 0 if encoder is None else CONTEXT
+        passes = () if encoder is None else SOURCES
+        times = {f"encode_{tokens}_ms": encode_ms(runner, tokens) for tokens in passes}
         rows += [
             {
                 "model": name,
@@ -188,7 +194,8 @@ def steps(
                 "rows": count,
                 "context": CONTEXT,
                 "rank_bytes": weights.bytes(),
-                "ms_per_step": step_ms(runner, count, CONTEXT),
+                "ms_per_step": step_ms(runner, count, CONTEXT, source),
+                **times,
             }
             for count in BATCHES
         ]
