@@ -19,7 +19,7 @@ from launcher_scripts.engine.core.statistics import Statistics
 # more: the weights are read, the kernels launched. So rows that come wait for each other until they
 # bring so many tokens for each row that decodes, but few steps.
 TOKENS_PER_DECODING_ROW = 4
-# Where one pass takes both, rows that come need not wait. It takes no more prompt tokens than these,
+# Where one pass takes both, rows that come need not wait. It takes no more prompt tokens than this,
 # or so many for each row that decodes, so that those rows get their tokens in time.
 MIXED_TOKENS = 512
 ROWS_PER_STEP_OF_PATIENCE = 8
