@@ -122,7 +122,7 @@ class StepTimes:
 
     def mixed(self, tokens: int, prompts: int, rows: int, context: int) -> float:
         """A pass over so many tokens of so many prompts, and a step of rows as in `decode`."""
-        graph = prompt_bucket(tokens, prompts)
+        graph = prompt_bucket(tokens, prompts, rows)
         filled = rows + (tokens if graph is None else graph.tokens)
         read = self.layers * BYTES / self.read_bytes
         work = max(read, 2 * self.layers * filled / self.operations)
@@ -143,7 +143,7 @@ class StepTimes:
     def launch(self, plan: Plan) -> float:
         """The host's part before the device begins."""
         tokens = sum(part.count for part in plan.prefill)
-        eager = tokens and prompt_bucket(tokens, len(plan.prefill)) is None
+        eager = tokens and prompt_bucket(tokens, len(plan.prefill), len(plan.decode)) is None
         return (EAGER_SECONDS if eager else LAUNCH_SECONDS) + ROW_SECONDS * len(plan.decode)
 
 

@@ -13,7 +13,7 @@ from launcher_scripts.common.quantization import Quantization  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import fused, many_rows, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.cuda.device_traits import DeviceTraits  # noqa: E402
-from launcher_scripts.kernels.cuda.int8 import split_hi_lo_int8  # noqa: E402
+from launcher_scripts.kernels.cuda.hi_lo import split_hi_lo  # noqa: E402
 from launcher_scripts.kernels.cuda.many_rows import fp8_rows, multiplies_fp8  # noqa: E402
 from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
 from launcher_scripts.kernels.quantization import (  # noqa: E402
@@ -201,18 +201,29 @@ def test_inputs_of_all_sizes(quantization, large):
     assert_close(fused.project(x, linear), reference.project(x, linear), torch.float32)
 
 
+ROUNDS = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not round to e4m3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "most", "relative"),
+    [
+        (torch.int8, 256, 32639, 0.0),
+        pytest.param(torch.float8_e4m3fn, 8, 3520, 2.0**-8, marks=ROUNDS),
+    ],
+)
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_high_low_and_step_make_a_value(dtype):
+def test_high_low_and_step_make_a_value(dtype, kind, base, most, relative):
     """Rows have steps of their own, and none of them goes by the row that is zero."""
     sizes = torch.tensor([[1.0], [100.0], [0.0], [1e-3]], device=DEVICE)
     x = (random(4, 37) * sizes).to(dtype)
-    hi_lo, steps = split_hi_lo_int8(x)
-    assert hi_lo.shape == (2, 4, 37)
-    error = ((256.0 * hi_lo[0] + hi_lo[1]) * steps[:, None] - x.float()).abs()
-    assert bool((error <= 0.51 * steps[:, None]).all())
+    hi_lo, steps = split_hi_lo(x, kind)
+    assert (hi_lo.shape, hi_lo.dtype) == ((2, 4, 37), kind)
+    high, low = hi_lo.float()
+    error = ((base * high + low) * steps[:, None] - x.float()).abs()
+    assert bool((error <= 0.51 * steps[:, None] + relative * x.float().abs()).all())
     largest = x.float().abs().amax(1)
-    assert torch.allclose(steps[[0, 1, 3]] * 32639, largest[[0, 1, 3]])
-    assert not hi_lo[:, 2].any()
+    assert torch.allclose(steps[[0, 1, 3]] * most, largest[[0, 1, 3]])
+    assert not high[2].any() and not low[2].any()
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)

@@ -123,7 +123,7 @@ def test_peer_buffers(dtype, weight):
 def test_dot_rows(dtype, held, splits):
     pointers = dict.fromkeys(("offsets", "gate_offsets"), dtype)
     pointers |= dict.fromkeys(("weight", "gate_weight"), held or dtype)
-    pointers["x"] = "i8" if held == "i8" else dtype
+    pointers["x"] = held if held == "i8" or (dtype == "bf16" and held) else dtype
     pointers |= dict.fromkeys(("steps", "scales", "gate_scales"), "fp32")
     pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
     constants = {

@@ -16,7 +16,8 @@ from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.runner.graphs import bucket_rows
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
-TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# Of prompts and rows that decode together. cuBLAS takes longer for 448 than for 512.
+TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 ROW_BUCKETS = (1, 16)
 Integers = NDArray[np.int64]
 NOTHING: Integers = np.empty(0, dtype=np.int64)
@@ -66,11 +67,16 @@ class Nowhere:
     slot: int
 
 
-def prompt_bucket(tokens: int, rows: int) -> Sizes | None:
-    """What a pass over so many is filled up to; None where it is larger than all buckets."""
-    filled = next((size for size in TOKEN_BUCKETS if tokens <= size), None)
+def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
+    """What a pass over so many is filled up to; None where it is larger than all buckets.
+
+    decoding: rows that decode in the same pass, filled up to already
+    """
+    filled = next((size for size in TOKEN_BUCKETS if tokens + decoding <= size), None)
     places = next((size for size in ROW_BUCKETS if rows <= size), None)
-    return None if filled is None or places is None else bucket_sizes(filled, places)
+    if filled is None or places is None:
+        return None
+    return bucket_sizes(filled - decoding, places)._replace(decoding=decoding)
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:
@@ -121,10 +127,8 @@ class PackedPrompts:
 
         most_rows: of those that decode
         """
-        sizes = prompt_bucket(self.tokens, len(self.parts))
-        if sizes is None or not self.decoding:
-            return sizes
-        return sizes._replace(decoding=bucket_rows(len(self.decoding), most_rows))
+        decoding = bucket_rows(len(self.decoding), most_rows) if self.decoding else 0
+        return prompt_bucket(self.tokens, len(self.parts), decoding)
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""

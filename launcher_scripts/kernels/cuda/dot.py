@@ -19,7 +19,7 @@ from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
-from launcher_scripts.kernels.cuda.int8 import dot_hi_lo_int8, load_piece, split_hi_lo_int8
+from launcher_scripts.kernels.cuda.hi_lo import dot_hi_lo, load_piece, split_hi_lo, splits
 from launcher_scripts.kernels.cuda.norm import add_parts
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
@@ -115,7 +115,7 @@ def dot_rows(
 ):
     """out = act(W x + b) * (W2 x + b2) for `count` rows of x, the parts as the flags say.
 
-    x and steps are what split_rows makes of x where the weights are int8.
+    x and steps may be what split_rows makes of x, where the weights are bytes.
     Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
     over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
     largest of the program's values and its place is kept, for each row. With USE_PDL the weight's
@@ -140,10 +140,8 @@ def dot_rows(
         _prefetch(starts, first, last, PREFETCH, BLOCK)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
-    if weight.dtype.element_ty == tl.int8:
-        value = dot_hi_lo_int8(
-            x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH
-        )
+    if x.dtype.element_ty.primitive_bitwidth == 8:
+        value = dot_hi_lo(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     else:
         value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
@@ -247,7 +245,8 @@ def _launch(
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     found, places = (x, x) if largest is None else largest
-    given, steps = split_hi_lo_int8(x) if linear.quantization == "int8" else (x, x)
+    split = splits(x, linear.quantization)
+    given, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
