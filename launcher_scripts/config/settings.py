@@ -76,7 +76,7 @@ class ModelOptions:
     """
 
     weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
-    processes: int = option(16, "threads at most", least=1)
+    processes: int = option(16, "processes at most", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)

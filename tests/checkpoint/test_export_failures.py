@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -225,18 +224,59 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(source, tmp_path, "10 bytes free")
 
 
-def test_a_failing_thread_stops_the_others(
+@pytest.fixture(params=[False, True], ids=["alone", "processes"])
+def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether several processes write the tensors, small as they are."""
+    if request.param:
+        monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
+    return request.param
+
+
+@pytest.mark.usefixtures("divided")
+def test_what_fails_ends_the_export(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(_columns: Any, dtype: Any, name: str, *_: Any, **__: Any) -> Any:
+    class Unsendable(Exception):
+        def __init__(self, one: object, other: object) -> None:
+            super().__init__(f"{one} and {other}")
+
+    strips = write_tasks.strips
+
+    def failing(columns: Any, dtype: Any, name: str, *more: Any, **options: Any) -> Any:
         if "layers.2" in name:
-            raise CheckpointError(f"{name} cannot be read")
-        yield np.zeros(0, dtype)
+            raise error
+        return strips(columns, dtype, name, *more, **options)
 
     monkeypatch.setattr(write_tasks, "strips", failing)
-    with pytest.raises(CheckpointError):
-        export_folder(source, tmp_path)
-    assert not (tmp_path / "m").exists()
+    for error in (CheckpointError("it cannot be read"), Unsendable("this", "that")):
+        with pytest.raises(Exception, match=str(error)):
+            export_folder(source, tmp_path)
+        assert not (tmp_path / "m").exists()
+
+
+def test_processes_write_the_same(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = export_folder(source, tmp_path / "alone", 2, "bf16")
+    monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
+    divided = export_folder(source, tmp_path / "divided", 2, "bf16", verify=True)
+    first, second = (
+        {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+        for folder in (alone, divided)
+    )
+    assert first == second
+    FTCheckpoint.open(divided, verify=True)
+
+
+def test_a_killed_process_ends_the_export(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system does to one of them where memory is short."""
+    monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(
+        write_tasks, "strips", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    refused(source, tmp_path, "a process of the export ended early, with an exit code; got -9")
 
 
 def big_settings(source: Path, target: Path) -> Path:

@@ -12,6 +12,7 @@ import pytest
 
 from launcher_scripts.checkpoint.convert import write_tasks
 from launcher_scripts.checkpoint.convert.journal import FILE_NAME, Journal
+from launcher_scripts.checkpoint.convert.manifest import FileEntry
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
@@ -31,28 +32,28 @@ def source(tmp_path: Path) -> Path:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the weights that are written, in order."""
     names: list[str] = []
-    write = FTWriter.write
+    write = FTWriter.write_file
 
-    def noted(self: FTWriter, file: WeightFile, chunks: Any) -> None:
-        write(self, file, chunks)
+    def noted(self: FTWriter, file: WeightFile, chunks: Any) -> FileEntry:
         names.append(file.name)
+        return write(self, file, chunks)
 
-    monkeypatch.setattr(FTWriter, "write", noted)
+    monkeypatch.setattr(FTWriter, "write_file", noted)
     return names
 
 
 def interrupted(source: Path, target: Path, after: int, **more: Any) -> Path:
     """Stop an export after some files, as Ctrl-C does; the partial folder it leaves."""
-    write, count = FTWriter.write, [0]
+    write, count = FTWriter.write_file, [0]
 
-    def stopping(self: FTWriter, file: WeightFile, chunks: Any) -> None:
+    def stopping(self: FTWriter, file: WeightFile, chunks: Any) -> FileEntry:
         count[0] += 1
         if count[0] > after:
             raise KeyboardInterrupt
-        write(self, file, chunks)
+        return write(self, file, chunks)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FTWriter, "write", stopping)
+        patch.setattr(FTWriter, "write_file", stopping)
         with pytest.raises(KeyboardInterrupt):
             export_folder(source, target, 2, **{"processes": 1, **more})
     folder = target / "m" / "1" / "2-gpu.partial"

@@ -1,21 +1,27 @@
-"""Write the tensors of an export: convert, cut and hash them, on several threads.
+"""Write the tensors of an export: convert, cut and hash them, in several processes.
 
-Tensors are independent, so threads share them: numpy, the hash and the operating system all work
-outside of Python's lock. Every thread holds one strip of one file in memory, and a copy of a
+Tensors are independent. Threads would wait for Python's lock between the many short steps of a
+conversion: four of them take up to twice as long as four processes. These are forked, so that all
+see the source where it is mapped. Each holds one strip of one file in memory, and a copy of a
 tensor only where the source has it in pieces.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from launcher_scripts.checkpoint.convert.manifest import FileEntry
 from launcher_scripts.checkpoint.convert.plan import Task
 from launcher_scripts.checkpoint.convert.progress import Progress
 from launcher_scripts.checkpoint.convert.reshard import rank_columns
@@ -23,100 +29,177 @@ from launcher_scripts.checkpoint.convert.streaming import UnfitValues, strips
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings
 
-# More of them took longer where it was measured: on a host of 32 processors the 345M GPT takes
-# 1.9 s with one, 1.2 with 4, 1.6 with 16.
-MOST_THREADS = 4
-
-
-class Stopped(Exception):
-    """Another thread failed, or the user asked to stop."""
+MOST_PROCESSES = 8
+LEAST_BYTES = 128 << 20  # of the files, for which processes are worth their start
 
 
 def write_all(
-    tasks: list[Task],
+    tasks: Sequence[Task],
     writer: FTWriter,
     archive: Archive,
     progress: Progress,
     settings: ExportSettings,
 ) -> dict[str, UnfitValues]:
-    """Largest tensors first, on no more threads than there are processors, or help.
+    """Largest tensors first, in no more processes than there are processors, or help.
 
     Returns by name what is wrong with the tensors whose values cannot be written.
     """
-    stop = threading.Event()
-    own = threading.local()
-    workers = min(settings.processes, MOST_THREADS, len(os.sched_getaffinity(0)), len(tasks))
+    ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
+    work = _Work(ordered, writer, archive, allow_nonfinite=settings.allow_nonfinite)
     unfit: dict[str, UnfitValues] = {}
 
-    def run(task: Task) -> None:
-        try:
-            _write_task(
-                task,
-                writer,
-                archive,
-                stop,
-                progress,
-                own.workspace,
-                allow_nonfinite=settings.allow_nonfinite,
-            )
-        except UnfitValues as error:
-            unfit[task.name] = error.with_traceback(None)  # which holds the tensor
-        for values in task.views():
-            archive.forget(values)
+    def take(found: FileEntry | _Unfit | int) -> None:
+        if isinstance(found, _Unfit):
+            unfit[found.name] = found.error
+        elif isinstance(found, FileEntry):
+            writer.add(found)
+            progress.add(found.bytes)
+        else:
+            progress.add(found)
 
-    def start() -> None:
-        own.workspace = Workspace()
-
-    with ThreadPoolExecutor(workers, initializer=start) as pool:
-        try:
-            ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
-            futures = [pool.submit(run, task) for task in ordered]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-            if failed is not None:
-                failed.result()
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    count = min(settings.processes, MOST_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    if count <= 1 or progress.total < LEAST_BYTES:
+        for task in ordered:
+            work.run(task, take)
+    else:
+        _in_processes(work, count, take)
     return unfit
 
 
-def _write_task(
-    task: Task,
-    writer: FTWriter,
-    archive: Archive,
-    stop: threading.Event,
-    progress: Progress,
-    workspace: Workspace,
-    *,
-    allow_nonfinite: bool,
-) -> None:
-    spec, tp_size = task.spec, writer.tp_size
-    ranks = range(tp_size if spec.partition.per_rank else 1)
-    files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
-    missing = [file for file in files if not writer.holds(file)]
-    size = int(np.prod(spec.shape_on(task.config, tp_size))) * writer.dtype.itemsize
-    progress.add(size * (len(files) - len(missing)))
-    if not missing:
-        return
-    for values in task.views():
-        archive.check(values, task.name)
-    blocks = task.blocks(workspace)
-    for file in missing:
-        columns = rank_columns(spec, task.config, tp_size, file.tp_rank, blocks)
-        pieces = strips(
-            columns, writer.dtype, task.name, workspace, allow_nonfinite=allow_nonfinite
-        )
-        writer.write(file, _watched(pieces, stop, progress))
+@dataclass(frozen=True)
+class _Unfit:
+    """A tensor whose values cannot be written."""
+
+    name: str
+    error: UnfitValues
 
 
-def _watched(
-    pieces: Iterator[NDArray[Any]], stop: threading.Event, progress: Progress
-) -> Iterator[NDArray[Any]]:
-    for piece in pieces:
-        if stop.is_set():
-            raise Stopped
-        yield piece
-        progress.add(piece.nbytes)
+Taken = Callable[[FileEntry | _Unfit | int], None]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one process after the other takes a task of."""
+
+    tasks: Sequence[Task]
+    writer: FTWriter
+    archive: Archive
+    allow_nonfinite: bool
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def run(self, task: Task, take: Taken) -> None:
+        """Write a tensor's files; `take` gets each, and the bytes of those that are there."""
+        try:
+            self._write(task, take)
+        except UnfitValues as error:
+            take(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
+        for values in task.views():
+            self.archive.forget(values)
+
+    def _write(self, task: Task, take: Taken) -> None:
+        spec, writer = task.spec, self.writer
+        ranks = range(writer.tp_size if spec.partition.per_rank else 1)
+        files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
+        missing = [file for file in files if not writer.holds(file)]
+        shape = spec.shape_on(task.config, writer.tp_size)
+        take(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))
+        if not missing:
+            return
+        for values in task.views():
+            self.archive.check(values, task.name)
+        blocks = task.blocks(self.workspace)
+        for file in missing:
+            columns = rank_columns(spec, task.config, writer.tp_size, file.tp_rank, blocks)
+            pieces = strips(
+                columns,
+                writer.dtype,
+                task.name,
+                self.workspace,
+                allow_nonfinite=self.allow_nonfinite,
+            )
+            take(writer.write_file(file, pieces))
+
+    def serve(self, turns: Any, results: Connection) -> None:
+        """In a process of its own: run the tasks whose turns it gets, and send what is taken.
+
+        turns: a shared number, of the next task
+        """
+        signal_when_parent_dies(signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            for task in self._turns(turns):
+                self.run(task, results.send)
+            results.send(None)
+        except Exception as error:
+            results.send(_sendable(error))
+
+    def _turns(self, turns: Any) -> Iterator[Task]:
+        while True:
+            with turns.get_lock():
+                turn = turns.value
+                turns.value += 1
+            if turn >= len(self.tasks):
+                return
+            yield self.tasks[turn]
+
+
+def _in_processes(work: _Work, count: int, take: Taken) -> None:
+    """Run the work's tasks in `count` processes; all end with the first that fails."""
+    context = multiprocessing.get_context("fork")
+    turns = context.Value("q", 0)
+    with _ended() as processes:
+        results = {}
+        for _ in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=work.serve, args=(turns, sender), daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            results[receiver] = process
+        while results:
+            ready = wait(list(results))
+            for receiver in [each for each in results if each in ready]:
+                found = _received(receiver, results[receiver])
+                if found is None:
+                    del results[receiver]
+                elif isinstance(found, BaseException):
+                    raise found
+                else:
+                    take(found)
+
+
+def _received(results: Connection, process: ForkProcess) -> Any:
+    try:
+        return results.recv()
+    except EOFError:
+        process.join()
+        raise CheckpointError(
+            problem("a process of the export ended early, with an exit code", got=process.exitcode)
+        ) from None
+
+
+@contextmanager
+def _ended() -> Iterator[list[ForkProcess]]:
+    """Processes that run no longer than the block."""
+    processes: list[ForkProcess] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says if it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

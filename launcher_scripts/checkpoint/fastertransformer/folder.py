@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +185,7 @@ class FTWriter:
 
     Use as a context manager; leaving it by an exception removes what was written. With a `name`
     (see journal.identity) an interruption leaves the finished files in place instead, and the next
-    writer of that name goes on. `write` may be called by several threads at once.
+    writer of that name goes on. `write_file` may be called by several processes at once.
     """
 
     def __init__(
@@ -222,7 +221,6 @@ class FTWriter:
         self._journal: Journal | None = None
         self._sealed = False
         self._entries: dict[str, FileEntry] = {}
-        self._lock = threading.Lock()
         self._created: list[Path] = []
 
     def __enter__(self) -> FTWriter:
@@ -255,6 +253,10 @@ class FTWriter:
 
     def write(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> None:
         """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
+        self.add(self.write_file(file, chunks))
+
+    def write_file(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> FileEntry:
+        """`write`, except that the entry must still be added, perhaps in another process."""
         digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
         path = self.partial / name
         with writing(path), _fresh(path) as out:
@@ -269,7 +271,7 @@ class FTWriter:
         if size != expected:
             raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
         made = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
-        self._add(FileEntry(name, size, *made))
+        return FileEntry(name, size, *made)
 
     def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
         """Write a file that is no weight, such as the tokenizer's.
@@ -281,13 +283,13 @@ class FTWriter:
             _write_all(out.fileno(), memoryview(content))
         kept = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
-        self._add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=kept))
+        self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=kept))
 
-    def _add(self, entry: FileEntry) -> None:
-        with self._lock:
-            self._entries[entry.name] = entry
-            if self._journal is not None:
-                self._journal.add(entry)
+    def add(self, entry: FileEntry) -> None:
+        """Count a file that is written as part of the checkpoint."""
+        self._entries[entry.name] = entry
+        if self._journal is not None:
+            self._journal.add(entry)
 
     def seal(self) -> None:
         """Write config.ini and the manifest: the partial folder is a checkpoint from here on."""
