@@ -4,7 +4,7 @@
 
 Floors are the bytes a step has to read (weights, and the keys and values of the context) over the
 read bandwidth measured in the same run; of a prefill, its operations over the rate of a large
-matrix product. Weights are random bfloat16, decoding is greedy.
+matrix product. Weights are random bfloat16. Decoding is greedy but for the rows with a `choice`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.generate import (
 from benchmarks.shapes import CONFIGS
 from benchmarks.steps import step_ms
 from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
-from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine
@@ -44,6 +44,15 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 GPT_CASES = ((1, 80), (1, 1024), (8, 80), (32, 80), (128, 80))
+CHOICES = {
+    "greedy": SamplingParameters(),
+    "sampled": SamplingParameters(top_k=40, top_p=0.9, temperature=0.8),
+    "top_p": SamplingParameters(top_p=0.9, temperature=0.8),
+    "processed": SamplingParameters(
+        top_k=40, top_p=0.9, temperature=0.8, repetition_penalty=1.1, no_repeat_ngram_size=3
+    ),
+}
+CHOICE_CASES = ((1, 80), (128, 80))
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
 T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
 PREFILL_TOKENS = 2048
@@ -91,8 +100,24 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
         needed = weights.bytes() + count * context * token_bytes
         ms = step_ms(runner, count, context)
         rows.append(_row(name, report, needed, ms, rows=count, context=context))
+    rows += choice_rows(name, runner)
     if name == PREFILL_SHAPE:
         rows.append(prefill_row(name, runner, weights.bytes() // 2, report))
+    return rows
+
+
+def choice_rows(name: str, runner: Runner) -> list[dict]:
+    """Steps whose rows choose their tokens in several ways, beside greedy ones of the same run."""
+    rows = []
+    for count, context in CHOICE_CASES:
+        ms = {
+            choice: step_ms(runner, count, context, sampling=sampling)
+            for choice, sampling in CHOICES.items()
+        }
+        for choice, own in ms.items():
+            more = round(own / ms["greedy"] - 1, 3)
+            shape = {"model": name, "rows": count, "context": context}
+            rows.append({**shape, "choice": choice, "ms": round(own, 4), "over_greedy": more})
     return rows
 
 

@@ -96,7 +96,7 @@ class StepTimes:
         shares = {
             row["rows"]: row["share_of_floor"]
             for row in report["rows"]
-            if row["model"] == shape and row.get("context") == CONTEXT
+            if row["model"] == shape and row.get("context") == CONTEXT and "floor_ms" in row
         }
         cached = 2 * config.num_layers * config.num_kv_heads * config.head_size * BYTES / tp_size
         read = {rows: (layers + head) * BYTES + rows * CONTEXT * cached for rows in shares}

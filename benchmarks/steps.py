@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
@@ -14,22 +16,44 @@ from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 
 STEPS = 8
+GREEDY = SamplingParameters()
 
 
-def step_ms(runner: Runner, rows: int, context: int, source: int = 0, repeat: int = 20) -> float:
-    """Median milliseconds of a greedy step of `rows` rows, each with `context` tokens cached.
+def step_ms(
+    runner: Runner,
+    rows: int,
+    context: int,
+    source: int = 0,
+    repeat: int = 20,
+    sampling: SamplingParameters = GREEDY,
+) -> float:
+    """Median milliseconds of a step of `rows` rows, each with `context` tokens cached.
 
     Includes everything from the last token to the next one. A row reads `source` tokens of an
-    encoder's input, too.
+    encoder's input, too. sampling: what a CUDA graph can do
     """
     with torch.inference_mode():
-        return _step_ms(runner, rows, context, source, repeat)
+        return _step_ms(runner, rows, context, source, repeat, sampling)
 
 
-def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) -> float:
+def _step_ms(
+    runner: Runner,
+    rows: int,
+    context: int,
+    source: int,
+    repeat: int,
+    sampling: SamplingParameters,
+) -> float:
     extent = source + context + STEPS + 1
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, source=(0,) * source)
+        RowStart(
+            slot,
+            slot * extent + source,
+            (1,),
+            -1,
+            GenerateRequest((), 0, replace(sampling, random_seed=slot)),
+            source=(0,) * source,
+        )
         for slot in range(rows)
     ]
     if rows * extent > runner.decoder.cache.capacity:
@@ -42,7 +66,7 @@ def _step_ms(runner: Runner, rows: int, context: int, source: int, repeat: int) 
     def rewind() -> None:
         runner.states.length[:rows] = context - STEPS // 2
 
-    return _replayed_ms(lambda: runner.greedy_step(batch.slots, bounds), rewind, repeat)
+    return _replayed_ms(lambda: runner.token_step(batch.slots, bounds, batch.choice), rewind, repeat)
 
 
 def encode_ms(runner: Runner, tokens: int, repeat: int = 20) -> float:
@@ -79,7 +103,8 @@ def _replayed_ms(function: Callable[[], object], rewind: Callable[[], None], rep
 
 
 def _fill(runner: Runner) -> None:
-    """Keys and values that are no zeros: those can be faster to read."""
+    """Texts, and keys and values that are no zeros: those can be faster to read."""
+    runner.decoder.cache.ids.random_(runner.decoder.config.vocab_size)
     for layer in runner.decoder.cache.layers.values():
         layer.keys.normal_()
         layer.values.normal_()

@@ -121,6 +121,36 @@ class RowColumns:
         return self.token.shape[0] - 1
 
 
+class SamplingColumns(Protocol):
+    """How the rows in flight choose their tokens, [slots + 1] each, the last slot one for padding.
+
+    Integers are int64, others float32. start: first cache token;  length: tokens in the cache;
+    prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
+    id behind which top_p is initial_top_p again. The others are named as a request's parameters.
+    """
+
+    start: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    token: Tensor
+    seed: Tensor
+    end_id: Tensor
+    min_length: Tensor
+    top_k: Tensor
+    no_repeat_ngram_size: Tensor
+    reset_id: Tensor
+    temperature: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    output_presence_penalty: Tensor
+    min_p: Tensor
+    top_p: Tensor
+    initial_top_p: Tensor
+    top_p_decay: Tensor
+    top_p_min: Tensor
+
+
 @dataclass(frozen=True)
 class EmbeddingTables:
     """tokens: [held, hidden], ids from first_id on; positions: [max_positions, hidden] or None."""

@@ -23,6 +23,7 @@ from launcher_scripts.kernels.operands import (
     Ranks,
     RelativeBias,
     RowColumns,
+    SamplingColumns,
     Spans,
     StepRows,
     VarlenBatch,
@@ -160,6 +161,16 @@ class Ops(Protocol):
         window: int = 0,
         softcap: float | None = None,
     ) -> Tensor: ...
+
+    # Tokens
+
+    def process(
+        self, logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor
+    ) -> Tensor: ...
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, columns: SamplingColumns
+    ) -> tuple[Tensor, Tensor]: ...
 
     # Decode steps
 

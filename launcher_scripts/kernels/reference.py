@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import reference_attention
+from launcher_scripts.kernels import reference_attention, reference_sampling
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     HeadNorms,
@@ -34,6 +34,8 @@ decode_attention = reference_attention.decode_attention
 prompt_attention = reference_attention.prompt_attention
 source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
+process = reference_sampling.process
+sample = reference_sampling.sample
 
 EXACT_IDS = 1 << 24  # float32 holds every smaller integer; ids travel beside the logits
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

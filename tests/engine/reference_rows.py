@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.sampler import uniforms
+from launcher_scripts.kernels.reference_sampling import uniforms
 
 Text = tuple[int, ...]
 LogitsAfter = Callable[[Text], torch.Tensor]

@@ -17,6 +17,7 @@ from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import (
+    Choice,
     Move,
     Plan,
     PrefillPart,
@@ -58,7 +59,7 @@ WHOLE_PLAN = Plan(
     longest=40,
     moves=(Move(0, 1, 2, 3),),
     masks=(TokenMask(3, b"\0\xff\n"),),
-    record=(StepShape(8, 64, 0, True),),
+    record=(StepShape(8, 64, 0, Choice.SAMPLED),),
 )
 EXAMPLES = [
     RankSetup(EngineSettings(Path("a folder/2-gpu"), parallelism=Parallelism(2, 3), nodes=2)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Plan, PrefillPart, RowStart
+from launcher_scripts.engine.core.plan import Choice, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import (
@@ -63,7 +63,7 @@ def test_prompts_that_fill_a_bucket_give_the_same_tokens(monkeypatch, at_once):
 
 
 def prompts_of(keys):
-    """Those that are passes over prompts, as (sizes, longest, greedy)."""
+    """Those that are passes over prompts, as (sizes, longest, choice)."""
     return [rest for kind, *rest in keys if kind == "prompts"]
 
 
@@ -116,11 +116,11 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     graphs = EagerGraphs()
     _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8, graphs=graphs)
     shapes = tuple(shape for shape in runner.shapes_to_record() if shape.prompt)
-    assert len(set(shapes)) == 2 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
+    assert len(set(shapes)) == 4 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
     runner.execute(Plan(record=shapes[:2]))
-    (sizes, longest, greedy), _ = prompts_of(graphs.recorded)
-    assert (sizes, longest, greedy) == (Sizes(64, 3, 1), 0, True)
+    (sizes, longest, choice), _ = prompts_of(graphs.recorded)
+    assert (sizes, longest, choice) == (Sizes(64, 3, 1), 0, Choice.GREEDY)
     scratch = runner.decoder.cache.scratch
     assert torch.equal(runner.states.length, before[0])
     assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])

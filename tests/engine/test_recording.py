@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Bounds, Plan
+from launcher_scripts.engine.core.plan import Bounds, Choice, Plan
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.runner import recording
@@ -19,11 +19,11 @@ from tests.processes import wait_for
 def test_short_contexts_come_first_and_sizes_up_to_the_most_rows() -> None:
     shapes = step_shapes(Bounds(300), 6)
     assert [shape.rows for shape in shapes[:5]] == [1, 2, 4, 6, 1]
-    assert [shape.own for shape in shapes] == [256] * 8 + [1024] * 8
-    assert [shape.greedy for shape in shapes[:8]] == [True] * 4 + [False] * 4
+    assert [shape.own for shape in shapes] == [256] * 16 + [1024] * 16
+    assert [shape.choice for shape in shapes[::4]] == [*Choice, *Choice]
     assert {shape.source for shape in shapes} == {0}
-    assert len(step_shapes(Bounds(256, 256), 1)) == 2
-    assert len(step_shapes(Bounds(257, 2000), 1)) == 2 * 3 * 2
+    assert len(step_shapes(Bounds(256, 256), 1)) == 4
+    assert len(step_shapes(Bounds(257, 2000), 1)) == 2 * 3 * 4
     assert step_shapes(Bounds(), 8) == []
 
 
@@ -49,7 +49,7 @@ def test_loading_is_not_prolonged_for_long(monkeypatch) -> None:
     shapes, taken = step_shapes(Bounds(100), 4), []
     some = Recording(shapes, taken.append, lambda: NO_MEMORY)
     assert (
-        some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 5 left for idle moments"
+        some.record_at_load() == "decode steps recorded: 1 (1.0 s, 0 MB), 11 left for idle moments"
     )
     while some.pending:
         some.record_next()

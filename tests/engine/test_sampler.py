@@ -9,9 +9,11 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.plan import Choice, RowStart
 from launcher_scripts.engine.core.row_state import RowStates
-from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch, uniforms
+from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch
+from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.reference_sampling import uniforms
 
 CPU = torch.device("cpu")
 PROMPT = (3, 1, 4)
@@ -31,8 +33,7 @@ class Rows:
             self.history[row.start : row.start + len(row.ids)] = torch.tensor(row.ids)
 
     def sample(self, logits: torch.Tensor) -> Sampled:
-        longest = int(self.states.length.max())
-        return sample(logits.clone(), self.batch, self.states, self.history, longest)
+        return sample(logits.clone(), self.batch, self.states, self.history, reference)
 
     def feed(self, tokens: list[int]) -> None:
         """The chosen tokens are in the cache now."""
@@ -139,7 +140,7 @@ def test_min_p_of_one_row_leaves_the_others_as_they_were():
 
 def test_min_p_changes_nothing_about_greedy_rows():
     rows = Rows(row(0, min_p=0.5), row(1, min_p=0.5, top_k=1))
-    assert rows.batch.greedy
+    assert rows.batch.choice == Choice.GREEDY
     assert rows.sample(LOGITS.expand(2, -1)).tokens.tolist() == [1, 1]
 
 
@@ -241,7 +242,7 @@ def test_biases_are_added_before_penalties_and_temperature():
 def test_biases_belong_to_their_row():
     rows = Rows(row(0), row(1, logit_bias=((0, 9.0), (1, 9.5))), row(2, logit_bias=((5, 90.0),)))
     assert rows.sample(LOGITS.expand(3, -1)).tokens.tolist() == [1, 1, 5]
-    assert not rows.batch.greedy
+    assert rows.batch.choice == Choice.EAGER
 
 
 def test_a_words_ban_stays_whatever_the_bias():

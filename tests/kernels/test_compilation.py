@@ -23,8 +23,11 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     many_rows,
     norm,
     peer_buffers,
+    penalties,
     prompt_attention,
     rotary,
+    sampling,
+    shares,
     span_attention,
 )
 
@@ -189,6 +192,27 @@ def test_look_up_and_argmax():
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
     constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
     assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [shares.find_maxima, shares.add_shares, sampling.choose_tokens, penalties.process_rows],
+)
+def test_sampling(kernel):
+    floats = {"logits", "maxima", "saved", "log_probs", "temperature", "min_p", "top_p"}
+    floats |= {name for name in kernel.arg_names if "_top_p" in name or "top_p_" in name}
+    floats |= {name for name in kernel.arg_names if name.endswith("_penalty")}
+    integers = {"candidates": "i32", "counts": "i32", "winners": "i32"}
+    numbers = dict.fromkeys({"stride", "size", "parts"} & {*kernel.arg_names}, "i32")
+    constants = {"USE_PDL": True, "BLOCK": 1024}
+    pointers = {
+        name: "fp32" if name in floats else integers.get(name, "i64")
+        for name in kernel.arg_names
+        if name not in numbers | constants
+    }
+    ptx = compile_kernel(kernel, pointers, numbers, constants)
+    assert "griddepcontrol.wait" in ptx
+    assert "st.local" not in ptx
 
 
 @pytest.mark.parametrize("kind", [1, 2])

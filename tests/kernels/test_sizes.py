@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.engine.core.plan import Plan, StepShape
+from launcher_scripts.engine.core.plan import Choice, Plan, StepShape
 from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
@@ -41,7 +41,7 @@ def one_layer(
 
 @pytest.mark.parametrize("rows", [1, 33])
 def test_steps_of_the_smallest_model(hopper: Hopper, rows: int) -> None:
-    one_layer("126m").execute(Plan(record=(StepShape(rows, 256, 0, greedy=True),)))
+    one_layer("126m").execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY),)))
     assert ("gemv" if rows == 1 else "dot_rows") in hopper.loaded
 
 
@@ -51,7 +51,7 @@ def test_a_kernel_that_does_not_fit_is_seen(
 ) -> None:
     monkeypatch.setattr(DotTile, "fitting", lambda tile, *_: tile._replace(stages=8))
     with pytest.raises(OutOfResources, match="shared memory"):
-        one_layer("126m").execute(Plan(record=(StepShape(64, 256, 0, greedy=True),)))
+        one_layer("126m").execute(Plan(record=(StepShape(64, 256, 0, Choice.GREEDY),)))
 
 
 @pytest.mark.slow

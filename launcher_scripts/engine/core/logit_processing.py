@@ -1,10 +1,9 @@
 """What a row's parameters do to its logits before a token is chosen, on the device.
 
-First the scores change, in this order: logit bias; repetition penalty (tokens of the prompt and
-generated ones); frequency and presence penalty of generated tokens; temperature; presence penalty
-of all tokens. Then a grammar, bad words, the minimum length and repeated n-grams forbid tokens. The
-order is vLLM's, with FasterTransformer's presence penalty where it has it: after the temperature.
-All rows of a step are done at once, without waiting.
+kernels/reference_sampling.py says what penalties, temperature and lengths do, and in which order.
+Before them a bias is added to logits; after them grammars and bad words forbid tokens. Those are
+lists of any length, made when the batch is made. All rows of a step are done at once, without
+waiting.
 """
 
 from __future__ import annotations
@@ -17,9 +16,12 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
-
-TEMPERATURE_EPSILON = 1e-6
-NEGATIVE_INFINITY = float("-inf")
+from launcher_scripts.kernels.reference_sampling import (
+    NEGATIVE_INFINITY,
+    forbid,
+    penalize,
+    temper,
+)
 
 
 @dataclass(frozen=True)
@@ -62,62 +64,44 @@ class Processing:
     """What is known on the host about the rows of a step, so that only needed work is launched.
 
     slots:         [B]
-    repeats, counted, scaled, penalized: whether any row has a repetition penalty; a penalty of its
-                   generated tokens; a temperature; a presence penalty
-    longest_ngram: the largest no_repeat_ngram_size; 0 where no row has one
     guided:        indices into the batch of the rows that have masks, or None
+    penalized, scaled, min_length: whether any row has a penalty; a temperature; a minimum length
+    longest_ngram: the largest no_repeat_ngram_size; 0 where no row has one
     """
 
     slots: Tensor
     words: Words | None
     biases: Biases | None
-    repeats: bool
-    counted: bool
-    scaled: bool
+    guided: Tensor | None
     penalized: bool
+    scaled: bool
     min_length: bool
     longest_ngram: int
-    guided: Tensor | None
 
     @property
-    def reorders(self) -> bool:
-        """Whether the likeliest token of a row may become another."""
-        changes = self.biases or self.repeats or self.counted or self.penalized
-        forbids = self.words or self.min_length or self.longest_ngram or self.guided is not None
-        return bool(changes or forbids)
+    def has_lists(self) -> bool:
+        """Whether any row has what is made with the batch."""
+        return bool(self.words or self.biases or self.guided is not None)
 
-    def scores(self, logits: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
-        """Logits float32 [B, vocab] after bias, penalties and temperature.
+    @property
+    def has_rules(self) -> bool:
+        """Whether any row needs Ops.process."""
+        return self.penalized or self.forbids
 
-        history: [cache tokens], the ids in the cache; row b's are the states' length[b] from
-        start[b] on, at most `longest`.
+    @property
+    def forbids(self) -> bool:
+        """Whether a minimum length or n-grams may forbid tokens."""
+        return self.min_length or self.longest_ngram > 0
+
+    def biased(self, logits: Tensor) -> Tensor:
+        """Logits float32 [B, vocab] with what is added to them."""
+        return logits if self.biases is None else self.biases.added(logits)
+
+    def within_lists(self, scores: Tensor, states: RowStates, history: Tensor) -> Tensor:
+        """Scores [B, vocab], -inf at what grammars and bad words forbid.
+
+        history: [cache tokens], the ids in the cache
         """
-        slots, vocab = self.slots, logits.shape[1]
-        if self.biases is not None:
-            logits = self.biases.added(logits)
-        if self.repeats or self.penalized:
-            inside = torch.arange(longest, device=slots.device) < states.length[slots][:, None]
-            seen = _seen(inside, slots, states, history, vocab)
-        if self.repeats:
-            penalty = states.repetition_penalty[slots][:, None]
-            scaled = torch.where(logits < 0, logits * penalty, logits / penalty)
-            logits = torch.where(seen, scaled, logits)
-        if self.counted:
-            counts = _generated_counts(slots, states, history, longest, vocab)
-            presence = states.output_presence_penalty[slots][:, None]
-            logits = logits - states.frequency_penalty[slots][:, None] * counts
-            logits = logits - torch.where(counts > 0, presence, 0.0)
-        if self.scaled:
-            temperature = states.temperature[slots]
-            factor = torch.where(temperature == 1, 1.0, 1.0 / (temperature + TEMPERATURE_EPSILON))
-            logits = logits * factor[:, None]
-        if self.penalized:
-            presence = states.presence_penalty[slots][:, None]
-            logits = logits - torch.where(seen, presence, 0.0)
-        return logits
-
-    def allowed(self, scores: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
-        """Scores [B, vocab] with -inf at the tokens that may not come; see `scores`."""
         if self.guided is not None:
             masks = states.masks[self.slots[self.guided]]
             masked = _within(scores[self.guided], masks)
@@ -127,11 +111,25 @@ class Processing:
             penalty = torch.where(banned, NEGATIVE_INFINITY, 0.0)
             at = (self.words.rows, self.words.last)
             scores = scores.index_put(at, penalty, accumulate=True)
-        if self.min_length:
-            scores = _without_early_end(scores, self.slots, states)
-        if self.longest_ngram:
-            size = min(self.longest_ngram, longest + 1)
-            scores = _without_repeats(scores, self.slots, states, history, longest, size)
+        return scores
+
+    def scores(self, logits: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
+        """Logits float32 [B, vocab] after bias, penalties and temperature.
+
+        history: [cache tokens], the ids in the cache; row b's are the states' length[b] from
+        start[b] on, at most `longest`.
+        """
+        logits = self.biased(logits)
+        if self.penalized:
+            logits = penalize(logits, self.slots, states, history, longest)
+        return temper(logits, self.slots, states) if self.scaled else logits
+
+    def allowed(self, scores: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
+        """Scores [B, vocab] with -inf at the tokens that may not come; see `scores`."""
+        scores = self.within_lists(scores, states, history)
+        if self.forbids:
+            size = self.longest_ngram
+            scores = forbid(scores, self.slots, states, history, longest, size)
         return scores
 
 
@@ -143,13 +141,17 @@ def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
         slots=indices([row.slot for row in rows], device),
         words=words_of([row.request.bad_words for row in rows], device),
         biases=_biases_of([row.request.logit_bias for row in rows], device),
-        repeats=any(p.repetition_penalty != 1 for p in parameters),
-        counted=any(p.frequency_penalty or p.output_presence_penalty for p in parameters),
+        guided=indices(guided, device) if guided else None,
+        penalized=any(
+            p.repetition_penalty != 1
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.output_presence_penalty
+            for p in parameters
+        ),
         scaled=any(p.temperature != 1 for p in parameters),
-        penalized=any(p.presence_penalty != 0 for p in parameters),
         min_length=any(p.min_length > 0 for p in parameters),
         longest_ngram=max((p.no_repeat_ngram_size for p in parameters), default=0),
-        guided=indices(guided, device) if guided else None,
     )
 
 
@@ -183,69 +185,8 @@ def indices(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def _ids_at(
-    chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int
-) -> Tensor:
-    """The ids that the rows have at the places `chosen`, bool [B, T], else `vocab`: [B, T]."""
-    offsets = torch.arange(chosen.shape[1], device=slots.device)
-    where = torch.where(chosen, states.start[slots][:, None] + offsets, 0)
-    written = history[where]
-    return torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
-
-
-def _seen(chosen: Tensor, slots: Tensor, states: RowStates, history: Tensor, vocab: int) -> Tensor:
-    """Which ids the rows have at the places `chosen`, bool [B, T]: bool [B, vocab]."""
-    ids = _ids_at(chosen, slots, states, history, vocab)
-    seen = torch.zeros(slots.shape[0], vocab + 1, dtype=torch.bool, device=slots.device)
-    return seen.scatter_(1, ids, True)[:, :vocab]
-
-
-def _generated_counts(
-    slots: Tensor, states: RowStates, history: Tensor, longest: int, vocab: int
-) -> Tensor:
-    """How often the rows have generated each id: float32 [B, vocab]."""
-    place = torch.arange(longest, device=slots.device)
-    generated = place >= states.prompt_length[slots][:, None]  # [B, T]
-    generated &= place < states.length[slots][:, None]
-    ids = _ids_at(generated, slots, states, history, vocab)
-    counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
-    return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
-
-
 def _within(scores: Tensor, masks: Tensor) -> Tensor:
     """Scores [R, vocab], -inf where the id's bit of masks int32 [R, words] is 0."""
     bits = (masks[:, :, None] >> torch.arange(32, device=masks.device)) & 1
     allowed = bits.view(masks.shape[0], -1)[:, : scores.shape[1]].bool()
     return scores.masked_fill(~allowed, NEGATIVE_INFINITY)
-
-
-def _without_early_end(scores: Tensor, slots: Tensor, states: RowStates) -> Tensor:
-    """The end token at -inf in rows that have not generated their minimum yet."""
-    generated = states.length[slots] - states.prompt_length[slots]
-    end_id = states.end_id[slots]
-    early = (generated < states.min_length[slots]) & (end_id < scores.shape[1])
-    ids = torch.where(early, end_id, 0)
-    penalty = torch.where(early, NEGATIVE_INFINITY, 0.0)
-    rows = torch.arange(scores.shape[0], device=scores.device)
-    return scores.index_put((rows, ids), penalty, accumulate=True)
-
-
-def _without_repeats(
-    scores: Tensor, slots: Tensor, states: RowStates, history: Tensor, longest: int, size: int
-) -> Tensor:
-    """-inf at every token that would complete an n-gram the row already has.
-
-    n is the row's own no_repeat_ngram_size, 0 for none; `size` bounds it, or the row is too short.
-    A token follows the row if it followed the same n - 1 tokens before (Paulus et al. 2018).
-    """
-    length, start = states.length[slots][:, None], states.start[slots][:, None]  # [B, 1]
-    n = states.no_repeat_ngram_size[slots][:, None]
-    place = torch.arange(longest, device=slots.device)[None]  # [1, T]
-    follows = (n > 0) & (place >= n - 1) & (place < length)  # [B, T]
-    for back in range(1, size):
-        earlier = history[start + (place - back).clamp(min=0).minimum(length - 1)]
-        latest = history[start + (length - back).clamp(min=0)]
-        follows &= (earlier == latest) | (back >= n)
-    return scores.masked_fill(
-        _seen(follows, slots, states, history, scores.shape[1]), NEGATIVE_INFINITY
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import NamedTuple
 
 from torch import Tensor
@@ -146,9 +147,24 @@ class Bounds(NamedTuple):
     windows: bool = False
 
 
+class Choice(IntEnum):
+    """How the rows of a step choose their tokens; what one of them needs is done for all.
+
+    GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
+    PROCESSED: as SAMPLED, after penalties, minimum lengths and n-grams;
+    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with bad words, logit
+    biases, a grammar or the model's log-probabilities
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    PROCESSED = 2
+    EAGER = 3
+
+
 class StepShape(Record, frozen=True):
     """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
-    (see graphs.py), and whether every row takes its likeliest token.
+    (see graphs.py), and how the rows choose their tokens.
 
     prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
             there is an encoder, of its pass over one input (see encode_step.py)
@@ -157,7 +173,7 @@ class StepShape(Record, frozen=True):
     rows: int
     own: int
     source: int
-    greedy: bool
+    choice: Choice
     prompt: int = 0
 
 

@@ -98,6 +98,7 @@ class RowStates:
         for name, row in zip(_FLOATS, self._floats, strict=True):
             setattr(self, name, row)
         self.start[slots] = self.source_start[slots] = scratch
+        self.top_p[slots] = 0.0  # padding rows take the likeliest token
         self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
 
     @property

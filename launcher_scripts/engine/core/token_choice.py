@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import no_scores
+from launcher_scripts.engine.core.plan import Choice
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.engine.distributed.communicator import Communicator
@@ -23,34 +26,48 @@ class TokenChoice:
         self._states = states
         self._device = device
 
-    def choose(self, logits: Tensor | None, batch: SamplingBatch, longest: int) -> Sampled:
-        """One token per row of the batch; logits [B, vocab] on the last stage, else None."""
-        if batch.greedy:
-            return self.largest(logits, batch.slots)
-        sampled = None
-        if logits is not None:
-            sampled = sample(logits, batch, self._states, self._network.cache.ids, longest)
-        if sampled is None:
-            sampled = self._room(batch.slots, batch)
-        return self._everywhere(sampled, batch.slots)
+    def choose(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled:
+        """One token per row of the batch; logits [B, vocab] on the last stage, else None.
 
-    def largest(self, logits: Tensor | None, slots: Tensor) -> Sampled:
-        """The largest logit's token of every row in slots [B]."""
+        The logits may be overwritten.
+        """
+        if batch.choice != Choice.EAGER:
+            return batch.wanted(self.by_choice(logits, batch.slots, batch.choice))
         if logits is None:
-            return self._everywhere(self._room(slots), slots)
-        return self._everywhere(Sampled(self._network.kernels.argmax(logits)), slots)
+            sampled = self._room(batch)
+        else:
+            ids, kernels = self._network.cache.ids, self._network.kernels
+            sampled = sample(logits, batch, self._states, ids, kernels)
+        return batch.wanted(self._everywhere(sampled, batch.slots))
 
-    def _room(self, slots: Tensor, batch: SamplingBatch | None = None) -> Sampled:
-        """For the last stage's choice on another one; without a batch of the tokens alone."""
-        rows, device = slots.shape[0], self._device
-        tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        if batch is None:
-            return Sampled(tokens)
+    def by_choice(self, logits: Tensor | None, slots: Tensor, choice: Choice) -> Sampled:
+        """`choose` for the rows in slots [B], whose parameters the device alone looks at.
+
+        No choice is EAGER. Log-probabilities come with all but GREEDY.
+        """
+        kernels, states = self._network.kernels, self._states
+        if logits is None:
+            sampled = self._tokens_room(slots.shape[0], log_probs=choice != Choice.GREEDY)
+        elif choice == Choice.GREEDY:
+            sampled = Sampled(kernels.argmax(logits))
+        else:
+            if choice == Choice.PROCESSED:
+                logits = kernels.process(logits, slots, states, self._network.cache.ids)
+            sampled = Sampled(*kernels.sample(logits, slots, states))
+        return self._everywhere(sampled, slots)
+
+    def _room(self, batch: SamplingBatch) -> Sampled:
+        """For the last stage's eager choice on another one."""
+        room = self._tokens_room(batch.slots.shape[0], log_probs=True)
         scored = batch.scored
+        if scored is None:
+            return room
+        return replace(room, scores=no_scores(len(scored.rows), scored.count, self._device))
+
+    def _tokens_room(self, rows: int, *, log_probs: bool) -> Sampled:
         return Sampled(
-            tokens,
-            torch.empty(2, rows, device=device) if batch.log_probs else None,
-            None if scored is None else no_scores(len(scored.rows), scored.count, device),
+            torch.empty(rows, dtype=torch.int64, device=self._device),
+            torch.empty(2, rows, device=self._device) if log_probs else None,
         )
 
     def _everywhere(self, sampled: Sampled, slots: Tensor) -> Sampled:
@@ -60,5 +77,7 @@ class TokenChoice:
             self._communicator.from_last_stage(sampled.log_probs)
         if sampled.scores is not None:
             sampled.scores.from_last_stage(self._communicator)
-        self._states.token.index_copy_(0, slots, sampled.tokens)
+        kept = sampled.log_probs is not None  # by Ops.sample, on the last stage
+        if not kept or self._communicator.parallelism.pp_size > 1:
+            self._states.token.index_copy_(0, slots, sampled.tokens)
         return sampled

@@ -1,6 +1,7 @@
 """Drafts at work: the tokens of several steps run in one pass, and those that come are kept.
 
-A row's random numbers are numbered by its tokens (sampler.py). So the token behind every token of
+A row's random numbers are numbered by its tokens
+(reference_sampling.py). So the token behind every token of
 a draft is chosen as in a step of its own, and it is the same one: a draft that foretells it saves
 the step, greedy or sampled, and one that does not changes nothing.
 """
@@ -65,7 +66,6 @@ class Drafts:
         past: [R], cache tokens of the rows before the drafts
         """
         batch = sampling_batch([row for row, _ in pairs], self._device)
-        longest = max(draft.past + len(draft.ids) for _, draft in pairs)
         slots = [draft.slot for _, draft in pairs]
         counts = [len(draft.ids) for _, draft in pairs]
         first = [sum(counts[:at]) for at in range(len(counts))]
@@ -74,7 +74,7 @@ class Drafts:
             behind = [at + min(place, count - 1) for at, count in zip(first, counts, strict=True)]
             own = None if logits is None else logits[indices(behind, self._device)]
             self._states.set_length(batch.slots, past + 1 + place)
-            sampled = self._choice.choose(own, batch, longest)
+            sampled = self._choice.choose(own, batch)
             result.drafts.append(TokenCopy(slots, sampled, batch.scored_rows))
             chosen.append(sampled.tokens)
         return torch.stack(chosen, 1)

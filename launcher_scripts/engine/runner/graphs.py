@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Bounds, StepShape
+from launcher_scripts.engine.core.plan import Bounds, Choice, StepShape
 from launcher_scripts.engine.distributed.heartbeat import RECORDING, Progress
 
 Made = TypeVar("Made")
@@ -46,14 +46,14 @@ def token_buckets(longest: int) -> list[int]:
 
 def step_shapes(longest: Bounds, most_rows: int) -> list[StepShape]:
     """All shapes of the decode steps of a model whose rows are as long as `longest`, short contexts
-    first, greedy ones before others, few rows before many."""
+    first, those of each choice in its order, few rows before many."""
     if not longest.own:
         return []
     return [
-        StepShape(rows, own, source, greedy)
+        StepShape(rows, own, source, choice)
         for own in token_buckets(longest.own)
         for source in token_buckets(longest.source)
-        for greedy in (True, False)
+        for choice in Choice
         for rows in row_buckets(most_rows)
     ]
 

@@ -5,7 +5,8 @@ Rows that decode take their next token in the same pass: it reads the weights on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.core.context_results import ContextResults
 from launcher_scripts.engine.core.logit_processing import indices
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart, StepShape
+from launcher_scripts.engine.core.plan import Choice, PrefillPart, RowStart, StepShape
 from launcher_scripts.engine.core.results import StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
@@ -119,9 +120,9 @@ class Prefill:
         if self._graphs is None:
             return []
         return [
-            StepShape(rows, 0, 0, greedy, prompt=tokens)
+            StepShape(rows, 0, 0, choice, prompt=tokens)
             for rows in ROW_BUCKETS
-            for greedy in (True, False)
+            for choice in Choice
             for tokens in TOKEN_BUCKETS
         ]
 
@@ -130,21 +131,23 @@ class Prefill:
         sizes = bucket_sizes(shape.prompt, shape.rows)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        step = self._step_of(sizes, prompts.spans, 0, greedy=shape.greedy)
-        graphs.record(("prompts", sizes, 0, shape.greedy), packed, step)
+        key = ("prompts", sizes, 0, shape.choice)
+        graphs.record(key, packed, self._step_of(sizes, prompts.spans, 0, shape.choice))
 
     def _step_of(
-        self, sizes: Sizes, spans: VarlenBatch, longest: int, *, greedy: bool
-    ) -> Callable[[Tensor], Tensor]:
-        """A pass over a packed batch: the tokens that follow if they are the likeliest, or the
+        self, sizes: Sizes, spans: VarlenBatch, longest: int, choice: Choice
+    ) -> Callable[[Tensor], Sampled | Tensor]:
+        """A pass over a packed batch: the tokens that follow or, where rows choose eagerly, the
         logits of the rows that get one.
         """
 
-        def step(packed: Tensor) -> Tensor:
+        def step(packed: Tensor) -> Sampled | Tensor:
             prompts = unpacked(packed, sizes, spans)
             hidden = self._forward(prompts, longest)
             logits = self._network.logits(hidden[prompts.last])
-            return self._choice.largest(logits, prompts.ended).tokens if greedy else logits
+            if choice == Choice.EAGER:
+                return logits
+            return self._choice.by_choice(logits, prompts.ended, choice)
 
         return step
 
@@ -163,19 +166,19 @@ class Prefill:
     def _replay(
         self, graphs: StepGraphs, prompts: PackedPrompts, sizes: Sizes, result: StepResult
     ) -> None:
-        """The pass as a CUDA graph, up to the tokens where all rows are greedy, else the logits."""
+        """The pass as a CUDA graph, up to the tokens or, where rows choose eagerly, the logits."""
         rows = prompts.going_on
         batch = sampling_batch(rows, self._device)
         packed = prompts.to_device(self._device, self._nowhere, sizes)
         longest = bucket_tokens(prompts.longest) if sizes.decoding else 0
-        step = self._step_of(sizes, prompts.spans, longest, greedy=batch.greedy)
-        made = graphs.run(("prompts", sizes, longest, batch.greedy), packed, step)
+        step = self._step_of(sizes, prompts.spans, longest, batch.choice)
+        made = graphs.run(("prompts", sizes, longest, batch.choice), packed, step)
         if not rows:
             return
-        if batch.greedy:
-            sampled = Sampled(made)
+        if isinstance(made, Tensor):
+            sampled = self._choice.choose(made[: len(rows)], batch)
         else:
-            sampled = self._choice.choose(made[: len(rows)], batch, prompts.longest_going_on)
+            sampled = batch.wanted(made)
         slots = [row.slot for row in rows]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
@@ -215,7 +218,7 @@ class Prefill:
         if not rows:
             return
         batch = sampling_batch(list(rows.values()), self._device)
-        sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch, longest)
+        sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch)
         slots = [row.slot for row in rows.values()]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamSearch
 from launcher_scripts.engine.core.logit_processing import indices
-from launcher_scripts.engine.core.plan import Bounds, Plan, RowStart, StepShape
+from launcher_scripts.engine.core.plan import Bounds, Choice, Plan, RowStart, StepShape
 from launcher_scripts.engine.core.results import EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
@@ -110,7 +110,7 @@ class Runner:
         steps = step_shapes(self._longest, self._slots)
         if self.decoder.encode_step is not None:
             buckets = self.decoder.encode_step.buckets()
-            sources = [StepShape(1, 0, 0, greedy=False, prompt=tokens) for tokens in buckets]
+            sources = [StepShape(1, 0, 0, Choice.EAGER, prompt=tokens) for tokens in buckets]
             return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
         prompts = self._prefill.shapes_to_record()
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
@@ -155,19 +155,19 @@ class Runner:
         batch = self._batches.plain(plan.decode)
         if self._graphs is None:
             logits = self._forward_step(batch.slots, plan.bounds)
-            sampled = self._choice.choose(logits, batch, plan.bounds.own)
+            sampled = self._choice.choose(logits, batch)
         else:
             sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(plan.bounds))
         result.tokens.append(TokenCopy(plan.decode, sampled, batch.scored_rows))
 
     def _decode_on_graph(self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
-        key = (batch.slots.shape[0], bounds, batch.greedy)
-        if batch.greedy:
-            greedy = partial(self.greedy_step, bounds=bounds)
-            return Sampled(graphs.run(key, batch.slots, greedy))
-        logits = graphs.run(key, batch.slots, partial(self._forward_step, bounds=bounds))
-        return self._choice.choose(logits, batch, bounds.own)
+        key = (batch.slots.shape[0], bounds, batch.choice)
+        if batch.choice == Choice.EAGER:
+            logits = graphs.run(key, batch.slots, partial(self._forward_step, bounds=bounds))
+            return self._choice.choose(logits, batch)
+        step = partial(self.token_step, bounds=bounds, choice=batch.choice)
+        return batch.wanted(graphs.run(key, batch.slots, step))
 
     def _record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
@@ -179,11 +179,13 @@ class Runner:
             self._prefill.record(shape, graphs)
             return
         bounds = Bounds(shape.own, shape.source)
-        graphs.record(
-            (shape.rows, bounds, shape.greedy),
-            indices([self.states.padding_slot] * shape.rows, self.device),
-            partial(self.greedy_step if shape.greedy else self._forward_step, bounds=bounds),
-        )
+        key = (shape.rows, bounds, shape.choice)
+        slots = indices([self.states.padding_slot] * shape.rows, self.device)
+        if shape.choice == Choice.EAGER:
+            graphs.record(key, slots, partial(self._forward_step, bounds=bounds))
+        else:
+            step = partial(self.token_step, bounds=bounds, choice=shape.choice)
+            graphs.record(key, slots, step)
 
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
@@ -192,25 +194,25 @@ class Runner:
         else:
             bounds = bucket_bounds(plan.bounds)
             logits = self._graphs.run(
-                (mixed.slots.shape[0], bounds, False),
+                (mixed.slots.shape[0], bounds, Choice.EAGER),
                 mixed.slots,
                 partial(self._forward_step, bounds=bounds),
             )
         plain = len(plan.decode)
         if mixed.plain is not None:
             own = None if logits is None else logits[:plain]
-            sampled = self._choice.choose(own, mixed.plain, plan.longest)
+            sampled = self._choice.choose(own, mixed.plain)
             result.tokens.append(TokenCopy(plan.decode, sampled, mixed.plain.scored_rows))
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 
-    def greedy_step(self, slots: Tensor, bounds: Bounds) -> Tensor:
-        """One token of every row in slots [B], all greedy: the ids, int64 [B]."""
+    def token_step(self, slots: Tensor, bounds: Bounds, choice: Choice) -> Sampled:
+        """One token of every row in slots [B], which is not chosen eagerly."""
         step = self.decoder.step
-        if step is None or bounds.windows:
-            return self._choice.largest(self._forward_step(slots, bounds), slots).tokens
-        columns = self.states.columns
-        return step.greedy(step.forward(columns, slots, bounds), columns, slots)
+        if choice == Choice.GREEDY and step is not None and not bounds.windows:
+            columns = self.states.columns
+            return Sampled(step.greedy(step.forward(columns, slots, bounds), columns, slots))
+        return self._choice.by_choice(self._forward_step(slots, bounds), slots, choice)
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""

@@ -53,8 +53,10 @@ from launcher_scripts.kernels.cuda.peer_buffers import (
     receive_sum,
     send_product,
 )
+from launcher_scripts.kernels.cuda.penalties import process as process
 from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
 from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
+from launcher_scripts.kernels.cuda.sampling import sample as sample
 from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.operands import (
     HeadNorms,

@@ -1,0 +1,183 @@
+"""From logits to tokens in plain torch, every row by its own parameters: see reference.py.
+
+First the logits change, in this order: repetition penalty (tokens of the prompt and generated
+ones); frequency and presence penalty of generated tokens; presence penalty of all tokens, in units
+of what the temperature makes of logits; temperature. The minimum length and repeated n-grams forbid
+tokens. The order is vLLM's, with FasterTransformer's presence penalty where it has it: after the
+temperature. Then come top-k, with top-p inside the k, or top-p or, with neither, the likeliest
+token, as in FasterTransformer; min-p leaves tokens out of what top-k and top-p take shares of.
+
+Shares of the likeliest token's probability are counted in whole units of 2^-40. So a sum of shares
+is exact, and the same in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.kernels.operands import SamplingColumns
+
+TEMPERATURE_EPSILON = 1e-6
+NEGATIVE_INFINITY = float("-inf")
+LARGEST = torch.finfo(torch.float32).max
+SMALLEST = torch.finfo(torch.float32).tiny
+UNITS = 2.0**40
+
+
+def process(logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor) -> Tensor:
+    """Logits float32 [B, vocab] after the rows' penalties, -inf at the tokens that their minimum
+    length and n-grams forbid. The given ones may be overwritten.
+
+    slots: int64 [B];  history: int64 [cache tokens], the ids in the cache; row b's are the columns'
+    length[b] from start[b] on
+    """
+    longest = int(columns.length[slots].max())
+    size = int(columns.no_repeat_ngram_size[slots].max())
+    logits = penalize(logits, slots, columns, history, longest)
+    return forbid(logits, slots, columns, history, longest, size)
+
+
+def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
+    """One token per row of logits float32 [B, vocab]: ids int64 [B], log-probs float32 [2, B].
+
+    The ids become the last tokens of the rows in slots [B], and rows that choose by top-p alone
+    move their top_p. log_probs[0] is log p over the whole vocabulary, log_probs[1] over the
+    candidates of the row's method (of the k largest those that min-p has left, the vocabulary for
+    top-p).
+    """
+    scores = temper(logits, slots, columns).clamp(max=LARGEST)
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    shares = (ordered - ordered[:, :1].clamp(min=-LARGEST)).exp()
+    weights = (shares * UNITS).long()
+    p = columns.top_p[slots]
+    by_p = (columns.top_k[slots] == 0) & (p > 0)
+    k = torch.where(by_p, ids.shape[1], columns.top_k[slots].clamp(min=1))
+    kept = torch.arange(ids.shape[1], device=ids.device) < k[:, None]
+    kept &= shares >= columns.min_p[slots][:, None]
+    running = torch.where(kept, weights, 0).cumsum(-1)
+    mass = running[:, -1]
+    generated = columns.length[slots] - columns.prompt_length[slots]
+    part = uniforms(columns.seed[slots], generated).double() * torch.where(p > 0, p, 1.0).double()
+    target = (part * mass.double()).ceil().long().clamp(min=1).minimum(mass)
+    position = (running < target[:, None]).sum(-1, keepdim=True)
+    tokens, chosen = (values.gather(1, position)[:, 0] for values in (ids, ordered))
+    below = chosen - ordered[:, 0]
+    whole = below - _log_of(weights.sum(-1))
+    candidates = torch.where(by_p, whole, below - _log_of(mass))
+    columns.token.index_copy_(0, slots, tokens)
+    columns.top_p.index_copy_(0, slots, torch.where(by_p, _moved(p, tokens, slots, columns), p))
+    return tokens, torch.stack([whole, candidates])
+
+
+def penalize(
+    logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor, longest: int
+) -> Tensor:
+    """Logits float32 [B, vocab] after the penalties, before the temperature; see `process`.
+
+    longest: bounds the rows' lengths
+    """
+    place = torch.arange(longest, device=slots.device)
+    inside = place < columns.length[slots][:, None]  # [B, T]
+    generated = inside & (place >= columns.prompt_length[slots][:, None])
+    seen = _counts(inside, slots, columns, history, logits.shape[1]) > 0
+    counts = _counts(generated, slots, columns, history, logits.shape[1])
+    repetition, frequency, output_presence, presence = (
+        column[slots][:, None]
+        for column in (
+            columns.repetition_penalty,
+            columns.frequency_penalty,
+            columns.output_presence_penalty,
+            columns.presence_penalty,
+        )
+    )
+    changed = torch.where(logits < 0, logits * repetition, logits / repetition)
+    changed = changed - frequency * counts - torch.where(counts > 0, output_presence, 0.0)
+    changed = changed - presence / _factor(slots, columns)[:, None]
+    return torch.where(seen, changed.clamp(-LARGEST, LARGEST), logits)
+
+
+def temper(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
+    """Logits float32 [B, vocab] divided by the rows' temperatures."""
+    return logits * _factor(slots, columns)[:, None]
+
+
+def _factor(slots: Tensor, columns: SamplingColumns) -> Tensor:
+    temperature = columns.temperature[slots]
+    factor = torch.where(temperature == 1, 1.0, 1.0 / (temperature + TEMPERATURE_EPSILON))
+    return factor.clamp(min=SMALLEST)
+
+
+def forbid(
+    scores: Tensor,
+    slots: Tensor,
+    columns: SamplingColumns,
+    history: Tensor,
+    longest: int,
+    size: int,
+) -> Tensor:
+    """Scores [B, vocab], -inf at what the minimum length and n-grams forbid; see `process`.
+
+    Nothing may complete an n-gram that the row already has. n is the row's own
+    no_repeat_ngram_size, 0 for none; `size` bounds it. A token follows the row if it followed the
+    same n - 1 tokens before (Paulus et al. 2018).
+    """
+    length, start = columns.length[slots][:, None], columns.start[slots][:, None]  # [B, 1]
+    end_id = columns.end_id[slots][:, None]
+    early = length - columns.prompt_length[slots][:, None] < columns.min_length[slots][:, None]
+    forbidden = early & (torch.arange(scores.shape[1], device=slots.device) == end_id)
+    if size:
+        n = columns.no_repeat_ngram_size[slots][:, None]
+        place = torch.arange(longest, device=slots.device)[None]  # [1, T]
+        follows = (n > 0) & (place >= n - 1) & (place < length)  # [B, T]
+        for back in range(1, min(size, longest + 1)):
+            earlier = history[start + (place - back).clamp(min=0).minimum(length - 1)]
+            latest = history[start + (length - back).clamp(min=0)]
+            follows &= (earlier == latest) | (back >= n)
+        forbidden |= _counts(follows, slots, columns, history, scores.shape[1]) > 0
+    return scores.masked_fill(forbidden, NEGATIVE_INFINITY)
+
+
+def _counts(
+    chosen: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor, vocab: int
+) -> Tensor:
+    """How often the rows have each id at the places `chosen`, bool [B, T]: float32 [B, vocab]."""
+    offsets = torch.arange(chosen.shape[1], device=slots.device)
+    where = torch.where(chosen, columns.start[slots][:, None] + offsets, 0)
+    written = history[where]
+    ids = torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
+    counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
+    return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
+
+
+def _log_of(mass: Tensor) -> Tensor:
+    return (mass.clamp(min=1).float() / UNITS).log()
+
+
+def _moved(p: Tensor, tokens: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
+    """The next top_p [B] of rows that have chosen the tokens [B]."""
+    decayed = (p * columns.top_p_decay[slots]).maximum(columns.top_p_min[slots])
+    return torch.where(tokens == columns.reset_id[slots], columns.initial_top_p[slots], decayed)
+
+
+def uniforms(seeds: Tensor, steps: Tensor) -> Tensor:
+    """One number in (0, 1] per row, a pure function of (seed, step): float32 [B].
+
+    A counter-based generator (Salmon et al. 2011) built on the SplitMix64 finalizer (Steele et
+    al. 2014): rows are reproducible whatever else is in the batch. Multiples of 2^-24, so float32
+    holds them exactly.
+    """
+    bits = _mix(_mix(seeds) + (steps + 1) * -7046029254386353131)
+    return (((bits >> 40) & 0xFFFFFF) + 1).float() * 2.0**-24
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """SplitMix64's finalizer on 64-bit patterns held in signed integers."""
+    bits = (bits ^ _shifted(bits, 30)) * -4658895280553007687
+    bits = (bits ^ _shifted(bits, 27)) * -7723592293110705685
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift: the sign does not come in."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
