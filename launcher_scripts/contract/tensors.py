@@ -63,7 +63,7 @@ LOG_PROBS = (
     array("output_log_probs", "FP32", (-1, -1), "[beam, generated]: per token; 0 if of top k 1"),
 )
 
-# What a row draws its tokens by, beside FasterTransformer's parameters; logit_processing.py says
+# What a row draws its tokens by, beside FasterTransformer's parameters; reference_sampling.py says
 # in which order.
 SAMPLING_EXTENSIONS = (
     scalar(

@@ -13,6 +13,7 @@ from torch import Tensor
 from launcher_scripts.common.quantization import Quantization
 
 QUERIES_PER_TILE = 64
+MOST_LISTED = 512  # biases of a row, and tokens of its bad words
 WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch
 
 
@@ -126,7 +127,11 @@ class SamplingColumns(Protocol):
 
     Integers are int64, others float32. start: first cache token;  length: tokens in the cache;
     prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
-    id behind which top_p is initial_top_p again. The others are named as a request's parameters.
+    id behind which top_p is initial_top_p again. Most others are named as a request's parameters.
+
+    bias_ids, word_ids, word_lengths: int32 [slots + 1, MOST_LISTED], and bias_values float32: what
+    is added to which logits; the bad words, one after the other, and at the end of each how many
+    tokens it has, 0 elsewhere.  bias_count, word_count: how many entries the lists have
     """
 
     start: Tensor
@@ -138,6 +143,8 @@ class SamplingColumns(Protocol):
     min_length: Tensor
     top_k: Tensor
     no_repeat_ngram_size: Tensor
+    bias_count: Tensor
+    word_count: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -149,6 +156,10 @@ class SamplingColumns(Protocol):
     initial_top_p: Tensor
     top_p_decay: Tensor
     top_p_min: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    word_ids: Tensor
+    word_lengths: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """From logits to tokens in plain torch, every row by its own parameters: see reference.py.
 
-First the logits change, in this order: repetition penalty (tokens of the prompt and generated
+First the logits change, in this order: bias; repetition penalty (tokens of the prompt and generated
 ones); frequency and presence penalty of generated tokens; presence penalty of all tokens, in units
-of what the temperature makes of logits; temperature. The minimum length and repeated n-grams forbid
-tokens. The order is vLLM's, with FasterTransformer's presence penalty where it has it: after the
-temperature. Then come top-k, with top-p inside the k, or top-p or, with neither, the likeliest
-token, as in FasterTransformer; min-p leaves tokens out of what top-k and top-p take shares of.
+of what the temperature makes of logits; temperature. Bad words, the minimum length and repeated
+n-grams forbid tokens. The order is vLLM's, with FasterTransformer's presence penalty where it has
+it: after the temperature. Then come top-k, with top-p inside the k, or top-p or, with neither, the
+likeliest token, as in FasterTransformer; min-p leaves tokens out of what top-k and top-p take
+shares of.
 
 Shares of the likeliest token's probability are counted in whole units of 2^-40. So a sum of shares
 is exact, and the same in any order.
@@ -17,24 +18,26 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import SamplingColumns
+from launcher_scripts.kernels.reference_lists import NEGATIVE_INFINITY, biases_in, words_in
 
 TEMPERATURE_EPSILON = 1e-6
-NEGATIVE_INFINITY = float("-inf")
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny
 UNITS = 2.0**40
 
 
 def process(logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor) -> Tensor:
-    """Logits float32 [B, vocab] after the rows' penalties, -inf at the tokens that their minimum
-    length and n-grams forbid. The given ones may be overwritten.
+    """Logits float32 [B, vocab] after the rows' biases and penalties, -inf at the tokens that their
+    bad words, minimum length and n-grams forbid. The given ones may be overwritten.
 
     slots: int64 [B];  history: int64 [cache tokens], the ids in the cache; row b's are the columns'
     length[b] from start[b] on
     """
     longest = int(columns.length[slots].max())
     size = int(columns.no_repeat_ngram_size[slots].max())
+    logits = biases_in(columns, slots).added(logits)
     logits = penalize(logits, slots, columns, history, longest)
+    logits = words_in(columns, slots).forbid(logits, slots, columns, history)
     return forbid(logits, slots, columns, history, longest, size)
 
 
@@ -145,7 +148,8 @@ def _counts(
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, columns.start[slots][:, None] + offsets, 0)
     written = history[where]
-    ids = torch.where(chosen & (written >= 0), written, vocab)  # virtual tokens are negative
+    held = chosen & (written >= 0) & (written < vocab)  # virtual tokens are negative
+    ids = torch.where(held, written, vocab)
     counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
     return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
 

@@ -89,9 +89,10 @@ def test_nothing_is_said_where_nothing_is_recorded() -> None:
 def test_no_decode_step_of_a_request_is_new(capsys, family) -> None:
     config = small_config() if family == "gpt" else t5_config()
     tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
+    ways = ({}, {"top_k": 3}, {"repetition_penalty": 1.2}, {"top_p": 0.9, "random_seed": 2})
     requests = [
-        GenerateRequest((5, 9, 11)[: 1 + row % 3], 6, sampling=SamplingParameters(top_k=row % 2))
-        for row in range(5)
+        GenerateRequest((5, 9, 11)[: 1 + row % 3], 3 + row, sampling=SamplingParameters(**own))
+        for row, own in enumerate(ways)
     ]
     settings, runner = runner_for(config, tensors, max_batch_size=6)
     plain = Engine.from_runner(settings, lambda: runner)

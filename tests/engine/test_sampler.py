@@ -9,10 +9,12 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core import row_state
 from launcher_scripts.engine.core.plan import Choice, RowStart
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch
 from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.operands import MOST_LISTED
 from launcher_scripts.kernels.reference_sampling import uniforms
 
 CPU = torch.device("cpu")
@@ -242,7 +244,23 @@ def test_biases_are_added_before_penalties_and_temperature():
 def test_biases_belong_to_their_row():
     rows = Rows(row(0), row(1, logit_bias=((0, 9.0), (1, 9.5))), row(2, logit_bias=((5, 90.0),)))
     assert rows.sample(LOGITS.expand(3, -1)).tokens.tolist() == [1, 1, 5]
-    assert rows.batch.choice == Choice.EAGER
+    assert rows.batch.choice == Choice.PROCESSED
+
+
+def test_lists_that_are_too_long_for_columns(monkeypatch):
+    """They are made with the batch, beside rows whose lists are in columns."""
+    words, biases = ((3, 1, 4, 4), (1, 4, 1)), ((4, -0.6), (2, 0.7))
+    together = []
+    for most in (MOST_LISTED, 1):
+        monkeypatch.setattr(row_state, "MOST_LISTED", most)
+        rows = Rows(
+            row(0, bad_words=words, logit_bias=biases),
+            row(1, bad_words=((1,),)),
+            row(2, min_length=9),
+        )
+        assert rows.batch.choice == (Choice.PROCESSED if most > 1 else Choice.EAGER)
+        together.append(rows.sample(LOGITS.expand(3, -1)).tokens.tolist())
+    assert together == [[2, 4, 1]] * 2
 
 
 def test_a_words_ban_stays_whatever_the_bias():

@@ -108,7 +108,10 @@ def test_long_contexts_cross_the_splits():
     engine.close()
 
 
-def test_sampling_equals_the_cpu_row_by_row():
+@pytest.mark.parametrize("words", [(), ((4,), (9, 8))])
+@pytest.mark.parametrize("rows", [slice(2), slice(2, None)])
+def test_sampling_equals_the_cpu_row_by_row(rows, words):
+    """With and without processing of logits, on the graphs of a second round too."""
     config = wider()
     tensors = random_tensors(config)
     parameters = [
@@ -117,22 +120,22 @@ def test_sampling_equals_the_cpu_row_by_row():
         SamplingParameters(repetition_penalty=1.3),
         SamplingParameters(),
         SamplingParameters(presence_penalty=0.7, min_length=8, top_k=5, top_p=0.5, random_seed=9),
+        SamplingParameters(no_repeat_ngram_size=2, top_k=3, random_seed=5),
     ]
     requests = [
-        GenerateRequest(
-            prompt, 20, sampling=sampling, bad_words=((4,), (9, 8)), return_log_probs=True
-        )
-        for prompt, sampling in zip(PROMPTS, parameters, strict=False)
+        GenerateRequest(prompt, 20, sampling=sampling, bad_words=words, return_log_probs=True)
+        for prompt, sampling in zip(PROMPTS, parameters[rows], strict=False)
     ]
-    answers = []
-    for device in ("cpu", "cuda"):
-        engine = engine_for(config, tensors, device=device)
-        answers.append([future.result() for future in [engine.submit(r) for r in requests]])
-        engine.close()
-    for reference, got in zip(*answers, strict=True):
-        assert got.output_ids == reference.output_ids
-        assert got.cum_log_probs == pytest.approx(reference.cum_log_probs, abs=1e-3)
-        assert got.output_log_probs == pytest.approx(reference.output_log_probs, abs=1e-3)
+    reference, engine = (engine_for(config, tensors, device=device) for device in ("cpu", "cuda"))
+    expected = [future.result() for future in [reference.submit(each) for each in requests]]
+    for _ in range(3):
+        answers = [future.result() for future in [engine.submit(each) for each in requests]]
+        for want, got in zip(expected, answers, strict=True):
+            assert got.output_ids == want.output_ids
+            assert got.cum_log_probs == pytest.approx(want.cum_log_probs, abs=1e-3)
+            assert got.output_log_probs == pytest.approx(want.output_log_probs, abs=1e-3)
+    reference.close()
+    engine.close()
 
 
 def test_penalties_biases_and_log_probabilities_equal_the_cpus():

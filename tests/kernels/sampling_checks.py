@@ -46,7 +46,19 @@ PROCESSED = (
     {"no_repeat_ngram_size": 3, "repetition_penalty": 0.8, "min_length": 50},
     {"no_repeat_ngram_size": 10**9},
     {"min_length": 50},
+    {"bad_words": ((1, 2), (0,), (3, 3, 3), (2, 1, 4), (5,) * 50)},
+    {"logit_bias": ((2, 1.5), (4, -1e15), (0, 0.1)), "temperature": 0.5, "presence_penalty": 0.3},
+    {"bad_words": tuple((first, second) for first in range(9) for second in (1, 3))},
 )
+LISTS = ("bad_words", "logit_bias")
+
+
+def request_with(seed: int, own: dict) -> GenerateRequest:
+    lists = {name: own[name] for name in LISTS if name in own}
+    parameters = {name: value for name, value in own.items() if name not in LISTS}
+    return GenerateRequest(
+        (), 0, SamplingParameters(**{"random_seed": seed, **parameters}), **lists
+    )
 
 
 def states_of(parameters: list[dict], lengths: list[int], generated: int = 2) -> RowStates:
@@ -59,9 +71,7 @@ def states_of(parameters: list[dict], lengths: list[int], generated: int = 2) ->
             (1,) * length,
             end_id=7,
             generated=min(generated, length),
-            request=GenerateRequest(
-                (), 0, SamplingParameters(**{"random_seed": 1000 * slot + length, **own})
-            ),
+            request=request_with(1000 * slot + length, own),
         )
         for slot, (own, length) in enumerate(zip(parameters, lengths, strict=True))
     ]

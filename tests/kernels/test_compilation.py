@@ -200,11 +200,15 @@ def test_look_up_and_argmax():
 )
 def test_sampling(kernel):
     floats = {"logits", "maxima", "saved", "log_probs", "temperature", "min_p", "top_p"}
+    floats.add("bias_values")
     floats |= {name for name in kernel.arg_names if "_top_p" in name or "top_p_" in name}
     floats |= {name for name in kernel.arg_names if name.endswith("_penalty")}
-    integers = {"candidates": "i32", "counts": "i32", "winners": "i32"}
+    narrow = ("candidates", "counts", "winners", "bias_ids", "word_ids", "word_lengths")
+    integers = dict.fromkeys(narrow, "i32")
     numbers = dict.fromkeys({"stride", "size", "parts"} & {*kernel.arg_names}, "i32")
     constants = {"USE_PDL": True, "BLOCK": 1024}
+    if kernel is penalties.process_rows:
+        constants["LISTED"] = 512
     pointers = {
         name: "fp32" if name in floats else integers.get(name, "i64")
         for name in kernel.arg_names

@@ -19,7 +19,6 @@ from torch import Tensor
 from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.core.logit_processing import (
     Processing,
-    Words,
     indices,
     processing,
     words_of,
@@ -28,6 +27,7 @@ from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.results import BeamCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.kernels.reference_lists import Words
 
 # What a hypothesis that ended loses, so that it goes on only where nothing else can.
 ENDED = -1e9
@@ -98,7 +98,7 @@ def _beam_batch(
         width=width,
         siblings=2 * width + endings - 1,
         kept=width * (1 + endings),
-        processing=processing(hypotheses, device),
+        processing=processing(hypotheses, device, searches=True),
         stop_words=words_of([row.request.stop_words for row in hypotheses], device),
         len_penalty=_column([p.len_penalty for p in parameters], device),
         diversity=_column(rates, device) if any(rates) else None,

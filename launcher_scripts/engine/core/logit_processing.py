@@ -1,9 +1,9 @@
 """What a row's parameters do to its logits before a token is chosen, on the device.
 
-kernels/reference_sampling.py says what penalties, temperature and lengths do, and in which order.
-Before them a bias is added to logits; after them grammars and bad words forbid tokens. Those are
-lists of any length, made when the batch is made. All rows of a step are done at once, without
-waiting.
+kernels/reference_sampling.py says what biases, penalties, temperature, words and lengths do, and in
+which order. Grammars forbid tokens after all. Here is what is made with a batch: grammars, lists
+that are too long for a row's columns, and those of beam searches. All rows of a step are done at
+once, without waiting.
 """
 
 from __future__ import annotations
@@ -15,48 +15,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import RowStart
-from launcher_scripts.engine.core.row_state import RowStates
-from launcher_scripts.kernels.reference_sampling import (
-    NEGATIVE_INFINITY,
-    forbid,
-    penalize,
-    temper,
-)
-
-
-@dataclass(frozen=True)
-class Words:
-    """Words of a batch: word w of row `rows[w]` ends in `last[w]` after `prefix[w]`.
-
-    rows, last: [W];  prefix: [W, P], right-aligned, -1 where the word is shorter;  length: [W]
-    """
-
-    rows: Tensor
-    last: Tensor
-    prefix: Tensor
-    length: Tensor
-
-    def complete(self, slots: Tensor, states: RowStates, history: Tensor) -> Tensor:
-        """Which words their last token would complete now: bool [W]."""
-        row_slots = slots[self.rows]
-        length, start = states.length[row_slots], states.start[row_slots]
-        size = self.prefix.shape[1]
-        offsets = length[:, None] - size + torch.arange(size, device=slots.device)  # [W, P]
-        written = history[start[:, None] + offsets.clamp(min=0)]
-        matches = ((self.prefix < 0) | (self.prefix == written)).all(-1)
-        return matches & (length >= self.length - 1)
-
-
-@dataclass(frozen=True)
-class Biases:
-    """What is added to logits: values float32 [N], to the tokens ids [N] of the rows [N]."""
-
-    rows: Tensor
-    ids: Tensor
-    values: Tensor
-
-    def added(self, logits: Tensor) -> Tensor:
-        return logits.index_put((self.rows, self.ids), self.values, accumulate=True)
+from launcher_scripts.engine.core.row_state import RowStates, fits_columns
+from launcher_scripts.kernels.reference_lists import NEGATIVE_INFINITY, Biases, Words
+from launcher_scripts.kernels.reference_sampling import forbid, penalize, temper
 
 
 @dataclass(frozen=True)
@@ -64,6 +25,8 @@ class Processing:
     """What is known on the host about the rows of a step, so that only needed work is launched.
 
     slots:         [B]
+    words, biases: those made with the batch
+    listed:        whether any row has such lists in its columns
     guided:        indices into the batch of the rows that have masks, or None
     penalized, scaled, min_length: whether any row has a penalty; a temperature; a minimum length
     longest_ngram: the largest no_repeat_ngram_size; 0 where no row has one
@@ -72,6 +35,7 @@ class Processing:
     slots: Tensor
     words: Words | None
     biases: Biases | None
+    listed: bool
     guided: Tensor | None
     penalized: bool
     scaled: bool
@@ -86,7 +50,7 @@ class Processing:
     @property
     def has_rules(self) -> bool:
         """Whether any row needs Ops.process."""
-        return self.penalized or self.forbids
+        return self.listed or self.penalized or self.forbids
 
     @property
     def forbids(self) -> bool:
@@ -107,10 +71,7 @@ class Processing:
             masked = _within(scores[self.guided], masks)
             scores = scores.index_copy(0, self.guided, masked)
         if self.words is not None:
-            banned = self.words.complete(self.slots, states, history)
-            penalty = torch.where(banned, NEGATIVE_INFINITY, 0.0)
-            at = (self.words.rows, self.words.last)
-            scores = scores.index_put(at, penalty, accumulate=True)
+            scores = self.words.forbid(scores, self.slots, states, history)
         return scores
 
     def scores(self, logits: Tensor, states: RowStates, history: Tensor, longest: int) -> Tensor:
@@ -133,14 +94,28 @@ class Processing:
         return scores
 
 
-def processing(rows: Sequence[RowStart], device: torch.device) -> Processing:
-    """Look at the rows' parameters once, when the batch's composition changes."""
+def processing(
+    rows: Sequence[RowStart], device: torch.device, *, searches: bool = False
+) -> Processing:
+    """Look at the rows' parameters once, when the batch's composition changes.
+
+    searches: whether the rows are hypotheses of beam searches
+    """
     parameters = [row.request.sampling for row in rows]
     guided = [at for at, row in enumerate(rows) if row.guided]
+    in_columns = [not searches and fits_columns(row.request) for row in rows]
+    made = [
+        ((), ()) if inside else (row.request.bad_words, row.request.logit_bias)
+        for row, inside in zip(rows, in_columns, strict=True)
+    ]
     return Processing(
         slots=indices([row.slot for row in rows], device),
-        words=words_of([row.request.bad_words for row in rows], device),
-        biases=_biases_of([row.request.logit_bias for row in rows], device),
+        words=words_of([words for words, _ in made], device),
+        biases=_biases_of([biases for _, biases in made], device),
+        listed=any(
+            inside and (row.request.bad_words or row.request.logit_bias)
+            for row, inside in zip(rows, in_columns, strict=True)
+        ),
         guided=indices(guided, device) if guided else None,
         penalized=any(
             p.repetition_penalty != 1

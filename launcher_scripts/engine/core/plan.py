@@ -151,9 +151,9 @@ class Choice(IntEnum):
     """How the rows of a step choose their tokens; what one of them needs is done for all.
 
     GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
-    PROCESSED: as SAMPLED, after penalties, minimum lengths and n-grams;
-    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with bad words, logit
-    biases, a grammar or the model's log-probabilities
+    PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
+    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with a grammar, with
+    lists that are too long for their columns, or with the model's log-probabilities
     """
 
     GREEDY = 0

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Move, Place, RowStart, TokenMask
-from launcher_scripts.kernels.operands import RowColumns
+from launcher_scripts.kernels.operands import MOST_LISTED, RowColumns
 
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
@@ -26,6 +27,8 @@ _INTEGERS = (
     "min_length",
     "top_k",
     "no_repeat_ngram_size",
+    "bias_count",
+    "word_count",
     "dropped",
     "window",
     "most",
@@ -54,7 +57,7 @@ class RowStates:
     factors. dropped counts the tokens of a session that have left its extent, and window is how
     many of the last ones attention covers; most is how many positions the row may come to have.
     beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
-    bit for every id that may come next in a guided row.
+    bit for every id that may come next in a guided row. SamplingColumns says what the lists are.
     """
 
     token: Tensor
@@ -69,6 +72,8 @@ class RowStates:
     min_length: Tensor
     top_k: Tensor
     no_repeat_ngram_size: Tensor
+    bias_count: Tensor
+    word_count: Tensor
     dropped: Tensor
     window: Tensor
     most: Tensor
@@ -85,6 +90,10 @@ class RowStates:
     top_p_min: Tensor
     beam_score: Tensor
     masks: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    word_ids: Tensor
+    word_lengths: Tensor
 
     def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
         self.padding_slot = slots
@@ -100,6 +109,9 @@ class RowStates:
         self.start[slots] = self.source_start[slots] = scratch
         self.top_p[slots] = 0.0  # padding rows take the likeliest token
         self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
+        lists = torch.zeros(3, slots + 1, MOST_LISTED, dtype=torch.int32, device=device)
+        self.bias_ids, self.word_ids, self.word_lengths = lists
+        self.bias_values = torch.zeros(slots + 1, MOST_LISTED, device=device)
 
     @property
     def columns(self) -> RowColumns:
@@ -119,6 +131,24 @@ class RowStates:
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+        self._set_lists([row for row in rows if not row.beams and fits_columns(row.request)])
+
+    def _set_lists(self, rows: Sequence[RowStart]) -> None:
+        """Those of all rows that have any; the counts say what belongs to a row."""
+        rows = [row for row in rows if row.request.logit_bias or row.request.bad_words]
+        if not rows:
+            return
+        slots = torch.tensor([row.slot for row in rows]).to(self.device, non_blocking=True)
+        biases = [row.request.logit_bias for row in rows]
+        words = [row.request.bad_words for row in rows]
+        for column, lists in (
+            (self.bias_ids, [[token for token, _ in own] for own in biases]),
+            (self.bias_values, [[value for _, value in own] for own in biases]),
+            (self.word_ids, [[token for word in own for token in word] for own in words]),
+            (self.word_lengths, [[size for word in own for size in _ends(word)] for own in words]),
+        ):
+            filled = torch.tensor([[*own, *[0] * (MOST_LISTED - len(own))] for own in lists])
+            column[slots] = filled.to(column.dtype).to(self.device, non_blocking=True)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
         """What may come next in these rows; all masks of a model are of one size."""
@@ -153,8 +183,19 @@ class RowStates:
         self.length.index_add_(0, slots, (slots != self.padding_slot).long())
 
 
+def fits_columns(request: GenerateRequest) -> bool:
+    """Whether the columns have room for the request's lists."""
+    words = sum(map(len, request.bad_words))
+    return max(words, len(request.logit_bias)) <= MOST_LISTED
+
+
+def _ends(word: Sequence[int]) -> list[int]:
+    """At the end of a word its length, 0 before."""
+    return [*[0] * (len(word) - 1), len(word)]
+
+
 def _integers(row: RowStart, start: int) -> list[int]:
-    sampling = row.request.sampling
+    sampling, listed = row.request.sampling, fits_columns(row.request)
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
@@ -169,6 +210,8 @@ def _integers(row: RowStart, start: int) -> list[int]:
         sampling.min_length,
         sampling.top_k,
         sampling.no_repeat_ngram_size,
+        len(row.request.logit_bias) if listed else 0,
+        sum(map(len, row.request.bad_words)) if listed else 0,
         row.dropped,
         row.window or NO_WINDOW,
         row.most,

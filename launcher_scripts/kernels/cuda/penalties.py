@@ -1,4 +1,4 @@
-"""Penalties, minimum lengths and n-grams in the Triton language: see reference_sampling.process.
+"""Biases, penalties and forbidden tokens in the Triton language: see reference_sampling.process.
 
 Only the logits of tokens that a row has change, so a program goes through the row's tokens. A token
 that the row has several times changes once: each of its places writes its number where the logit
@@ -63,6 +63,32 @@ def _without_repeats(row_logits, history, length, n, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _add_biases(row_logits, ids, values, count, BLOCK: tl.constexpr):
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        token = tl.load(ids + at, mask=at < count, other=0)
+        logit = tl.load(row_logits + token, mask=at < count, other=0.0)
+        bias = tl.load(values + at, mask=at < count, other=0.0)
+        tl.store(row_logits + token, logit + bias, mask=at < count)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _without_words(row_logits, history, length, ids, lengths, count, BLOCK: tl.constexpr):
+    """-inf at every token that would complete a word."""
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        size = tl.load(lengths + at, mask=at < count, other=0)
+        completed = (size > 0) & (length >= size - 1)
+        for back in range(1, tl.minimum(tl.max(size, 0), length + 1)):
+            earlier = tl.load(ids + at - back, mask=completed & (back < size), other=-1)
+            latest = tl.load(history + length - back)
+            completed = completed & ((back >= size) | (earlier == latest))
+        token = tl.load(ids + at, mask=completed, other=0)
+        tl.store(row_logits + token, -float("inf"), mask=completed)
+
+
+@triton.jit
 def process_rows(
     logits,
     history,
@@ -76,13 +102,20 @@ def process_rows(
     end_id,
     min_length,
     no_repeat_ngram_size,
+    bias_count,
+    word_count,
     temperature,
     repetition_penalty,
     presence_penalty,
     frequency_penalty,
     output_presence_penalty,
+    bias_ids,
+    bias_values,
+    word_ids,
+    word_lengths,
     stride,
     size,
+    LISTED: tl.constexpr,
     USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,6 +130,9 @@ def process_rows(
     history, counts = history + first_token, counts + first_token
     winners, saved = winners + first_token, saved + first_token
     tokens, prompt = tl.load(length + slot).to(tl.int32), tl.load(prompt_length + slot)
+    listed = slot * LISTED
+    biases = tl.load(bias_count + slot).to(tl.int32)
+    _add_biases(row_logits, bias_ids + listed, bias_values + listed, biases, BLOCK)
     penalized = tl.load(repetition_penalty + slot) != 1.0
     penalized = penalized | (tl.load(presence_penalty + slot) != 0.0)
     penalized = penalized | (tl.load(frequency_penalty + slot) != 0.0)
@@ -135,6 +171,10 @@ def process_rows(
     end = tl.load(end_id + slot)
     early = tokens - prompt < tl.load(min_length + slot)
     tl.store(row_logits + end, -float("inf"), mask=early & (end >= 0) & (end < size))
+    words = tl.load(word_count + slot).to(tl.int32)
+    _without_words(
+        row_logits, history, tokens, word_ids + listed, word_lengths + listed, words, BLOCK
+    )
     n = tl.load(no_repeat_ngram_size + slot)
     _without_repeats(row_logits, history, tokens, n, size, BLOCK)
 
@@ -158,13 +198,20 @@ def process(logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Te
         columns.end_id,
         columns.min_length,
         columns.no_repeat_ngram_size,
+        columns.bias_count,
+        columns.word_count,
         columns.temperature,
         columns.repetition_penalty,
         columns.presence_penalty,
         columns.frequency_penalty,
         columns.output_presence_penalty,
+        columns.bias_ids,
+        columns.bias_values,
+        columns.word_ids,
+        columns.word_lengths,
         logits.stride(0),
         size,
+        LISTED=columns.word_ids.shape[1],
         BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,

@@ -111,7 +111,7 @@ def _choose(view, listed, own, size, by_p, k, part, base, target):
     return token, score, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def choose_tokens(
     logits,
     maxima,

@@ -27,7 +27,7 @@ SMALLEST = tl.constexpr(reference_sampling.SMALLEST)
 UNITS = tl.constexpr(reference_sampling.UNITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def find_maxima(
     logits, maxima, sums, stride, size, parts, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -91,7 +91,7 @@ def method_of(top_k, top_p, slot):
     return (k == 0) & (p > 0), tl.maximum(k, 1), p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def add_shares(
     logits,
     maxima,
