@@ -51,7 +51,8 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     """
     scores = temper(logits, slots, columns).clamp(max=LARGEST)
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    shares = (ordered - ordered[:, :1].clamp(min=-LARGEST)).exp()
+    top = ordered[:, :1].clamp(min=-LARGEST)
+    shares = (ordered - top).exp()
     weights = (shares * UNITS).long()
     p = columns.top_p[slots]
     by_p = (columns.top_k[slots] == 0) & (p > 0)
@@ -65,7 +66,7 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     target = (part * mass.double()).ceil().long().clamp(min=1).minimum(mass)
     position = (running < target[:, None]).sum(-1, keepdim=True)
     tokens, chosen = (values.gather(1, position)[:, 0] for values in (ids, ordered))
-    below = chosen - ordered[:, 0]
+    below = chosen - top[:, 0]
     whole = below - _log_of(weights.sum(-1))
     candidates = torch.where(by_p, whole, below - _log_of(mass))
     columns.token.index_copy_(0, slots, tokens)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from launcher_scripts.kernels.cuda.shares import scores_at, shares_of
+from launcher_scripts.kernels.cuda.shares import LANES, scores_at, shares_of, tile
 
 CANDIDATES = tl.constexpr(8192)  # that a list holds
 BLOCK = tl.constexpr(512)  # candidates that are looked at at once
 PLACES = tl.constexpr(8)  # at which a search looks at once
+FEW = tl.constexpr(128)  # candidates that are compared with each other, without a search
+COMPARED = tl.constexpr(16)  # at once
 
 
 @triton.jit
@@ -56,11 +58,10 @@ def extent(view):
 
 
 @triton.jit
-def _block(view, source, first):
-    """A block of the source: ids, scores, places in the order, and which are candidates."""
+def _block(view, source, at):
+    """The source at some numbers: ids, scores, places in the order, and which are candidates."""
     row_logits, factor, top, above, upto, _least = view
     listed, length, is_list = source
-    at = first + tl.arange(0, BLOCK)
     inside = at < length
     ids = tl.load(listed + at, mask=inside & is_list, other=0)
     ids = tl.where(is_list, ids, at)
@@ -77,15 +78,37 @@ def amounts_from(view, source, low, step, end):
     """
     top, least = view[2], view[5]
     places = low + step * (tl.arange(0, PLACES) + 1)
-    counts = tl.zeros([PLACES], tl.int32)
-    masses = tl.zeros([PLACES], tl.int64)
+    counts = tl.zeros([PLACES, LANES], tl.int32)
+    masses = tl.zeros([PLACES, LANES], tl.int64)
     for first in range(0, source[1], BLOCK):
-        _ids, scores, order, inside = _block(view, source, first)
+        _ids, scores, order, inside = _block(view, source, first + tile(BLOCK))
         _weights, kept = shares_of(scores, top, least)
-        behind = (order[None, :] >= places[:, None]) & (inside & (order < end))[None, :]
+        behind = order[None, :, :] >= places[:, None, None]
+        behind = behind & (inside & (order < end))[None, :, :]
         counts += tl.sum(behind.to(tl.int32), 1)
-        masses += tl.sum(tl.where(behind, kept[None, :], 0), 1)
-    return counts, masses
+        masses += tl.sum(tl.where(behind, kept[None, :, :], 0), 1)
+    return tl.sum(counts, 1), tl.sum(masses, 1)
+
+
+@triton.jit
+def rank_few(view, source):
+    """Of each of FEW candidates: id, score, how many come before it, its share, and the shares up
+    to it. What is no candidate has no share and comes last.
+    """
+    top, least = view[2], view[5]
+    ids, scores, order, inside = _block(view, source, tl.arange(0, FEW))
+    _weights, kept = shares_of(scores, top, least)
+    kept = tl.where(inside, kept, 0)
+    rank = tl.where(inside, 0, FEW)
+    running = kept
+    for first in range(0, source[1], COMPARED):
+        other = first + tl.arange(0, COMPARED)
+        _other_ids, other_scores, other_order, other_inside = _block(view, source, other)
+        _other_weights, other_kept = shares_of(other_scores, top, least)
+        before = other_inside[:, None] & (other_order[:, None] > order[None, :])
+        rank += tl.sum(before.to(tl.int32), 0)
+        running += tl.sum(tl.where(before, other_kept[:, None], 0), 0)
+    return ids, scores, rank, kept, running
 
 
 @triton.jit
@@ -94,7 +117,7 @@ def _shorten(view, source, low, end):
     listed, length = source[0], source[1]
     kept = tl.zeros([], tl.int32)
     for first in range(0, length, BLOCK):
-        ids, _scores, order, inside = _block(view, source, first)
+        ids, _scores, order, inside = _block(view, source, first + tl.arange(0, BLOCK))
         inside = inside & (order >= low) & (order < end)
         at = kept + tl.cumsum(inside.to(tl.int32), 0) - 1
         tl.store(listed + at, ids, mask=inside)
@@ -149,7 +172,7 @@ def only_one(view, source, low, high):
     token = tl.zeros([BLOCK], tl.int32)
     score = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, source[1], BLOCK):
-        ids, scores, order, inside = _block(view, source, first)
+        ids, scores, order, inside = _block(view, source, first + tl.arange(0, BLOCK))
         chosen = inside & (order >= low) & (order < high)
         token = tl.maximum(token, tl.where(chosen, ids, 0))
         score = tl.maximum(score, tl.where(chosen, scores, -float("inf")))

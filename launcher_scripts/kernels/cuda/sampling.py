@@ -17,11 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.candidates import (
     CANDIDATES,
+    FEW,
     amounts_from,
     collect,
     extent,
     narrow,
     only_one,
+    rank_few,
 )
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
@@ -92,22 +94,45 @@ def _within_bounds(own, by_p, k, part):
 
 
 @triton.jit
-def _choose(view, listed, own, size, by_p, k, part, base, target):
-    """Id and score of the row's token, and the shares that it was chosen from."""
-    count = tl.load(own + FOUND).to(tl.int32)
-    is_list = count <= CANDIDATES
-    source = (listed, tl.where(is_list, count, size), is_list)
+def _choose_of_few(view, source, by_p, k, part, mass, target):
+    """See _choose."""
+    ids, scores, rank, kept, running = rank_few(view, source)
+    kept = tl.where(by_p | (rank < k), kept, 0)
+    if not by_p:
+        mass = tl.sum(kept, 0)
+        target = _target(part, mass)
+    chosen = (kept > 0) & (running >= target) & (running - kept < target)
+    token = tl.max(tl.where(chosen, ids, 0), 0)
+    score = tl.max(tl.where(chosen, scores, -float("inf")), 0)
+    return token, score, mass
+
+
+@triton.jit
+def _choose_of_many(view, source, count, by_p, k, part, mass, target):
+    """See _choose."""
     low, high = extent(view)
-    mass = tl.load(own + WHOLE)
-    if by_p:
-        target -= base
-    else:
+    if not by_p:
         low, _, count, source = narrow(view, source, low, high, count, k, BY_COUNT=True)
         _, masses = amounts_from(view, source, low, 0, high)
         mass = tl.max(masses, 0)
         target = _target(part, mass)
     low, high, _, source = narrow(view, source, low, high, count, target, BY_COUNT=False)
     token, score = only_one(view, source, low, high)
+    return token, score, mass
+
+
+@triton.jit
+def _choose(view, listed, own, size, by_p, k, part, base, target):
+    """Id and score of the row's token, and the shares that it was chosen from."""
+    count = tl.load(own + FOUND).to(tl.int32)
+    is_list = count <= CANDIDATES
+    source = (listed, tl.where(is_list, count, size), is_list)
+    whole = tl.load(own + WHOLE)
+    target -= base
+    if count <= FEW:
+        token, score, mass = _choose_of_few(view, source, by_p, k, part, whole, target)
+    else:
+        token, score, mass = _choose_of_many(view, source, count, by_p, k, part, whole, target)
     return token, score, mass
 
 
@@ -185,7 +210,7 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     log_probs = torch.empty(2, rows, device=device)
     shape = (logits.stride(0), size, parts)
     # Products and sums are rounded as the reference rounds them.
-    options = {"num_warps": 8, "enable_fp_fusion": False, "BLOCK": BLOCK}
+    options = {"num_warps": 4, "enable_fp_fusion": False, "BLOCK": BLOCK}
     options |= pdl_options(logits)
     launcher(find_maxima, (rows, parts))(logits, maxima, sums, *shape, **options)
     launcher(add_shares, (rows, parts))(

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels import reference_sampling
 
 MOST_PARTS = tl.constexpr(256)  # of a row
+LANES = tl.constexpr(128)  # sums that a program keeps apart until it ends: shuffles are slow
 BOUNDS = tl.constexpr(16)
 REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
 # What a row adds up: amounts within the bounds, all shares, tokens collected, programs that ended.
@@ -45,6 +46,12 @@ def find_maxima(
     tl.store(maxima + row * MOST_PARTS + part, tl.max(largest, 0))
     if part == 0:
         tl.store(sums + row * FIELDS + tl.arange(0, FIELDS), 0)
+
+
+@triton.jit
+def tile(SIZE: tl.constexpr):
+    """The numbers below SIZE, [SIZE / LANES, LANES]; sums over the rows need no shuffles."""
+    return tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
@@ -121,16 +128,20 @@ def add_shares(
     by_p, _, _ = method_of(top_k, top_p, slot)
     top = top_score(maxima, row, parts, factor)
     bounds = all_bounds()
-    amounts = tl.zeros([BOUNDS], tl.int64)
-    whole = tl.zeros([BLOCK], tl.int64)
+    counts = tl.zeros([BOUNDS, LANES], tl.int32)
+    masses = tl.zeros([BOUNDS, LANES], tl.int64)
+    whole = tl.zeros([LANES], tl.int64)
     for first in range(part * BLOCK, size, parts * BLOCK):
-        ids = first + tl.arange(0, BLOCK)
+        ids = first + tile(BLOCK)
         scores = scores_at(logits + row * stride, ids, ids < size, factor)
         weights, kept = shares_of(scores, top, least)
-        counted = tl.where(by_p, kept, 1)
-        within = (top - scores)[None, :] <= bounds[:, None]
-        amounts += tl.sum(tl.where(within, counted[None, :], 0), 1)
-        whole += weights
+        within = (top - scores)[None, :, :] <= bounds[:, None, None]
+        if by_p:
+            masses += tl.sum(tl.where(within, kept[None, :, :], 0), 1)
+        else:
+            counts += tl.sum(within.to(tl.int32), 1)
+        whole += tl.sum(weights, 0)
     own = sums + row * FIELDS
+    amounts = tl.sum(masses + counts, 1)
     tl.atomic_add(own + tl.arange(0, BOUNDS), amounts, sem="relaxed")
     tl.atomic_add(own + WHOLE, tl.sum(whole, 0), sem="relaxed")
