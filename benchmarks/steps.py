@@ -66,7 +66,9 @@ def _step_ms(
     def rewind() -> None:
         runner.states.length[:rows] = context - STEPS // 2
 
-    return _replayed_ms(lambda: runner.token_step(batch.slots, bounds, batch.choice), rewind, repeat)
+    return _replayed_ms(
+        lambda: runner.token_step(batch.slots, bounds, batch.choice), rewind, repeat
+    )
 
 
 def encode_ms(runner: Runner, tokens: int, repeat: int = 20) -> float:

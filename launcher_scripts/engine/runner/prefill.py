@@ -5,8 +5,7 @@ Rows that decode take their next token in the same pass: it reads the weights on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -208,11 +207,11 @@ class Prefill:
         self._context.add(hidden[first:], prompts.rows, prompts.parts, result)
         rows = dict(zip(prompts.places(first), prompts.going_on, strict=True))
         plain = {at: row for at, row in rows.items() if not row.beams}
-        self._next_tokens(hidden, plain, prompts.longest_going_on, result)
+        self._next_tokens(hidden, plain, result)
         self._first_beams(hidden, {at: row for at, row in rows.items() if row.beams}, result)
 
     def _next_tokens(
-        self, hidden: Tensor, rows: Mapping[int, RowStart], longest: int, result: StepResult
+        self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult
     ) -> None:
         """The next token of rows without beams; keys: their last tokens in hidden."""
         if not rows:

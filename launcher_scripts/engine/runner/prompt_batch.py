@@ -168,12 +168,6 @@ class PackedPrompts:
         """The rows that get a token: those that decode, and those whose prompts end."""
         return [*self.decoding, *self.complete.values()]
 
-    @property
-    def longest_going_on(self) -> int:
-        """Bounds the tokens of these rows in the cache."""
-        prompts = (row.past + len(row.ids) for row in self.complete.values())
-        return max(self.longest, *prompts, 0)
-
     def places(self, first: int) -> list[int]:
         """Of the last tokens of these rows in a pass whose prompts begin at place `first`."""
         return [*range(len(self.decoding)), *(first + place for place in self.complete)]
