@@ -79,7 +79,7 @@ class LinkingWriter(FTWriter):
 
     def link(self, file: WeightFile, content: WeightFile) -> None:
         os.link(self.partial / content.name, self.partial / file.name)
-        self._add(replace(self._entries[content.name], name=file.name))
+        self.add(replace(self._entries[content.name], name=file.name))
 
 
 def random_bits(mean: float) -> np.ndarray:
