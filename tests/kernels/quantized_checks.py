@@ -211,13 +211,14 @@ ROUNDS = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not round 
         pytest.param(torch.float8_e4m3fn, 8, 3520, 2.0**-8, marks=ROUNDS),
     ],
 )
+@pytest.mark.parametrize("columns", [37, 768])
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_high_low_and_step_make_a_value(dtype, kind, base, most, relative):
+def test_high_low_and_step_make_a_value(dtype, columns, kind, base, most, relative):
     """Rows have steps of their own, and none of them goes by the row that is zero."""
     sizes = torch.tensor([[1.0], [100.0], [0.0], [1e-3]], device=DEVICE)
-    x = (random(4, 37) * sizes).to(dtype)
+    x = (random(4, columns) * sizes).to(dtype)
     hi_lo, steps = split_hi_lo(x, kind)
-    assert (hi_lo.shape, hi_lo.dtype) == ((2, 4, 37), kind)
+    assert (hi_lo.shape, hi_lo.dtype) == ((2, 4, columns), kind)
     high, low = hi_lo.float()
     error = ((base * high + low) * steps[:, None] - x.float()).abs()
     assert bool((error <= 0.51 * steps[:, None] + relative * x.float().abs()).all())

@@ -48,17 +48,27 @@ def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
         whole = tl.floor(values / step + 0.5).to(tl.int32)
         high = (whole + INT8_BASE // 2) >> 8
         low = whole - high * INT8_BASE
-        high = high.to(tl.int8)
     else:
         step = largest / FP8_LARGEST
         whole = values / step
-        high = (whole / FP8_BASE).to(tl.float8e4nv)
-        low = whole - high.to(tl.float32) * FP8_BASE
+        high = _of_four_bits(whole / FP8_BASE)
+        low = whole - high * FP8_BASE
     target = hi_lo + row * size + columns
-    tl.store(target, high, mask=inside)
+    tl.store(target, high.to(hi_lo.dtype.element_ty), mask=inside)
     lows = tl.num_programs(0).to(tl.int64) * size
     tl.store(target + lows, low.to(hi_lo.dtype.element_ty), mask=inside)
     tl.store(steps + row, step)
+
+
+@triton.jit
+def _of_four_bits(values):
+    """float32 rounded to the nearest that e4m3 holds, if that is no subnormal number of it.
+
+    On the bits: ptxas 12.8 confuses neighbours where e4m3 that was just made is made float32 again.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    bits += 0x7FFFF + ((bits >> 20) & 1)
+    return (bits & -0x100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
