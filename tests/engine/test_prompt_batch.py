@@ -115,12 +115,16 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     """What it runs on, and what it leaves, is of the padding alone."""
     graphs = EagerGraphs()
     _, runner = runner_for(CONFIG, TENSORS, max_batch_size=8, graphs=graphs)
-    shapes = tuple(shape for shape in runner.shapes_to_record() if shape.prompt)
+    found = [shape for shape in runner.shapes_to_record() if shape.prompt]
+    shapes = tuple(shape for shape in found if not shape.decoding)
+    mixed = tuple(shape for shape in found if shape.decoding)
+    assert [shape.decoding for shape in mixed] == [1, 2, 4, 8]
     assert len(set(shapes)) == 4 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
-    runner.execute(Plan(record=shapes[:2]))
-    (sizes, longest, choice), _ = prompts_of(graphs.recorded)
-    assert (sizes, longest, choice) == (Sizes(64, 3, 1), 0, Choice.GREEDY)
+    runner.execute(Plan(record=(shapes[0], mixed[2])))
+    first, second = prompts_of(graphs.recorded)
+    assert first == [Sizes(64, 3, 1), 0, Choice.GREEDY]
+    assert second == [Sizes(60, 2, 1, 4), 256, Choice.GREEDY]
     scratch = runner.decoder.cache.scratch
     assert torch.equal(runner.states.length, before[0])
     assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])

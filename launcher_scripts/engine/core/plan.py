@@ -168,6 +168,7 @@ class StepShape(Record, frozen=True):
 
     prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
             there is an encoder, of its pass over one input (see encode_step.py)
+    decoding: of a pass over prompts, how many rows decode in it
     """
 
     rows: int
@@ -175,6 +176,7 @@ class StepShape(Record, frozen=True):
     source: int
     choice: Choice
     prompt: int = 0
+    decoding: int = 0
 
 
 class Plan(Message, frozen=True):

@@ -22,7 +22,12 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import Prompt
 from launcher_scripts.engine.model.layers import Chunk, Rows
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_tokens
+from launcher_scripts.engine.runner.graphs import (
+    StepGraphs,
+    bucket_tokens,
+    row_buckets,
+    token_buckets,
+)
 from launcher_scripts.engine.runner.prompt_batch import (
     ROW_BUCKETS,
     TOKEN_BUCKETS,
@@ -31,6 +36,7 @@ from launcher_scripts.engine.runner.prompt_batch import (
     PromptBatch,
     Sizes,
     bucket_sizes,
+    prompt_bucket,
     unpacked,
 )
 from launcher_scripts.kernels.operands import VarlenBatch
@@ -125,13 +131,29 @@ class Prefill:
             for tokens in TOKEN_BUCKETS
         ]
 
+    def mixed_shapes_to_record(self, longest: int) -> list[StepShape]:
+        """A short prompt beside each number of rows, of up to `longest` tokens, so that what all
+        such passes need is compiled."""
+        if self._graphs is None:
+            return []
+        found = [
+            (prompt_bucket(1, 1, rows), own)
+            for own in token_buckets(longest)
+            for rows in row_buckets(self._states.padding_slot)
+        ]
+        return [
+            StepShape(sizes.rows, own, 0, Choice.GREEDY, sizes.tokens, sizes.decoding)
+            for sizes, own in found
+            if sizes is not None
+        ]
+
     def record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such a pass; it is tried out on nobody's tokens."""
-        sizes = bucket_sizes(shape.prompt, shape.rows)
+        sizes = bucket_sizes(shape.prompt, shape.rows)._replace(decoding=shape.decoding)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        key = ("prompts", sizes, 0, shape.choice)
-        graphs.record(key, packed, self._step_of(sizes, prompts.spans, 0, shape.choice))
+        key = ("prompts", sizes, shape.own, shape.choice)
+        graphs.record(key, packed, self._step_of(sizes, prompts.spans, shape.own, shape.choice))
 
     def _step_of(
         self, sizes: Sizes, spans: VarlenBatch, longest: int, choice: Choice

@@ -114,7 +114,8 @@ class Runner:
             return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
         prompts = self._prefill.shapes_to_record()
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
-        return [*first, *steps, *rest]
+        mixed = self._prefill.mixed_shapes_to_record(self._longest.own)
+        return [*first, *steps, *mixed, *rest]
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
