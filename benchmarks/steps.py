@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,14 +26,16 @@ def step_ms(
     source: int = 0,
     repeat: int = 20,
     sampling: SamplingParameters = GREEDY,
+    adapters: Sequence[int] = (),
 ) -> float:
     """Median milliseconds of a step of `rows` rows, each with `context` tokens cached.
 
     Includes everything from the last token to the next one. A row reads `source` tokens of an
-    encoder's input, too. sampling: what a CUDA graph can do
+    encoder's input, too. sampling: what a CUDA graph can do;  adapters: the LoRA adapter of each
+    row, where they have any
     """
     with torch.inference_mode():
-        return _step_ms(runner, rows, context, source, repeat, sampling)
+        return _step_ms(runner, rows, context, source, repeat, sampling, adapters)
 
 
 def _step_ms(
@@ -43,6 +45,7 @@ def _step_ms(
     source: int,
     repeat: int,
     sampling: SamplingParameters,
+    adapters: Sequence[int],
 ) -> float:
     extent = source + context + STEPS + 1
     starts = [
@@ -51,7 +54,12 @@ def _step_ms(
             slot * extent + source,
             (1,),
             -1,
-            GenerateRequest((), 0, replace(sampling, random_seed=slot)),
+            GenerateRequest(
+                (),
+                0,
+                replace(sampling, random_seed=slot),
+                lora_adapter=adapters[slot] if adapters else None,
+            ),
             source=(0,) * source,
         )
         for slot in range(rows)
@@ -61,7 +69,7 @@ def _step_ms(
     _fill(runner)
     runner.states.join(starts)
     batch = sampling_batch(starts, runner.device)
-    bounds = bucket_bounds(Bounds(context + STEPS, source))
+    bounds = bucket_bounds(Bounds(context + STEPS, source, lora=bool(adapters)))
 
     def rewind() -> None:
         runner.states.length[:rows] = context - STEPS // 2

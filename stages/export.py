@@ -30,7 +30,7 @@ from stages.stage import Launch, Stage
 
 # Triton hands a model's name to a shell without quotes as well.
 _MODEL_NAME = re.compile(r"\w[\w.+-]*")
-ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints", "lora_checkpoints")
 
 
 @dataclass(frozen=True)

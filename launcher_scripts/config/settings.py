@@ -72,7 +72,8 @@ class TokenizerSettings:
 class ModelOptions:
     """How a checkpoint is read and converted, in the block `export.model`.
 
-    prompt_, ia3_ and adapter_checkpoints are added to the base in order.
+    prompt_, ia3_ and adapter_checkpoints are added to the base in order, and lora_checkpoints are
+    kept beside it under the names of their files or folders.
     """
 
     weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
@@ -91,6 +92,9 @@ class ModelOptions:
     ia3_in_place: bool = option(False, "fold IA3 into the weights")
     adapter_checkpoints: tuple[str, ...] = option(
         (), "adapters and LoRA to add, in this order", metavar="PATH"
+    )
+    lora_checkpoints: tuple[str, ...] = option(
+        (), "LoRA adapters of which each request chooses one", metavar="PATH"
     )
     training_checkpoint: str = option(
         "last", "which one of a training's folder", metavar="last|best|NAME"

@@ -19,7 +19,7 @@ class GenerationSettings:
     template:      the prompt; {names} in it are the item's fields; None: the task's own
     target_file:   what the answers are compared with, where data_file does not hold it
     max_input_len: the end of a prompt's longest field is cut off; None: nothing is
-    prompt_task, ia3_task: None: none
+    prompt_task, ia3_task, lora_adapter: None: none
     """
 
     template: str | None = None
@@ -28,6 +28,7 @@ class GenerationSettings:
     max_input_len: int | None = option(None, "tokens of a prompt at most", least=1)
     prompt_task: int | None = option(None, "number of a learned prompt", least=0)
     ia3_task: int | None = option(None, "number of an IA3 adapter", least=0)
+    lora_adapter: int | None = option(None, "number of a LoRA adapter", least=0)
     beam_width: int = option(1, "beams", least=1)
     len_penalty: float = 0.0
 

@@ -125,6 +125,7 @@ _NOT_IN_AGM = (
     "request_prompt_lengths",
     "request_prompt_type",
     "ia3_tasks",
+    "lora_task_id",
 )
 AGM_INPUTS = (
     array("input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False),

@@ -29,7 +29,7 @@ SAMPLING_FIELDS = {
     "beam_search_diversity_rate": "beam_search_diversity_rate",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
-# Inputs with one value per row -> field of GenerateRequest. ia3_tasks is another one: -1 is None.
+# Inputs with one value per row -> field of GenerateRequest.
 REQUEST_FIELDS = {
     "start_id": "start_id",
     "end_id": "end_id",
@@ -43,7 +43,9 @@ REQUEST_FIELDS = {
     "cache_salt": "cache_salt",
     "num_speculative_tokens": "num_speculative_tokens",
 }
-NO_IA3_TASK = -1
+# The same of inputs of which NO_TASK, -1, is None.
+TASK_FIELDS = {"ia3_tasks": "ia3_task", "lora_task_id": "lora_adapter"}
+NO_TASK = -1
 # Words lists -> field of GenerateRequest.
 WORD_FIELDS = {"bad_words_list": "bad_words", "stop_words_list": "stop_words"}
 # Outputs -> field of ModelLogProbs: of GenerateOutput.token_log_probs, and of prompt_log_probs.
@@ -115,6 +117,7 @@ class GenerateRequest:
     hidden], is a table of the request's own and wins over it. Ids of input_ids from the model's
     prompt_start_id on are rows of the table; with soft_prompt the whole table comes in front of
     input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
+    lora_adapter is the number of a loaded LoRA adapter; None: none.
     Keys and values of a prompt are shared with requests of the same cache_salt only.
     num_speculative_tokens is how many tokens a step may try at once where the text repeats itself.
     """
@@ -140,6 +143,7 @@ class GenerateRequest:
     prompt_embedding: Any = None
     soft_prompt: bool = False
     ia3_task: int | None = None
+    lora_adapter: int | None = None
     cache_salt: int = 0
     num_speculative_tokens: int = 0
 

@@ -238,6 +238,7 @@ GPT_INPUTS = (
     *NUM_LOG_PROBS,
     scalar("is_return_context_logits", "BOOL", False, "return context_logits", extension=True),
     scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none", extension=True),
+    scalar("lora_task_id", "INT32", None, "which LoRA adapter to use; -1: none", extension=True),
     scalar(
         "cache_salt",
         "UINT64",

@@ -121,6 +121,7 @@ def _check(row: GenerateRequest) -> None:
         "beam_width": row.sampling.beam_width != 1,
         "prompt_task": row.prompt_task is not None,
         "ia3_task": row.ia3_task is not None,
+        "lora_adapter": row.lora_adapter is not None,
     }
     wrong = [name for name, there in asked.items() if there]
     if wrong:

@@ -18,11 +18,12 @@ from launcher_scripts.clients.connection import NUMPY_TYPES
 from launcher_scripts.common.errors import RequestError, lookup, problem
 from launcher_scripts.contract.contracts import CONTRACTS, Contract
 from launcher_scripts.contract.requests import (
-    NO_IA3_TASK,
+    NO_TASK,
     NO_TOKEN,
     PROMPT_LOG_PROBS,
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
+    TASK_FIELDS,
     TOKEN_LOG_PROBS,
     WORD_FIELDS,
     Beam,
@@ -82,10 +83,12 @@ def request_tensors(
         require("decoder_input_ids")
         forced = [row.decoder_input_ids for row in rows]
         tensors["decoder_input_ids"] = _padded(forced, NO_TOKEN)
-    if any(row.ia3_task is not None for row in rows):
-        require("ia3_tasks")
-        tasks = [NO_IA3_TASK if row.ia3_task is None else row.ia3_task for row in rows]
-        tensors["ia3_tasks"] = np.array(tasks, dtype=np.int32)[:, None]
+    for name, field in TASK_FIELDS.items():
+        tasks = [getattr(row, field) for row in rows]
+        if any(task is not None for task in tasks):
+            require(name)
+            numbers = [NO_TASK if task is None else task for task in tasks]
+            tensors[name] = np.array(numbers, dtype=np.int32)[:, None]
     if any(row.prompt_embedding is not None for row in rows):
         require("request_prompt_embedding")
         own = prompt_tensors(rows)

@@ -246,6 +246,7 @@ def _check(rows: Sequence[GenerateRequest]) -> None:
     asked: dict[str, Any] = {
         "prompt_task": any(row.prompt_task is not None for row in rows),
         "ia3_task": any(row.ia3_task is not None for row in rows),
+        "lora_adapter": any(row.lora_adapter is not None for row in rows),
     }
     wrong = [name for name, there in asked.items() if there]
     if wrong:

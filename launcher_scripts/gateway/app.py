@@ -83,7 +83,9 @@ class Gateway:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
-        return JSONResponse({"object": "list", "data": [model.card() for model in self.models.all]})
+        return JSONResponse(
+            {"object": "list", "data": [model.card() for model in self.models.listed]}
+        )
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/<name>"""

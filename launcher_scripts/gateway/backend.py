@@ -20,6 +20,7 @@ class RowRequest:
     beam_width:       2 or more: a beam search, which has no log-probabilities
     grammar:          what the text has to be, as guided_grammar says it; None: anything
     cache_salt:       prompts share keys and values with those of the same salt
+    lora_adapter:     the number of one; None: none
     num_speculative_tokens: how many tokens a step may try at once where the text repeats itself
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
@@ -48,6 +49,7 @@ class RowRequest:
     length_penalty: float = 1.0
     grammar: str | None = None
     cache_salt: int = 0
+    lora_adapter: int | None = None
     num_speculative_tokens: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None

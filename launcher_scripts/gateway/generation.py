@@ -166,6 +166,7 @@ class Generation:
             length_penalty=body.length_penalty,
             grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
+            lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,
             log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
             prompt_log_probs=wishes.log_probs if wishes.echo else None,

@@ -25,6 +25,7 @@ from launcher_scripts.gateway.fleet import GENERATING, Fleet, Found
 from launcher_scripts.gateway.replicas import Replicas
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.triton_backend import parameters_of
+from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.ini_text import FILE_NAME
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -80,6 +81,7 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
         tokens = _token_names(files, tokenizer)
         template = _template(files, tokens, settings.chat_template)
         max_len, end_id = _sizes(folder, tokenizer.end_id)
+        lora_names = adapters_in(found.folder or folder)
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
     parameters = found.text_parameters
@@ -104,6 +106,7 @@ def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings
         max_len=settings.max_model_len or max_len,
         encodes=GENERATING[parameters_of(found.config).get("model_type", "GPT")],
         token_names=tokens,
+        lora_names=lora_names,
     )
 
 
@@ -117,6 +120,13 @@ def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:
     config: Any = read_config(folder).config
     limited = getattr(config, "position_embedding", None) in ("learned", "rope")
     return (config.max_positions if limited else None), config.end_id
+
+
+def adapters_in(folder: Path) -> tuple[str, ...]:
+    """The LoRA adapters of the checkpoint in the folder, by its config.ini."""
+    if not (folder / FILE_NAME).is_file():
+        return ()
+    return adapters_of(read_config(folder).config).lora_names
 
 
 def _template(

@@ -97,7 +97,8 @@ class Replicas:
         tried: set[Replica] = set()
         digests: tuple[bytes, ...] = ()
         if self.shares_prefixes:
-            digests = prompt_digests(request.prompt_ids, self._model, request.cache_salt)
+            salts = request.cache_salt, request.lora_adapter
+            digests = prompt_digests(request.prompt_ids, self._model, *salts)
         lost: ServerLost | None = None
         begun = False
         while (chosen := self._choice(tried, digests)) is not None:

@@ -10,9 +10,11 @@ BLOCK_TOKENS = 64
 MOST_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models
 
 
-def prompt_digests(ids: Sequence[int], model: str, salt: int) -> tuple[bytes, ...]:
-    """Of a prompt's blocks; texts of other models and salts have others."""
-    return tuple(block_digests(ids, BLOCK_TOKENS, f"{model} {salt}".encode()))
+def prompt_digests(
+    ids: Sequence[int], model: str, salt: int, adapter: int | None = None
+) -> tuple[bytes, ...]:
+    """Of a prompt's blocks; texts of other models, salts and LoRA adapters have others."""
+    return tuple(block_digests(ids, BLOCK_TOKENS, f"{model} {salt} {adapter}".encode()))
 
 
 class SentPrompts:

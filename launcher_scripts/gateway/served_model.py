@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +31,8 @@ class ServedModel:
     max_len:     tokens of prompt and answer; None: not known
     encodes:     an encoder-decoder, whose prompt is the encoder's input
     token_names: bos_token and the like, for /tokenizer_info
+    lora_names:  its LoRA adapters, in the order of their numbers
+    lora_adapter, parent: of one of these as a model: its number, and the name of its base
     """
 
     name: str
@@ -44,6 +47,9 @@ class ServedModel:
     max_len: int | None = None
     encodes: bool = False
     token_names: Mapping[str, str] = field(default_factory=dict)
+    lora_names: tuple[str, ...] = ()
+    lora_adapter: int | None = None
+    parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -89,6 +95,19 @@ class ServedModel:
             more=chat.chat_template_kwargs,
         )
 
+    def adapters(self) -> list[ServedModel]:
+        """Its LoRA adapters as models, called <its name>:<adapter>."""
+        return [
+            replace(
+                self,
+                name=f"{self.name}:{name}",
+                lora_names=(),
+                lora_adapter=number,
+                parent=self.name,
+            )
+            for number, name in enumerate(self.lora_names)
+        ]
+
     def card(self) -> dict[str, Any]:
         """The entry of /v1/models."""
         return {
@@ -96,8 +115,8 @@ class ServedModel:
             "object": "model",
             "created": self.created,
             "owned_by": "deployment",
-            "root": self.name,
-            "parent": None,
+            "root": self.parent or self.name,
+            "parent": self.parent,
             "max_model_len": self.max_len,
         }
 
@@ -111,20 +130,34 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class Models:
-    """The models of a gateway by name."""
+    """The models of a gateway by name.
+
+    all:    those that servers serve
+    listed: these and their LoRA adapters, which go by their own names where these are of one
+            adapter and of no model
+    """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self.all = tuple(models)
+        adapters = [adapter for model in models for adapter in model.adapters()]
+        short = [name for model in models for name in model.lora_names]
+        taken = Counter([*short, *(model.name for model in models)])
+        shown = [
+            replace(adapter, name=name) if taken[name] == 1 else adapter
+            for adapter, name in zip(adapters, short, strict=True)
+        ]
+        self.listed = (*self.all, *shown)
+        long = {adapter.name: model for adapter, model in zip(adapters, shown, strict=True)}
+        self._named = long | {model.name: model for model in self.listed}
 
     def find(self, name: str | None) -> ServedModel:
         """The model called so; without a name the only one. Raises ApiError."""
-        names = ", ".join(model.name for model in self.all)
+        names = ", ".join(model.name for model in self.listed)
         if name is None:
             if len(self.all) == 1:
                 return self.all[0]
             raise bad_request(f"which model is meant; choices: {names}", "model")
-        for model in self.all:
-            if model.name == name:
-                return model
+        if name in self._named:
+            return self._named[name]
         message = f"there is no model {name[:100]!r}; choices: {names}"
         raise ApiError(404, message, code="model_not_found", param="model")

@@ -51,6 +51,7 @@ _PARAMETERS = {
     "guided_grammar": "response_format",
     "num_log_probs": "logprobs",
     "num_prompt_log_probs": "echo",
+    "lora_task_id": "model",
     "num_speculative_tokens": "num_speculative_tokens",
 }
 
@@ -272,6 +273,7 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
         "num_log_probs": (request.log_probs, None),
         "num_prompt_log_probs": (request.prompt_log_probs, None),
         "cache_salt": (request.cache_salt, 0),
+        "lora_task_id": (request.lora_adapter, None),
         "num_speculative_tokens": (request.num_speculative_tokens, 0),
     }
     return values | {name: value for name, (value, usual) in others.items() if value != usual}

@@ -88,6 +88,20 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """LoRA (arXiv:2106.09685) of a projection: what several adapters add, of which a row has one.
+
+    down:   [adapters, blocks * rank, in], A;  up: [adapters, rank, out], B times its scale; both in
+            the compute type
+    widths: outputs of each block, which has rows of A of its own
+    """
+
+    down: Tensor
+    up: Tensor
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Hidden:
     """Hidden states between the layers of a decode step.
 

@@ -19,6 +19,7 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
+    LoRA,
     Norm,
     Ranks,
     RelativeBias,
@@ -49,6 +50,18 @@ class Ops(Protocol):
     def project_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor: ...
 
     def mlp_up(self, x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
+
+    def add_lora(self, out: Tensor, x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor: ...
+
+    def activate_with_lora(
+        self,
+        up: Tensor,
+        gate: Tensor | None,
+        x: Tensor,
+        adapters: Tensor,
+        lora: LoRA,
+        activation: str,
+    ) -> Tensor: ...
 
     def logits(self, x: Tensor, head: Linear) -> Tensor: ...
 
@@ -238,6 +251,8 @@ class Ops(Protocol):
         onto: Hidden,
         norm_of_next: Norm | None,
     ) -> Hidden: ...
+
+    def partial_product(self, x: Tensor, linear: Linear) -> Tensor: ...
 
     def product_over_ranks(self, x: Tensor, linear: Linear, ranks: Ranks) -> Tensor: ...
 

@@ -21,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
+    LoRA,
     Norm,
     Ranks,
     RelativeBias,
@@ -126,6 +127,45 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     normalized = _normalized(x, up)
     hidden = ACTIVATIONS[activation](product(normalized, up))
     return hidden if gate is None else hidden * product(normalized, gate)
+
+
+def lora_delta(x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
+    """B A x of each row's adapter, int64 [N], for x [N, in]: [N, out], zeros where that is -1.
+
+    The rows go through A of every adapter, so what is launched does not depend on their choice.
+    """
+    count, rank = lora.up.shape[:2]
+    inner = functional.linear(x, lora.down.flatten(0, 1)).unflatten(1, (count, -1, rank))
+    chosen = adapters[:, None] == torch.arange(count, device=x.device)
+    inner = torch.where(chosen[:, :, None, None], inner, 0.0)  # [N, adapters, blocks, rank]
+    ups = lora.up.flatten(0, 1).split(lora.widths, dim=1)
+    parts = [inner[:, :, block].flatten(1) @ up for block, up in enumerate(ups)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def add_lora(out: Tensor, x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
+    """out [N, out] plus lora_delta, perhaps in the memory of out."""
+    return out + lora_delta(x, adapters, lora)
+
+
+def activate_with_lora(
+    up: Tensor,
+    gate: Tensor | None,
+    x: Tensor,
+    adapters: Tensor,
+    lora: LoRA,
+    activation: str,
+) -> Tensor:
+    """mlp_up of the normalized x [N, in], of which up and gate [N, ffn] were made, with what the
+    rows' adapters add to both: [N, ffn], perhaps in the memory of up.
+
+    lora: of up, and of the gate behind it
+    """
+    delta = lora_delta(x, adapters, lora)
+    if gate is None:
+        return ACTIVATIONS[activation](up + delta)
+    of_up, of_gate = delta.chunk(2, 1)
+    return ACTIVATIONS[activation](up + of_up) * (gate + of_gate)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:

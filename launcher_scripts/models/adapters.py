@@ -1,16 +1,18 @@
-"""Parameter-efficient tuning of a finished model: prompt tables, IA3 vectors, bottleneck adapters.
+"""Parameter-efficient tuning of a finished model: prompt tables, IA3 vectors, bottleneck adapters,
+LoRA.
 
 Their rows are added to the weight table of the family. File names and shapes are those of
 FasterTransformer's T5; a GPT takes the same below its own layer names, since FasterTransformer's
-GPT has no IA3 and other adapters. LoRA leaves no rows: it is merged into the weights.
+GPT has no IA3 and other adapters. LoRA leaves no rows where it is merged into the weights.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 
 # The dialect of the rows below.
@@ -33,6 +35,41 @@ MOST_TASKS = 1 << 16
 
 
 @dataclass(frozen=True)
+class LoRATarget:
+    """A projection of a GPT's layers that LoRA may be learned for, W [inputs, outputs].
+
+    stem:   its name within a layer;  inputs, outputs: sizes, attributes of the config
+    blocks: sizes of the blocks of the outputs where there are several, each with a matrix A of its
+            own
+    """
+
+    stem: str
+    inputs: str
+    outputs: str
+    partition: Partition
+    blocks: tuple[str, ...] = ()
+
+
+LORA_TARGETS = {
+    target.stem: target
+    for target in (
+        LoRATarget(
+            "attention.query_key_value",
+            "hidden_size",
+            "qkv_size",
+            Partition.COLUMN_PARALLEL,
+            ("q_size", "kv_size", "kv_size"),
+        ),
+        LoRATarget("attention.dense", "q_size", "hidden_size", Partition.ROW_PARALLEL),
+        LoRATarget("mlp.dense_h_to_4h", "hidden_size", "ffn_size", Partition.COLUMN_PARALLEL),
+        LoRATarget("mlp.dense_h_to_4h_2", "hidden_size", "ffn_size", Partition.COLUMN_PARALLEL),
+        LoRATarget("mlp.dense_4h_to_h", "ffn_size", "hidden_size", Partition.ROW_PARALLEL),
+    )
+}
+LORA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
 class Adapters:
     """What a checkpoint has besides its model.
 
@@ -41,6 +78,9 @@ class Adapters:
     ia3_adapted:           IA3 is folded into the weights
     adapter_size:          width of the adapters' bottleneck, 0 without adapters
     adapter_norm_position: the adapter's layer norm is before or after its bottleneck
+    lora_names:            LoRA adapters of which each request chooses one
+    lora_rank:             the largest rank of theirs; smaller ones are filled up with zeros
+    lora_targets:          stems of the projections that any of them has, of LORA_TARGETS
 
     An adapter is given the output of self-attention or MLP, before its bias and the residual, and
     is added to it; it is silu(norm(x) @ wi) @ wo.
@@ -52,8 +92,12 @@ class Adapters:
     ia3_adapted: bool = False
     adapter_size: int = 0
     adapter_norm_position: str = "pre"
+    lora_names: tuple[str, ...] = ()
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_lora()
         if not 0 <= self.ia3_num_tasks <= MOST_TASKS:
             raise CheckpointError(
                 problem(
@@ -71,6 +115,20 @@ class Adapters:
                 )
             )
 
+    def _check_lora(self) -> None:
+        problems = Problems("the LoRA adapters")
+        for name in self.lora_names:
+            if not LORA_NAME.fullmatch(name):
+                text = "a name may have letters, digits, dots, - and _"
+                problems.add(text, got=name, change="the name of its folder")
+        if len(set(self.lora_names)) < len(self.lora_names):
+            problems.add("two adapters have one name", got=self.lora_names)
+        if unknown := sorted(set(self.lora_targets) - LORA_TARGETS.keys()):
+            problems.add("unknown lora_targets", got=unknown, choices=LORA_TARGETS)
+        if self.lora_names and self.lora_rank < 1:
+            problems.add("lora_rank must be at least 1", got=self.lora_rank)
+        problems.raise_if_any(CheckpointError)
+
     @property
     def names(self) -> list[str]:
         """What there is that changes how the model computes."""
@@ -78,6 +136,7 @@ class Adapters:
             "prompt tables": self.prompt_tasks,
             "IA3 vectors": self.ia3_num_tasks,
             "adapters": self.adapter_size,
+            "LoRA": self.lora_names,
         }
         return [name for name, value in found.items() if value]
 
@@ -103,6 +162,16 @@ class AdapterSizes:
     @property
     def adapter_size(self) -> int:
         return self.parts.adapter_size
+
+    @property
+    def lora_size(self) -> int:
+        """The ranks of all LoRA adapters."""
+        return len(self.parts.lora_names) * self.parts.lora_rank
+
+    @property
+    def lora_qkv_size(self) -> int:
+        """The same where queries, keys and values have matrices A of their own."""
+        return 3 * self.lora_size
 
 
 @dataclass(frozen=True)
@@ -181,6 +250,8 @@ def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSp
     if parts.adapter_size:
         for stem in adapter_stems(family, decoder):
             specs += _adapter(stem, prefix)
+    if parts.lora_names:
+        specs += [spec for stem in parts.lora_targets for spec in _lora(LORA_TARGETS[stem])]
     return specs
 
 
@@ -206,6 +277,33 @@ def _adapter(stem: str, prefix: str) -> list[WeightSpec]:
             prefix=prefix,
         )
         for name, shape, partition in rows
+    ]
+
+
+def _lora(target: LoRATarget) -> list[WeightSpec]:
+    """A as [inputs, adapters x blocks x rank] and B, times its scale, as [adapters x rank,
+    outputs]. Ranks share what they share of W.
+    """
+    stem, replicated = f"layers.*.{target.stem}", Partition.REPLICATED
+    columns = target.partition is Partition.COLUMN_PARALLEL
+    size = "lora_qkv_size" if target.blocks else "lora_size"
+    rows: Iterable[tuple[str, tuple[str, ...], Partition, tuple[str, ...]]] = (
+        (
+            f"{stem}.lora_in.weight",
+            (target.inputs, size),
+            replicated if columns else target.partition,
+            (),
+        ),
+        (
+            f"{stem}.lora_out.weight",
+            ("lora_size", target.outputs),
+            target.partition if columns else replicated,
+            target.blocks,
+        ),
+    )
+    return [
+        WeightSpec(name, shape, partition, blocks, _sources((name,), "as_is"))
+        for name, shape, partition, blocks in rows
     ]
 
 

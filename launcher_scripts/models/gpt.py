@@ -206,6 +206,8 @@ class GPTConfig(AdapterSizes):
             problems.add("experts with biases are not supported", got="mlp_bias = True")
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
             problems.add("IA3 and adapters of models with experts are not supported")
+        if any(stem.startswith("mlp.") for stem in self.parts.lora_targets):
+            problems.add("LoRA of experts can only be merged", got=self.parts.lora_targets)
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""

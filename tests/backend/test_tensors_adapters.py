@@ -34,10 +34,13 @@ def columns(*values: int) -> torch.Tensor:
 
 def test_tasks_are_per_row() -> None:
     rows = gpt(
-        prompt_learning_task_name_ids=columns(1, 0, 2), ia3_tasks=torch.tensor([[0], [-1], [1]])
+        prompt_learning_task_name_ids=columns(1, 0, 2),
+        ia3_tasks=columns(0, -1, 1),
+        lora_task_id=columns(-1, 2, 0),
     )
     assert [row.prompt_task for row in rows] == [1, 0, 2]
     assert [row.ia3_task for row in rows] == [0, None, 1]
+    assert [row.lora_adapter for row in rows] == [None, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.exporting import refused_export as refused
+from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.parts_maker import (
     Random,
     adapter_layers,
@@ -160,6 +161,7 @@ def test_lora_of_any_division(base: Path, tmp_path: Path, tp: int, pp: int) -> N
         ):
             name = f"layers.{layer}.{name}.weight"
             torch.testing.assert_close(found[name], plain[name] + change.T)
+    check_kept(base, tmp_path / "c", (part,), [found])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTenso
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings, adapter_of
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.peft_maker import PeftMaker
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
 from tests.checkpoint_maker import small_config
@@ -163,6 +164,7 @@ def test_lora_is_added_in_the_cores_own_layout(data_dir, tmp_path, tool, stacked
     base = base_of(data_dir, tool)
     plain, _ = open_weights(export_folder(base, tmp_path / "a"))
     found, _ = open_weights(export_folder(base, tmp_path / "b", 2, adapter_checkpoints=(adapter,)))
+    check_kept(base, tmp_path / "c", (adapter,), [found])
     for layer in range(LAYERS):
         qkv, proj, fc1, fc2 = (update(tensors, name, layer) for name in PLAIN)
         check(

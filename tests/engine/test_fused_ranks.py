@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.layers import Sublayer
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
 from tests.engine.small_t5 import GATED, SOURCE, VARIANTS, t5_config, t5_tensors
 from tests.engine.thread_ranks import on_ranks
@@ -35,11 +37,14 @@ MODERN = {
     "gated": True,
     "num_kv_heads": 2,
 }
+LORA = Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=tuple(LORA_TARGETS))
 GPT = {
     "gpt2": {},
     "modern": MODERN,
     "parallel": {**MODERN, "parallel_residual": True},
     "sandwich": {**MODERN, "norm_placement": "sandwich"},
+    "lora": {**MODERN, "parts": LORA},
+    "lora_sandwich": {**MODERN, "norm_placement": "sandwich", "parts": LORA},
 }
 
 
@@ -81,7 +86,11 @@ def prompt_logits(communicator: Communicator, name: str) -> tuple[Tensor, list[o
     config = small_config(**GPT[name])
     graphs = EagerGraphs()
     _, runner = runner_for(config, random_tensors(config), graphs=graphs, communicator=communicator)
-    rows = [RowStart(slot, 20 * slot, ids, -1) for slot, ids in enumerate(PROMPTS)]
+    adapters = (1, None, 0) if config.parts.lora_names else (None, None, None)
+    rows = [
+        RowStart(slot, 20 * slot, ids, -1, GenerateRequest((), 0, lora_adapter=adapters[slot]))
+        for slot, ids in enumerate(PROMPTS)
+    ]
     parts = [PrefillPart(row.slot, 0, len(row.ids)) for row in rows]
     logits = runner._prefill.logits(rows, parts)
     alone = runner._prefill.logits(rows[1:2], parts[1:2])

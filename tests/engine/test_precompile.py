@@ -32,6 +32,7 @@ from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda import device_traits
 from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.models.adapters import Adapters
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_agm import agm_config
 from tests.engine.small_bart import bart_config
@@ -50,12 +51,19 @@ __all__ = ["hopper"]
 GPU = torch.device("cuda")
 CONFIG = small_config(hidden_size=64, num_heads=1, num_kv_heads=1, head_size=64, max_positions=128)
 NOTE = "the first kernels are compiled"
+LORA = Adapters(
+    lora_names=("sql", "law"),
+    lora_rank=8,
+    lora_targets=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h"),
+)
 SMALL = {
     "ALiBi": small_config(position_embedding="alibi"),
     "norms after the sums": small_config(norm_placement="post"),
     "normed embeddings": small_config(embedding_norm=True),
     "wide heads": small_config(head_size=160, num_heads=2, num_kv_heads=2),
     "windows": small_config(num_layers=4, sliding_window=8, full_attention_layers="3"),
+    "LoRA adapters": small_config(parts=LORA),
+    "LoRA of gates": small_config(parts=LORA, gated=True, norm_placement="sandwich"),
     "an encoder": t5_config(encoder_only=True),
     "BART": bart_config(),
     "AGM": agm_config(),

@@ -343,7 +343,12 @@ def test_copied_tokens_are_counted() -> None:
 
 ADAPTED = small_config(
     end_id=67,
-    parts=Adapters(prompt_tasks=(PromptTask("a", 3), PromptTask("b", 3)), ia3_num_tasks=2),
+    parts=Adapters(
+        prompt_tasks=(PromptTask("a", 3), PromptTask("b", 3)),
+        ia3_num_tasks=2,
+        lora_names=("sql", "law"),
+        lora_rank=2,
+    ),
 )
 SALTS = (
     {},
@@ -351,6 +356,8 @@ SALTS = (
     {"cache_salt": 2},
     {"ia3_task": 0},
     {"ia3_task": 1},
+    {"lora_adapter": 0},
+    {"lora_adapter": 1},
     {"prompt_task": 0},
     {"prompt_task": 1},
     {"prompt_embedding": torch.zeros(3, 32)},

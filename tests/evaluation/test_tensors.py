@@ -62,6 +62,7 @@ REQUEST = GenerateRequest(
     prompt_embedding=np.ones((3, 4), np.float16),
     soft_prompt=True,
     ia3_task=2,
+    lora_adapter=1,
     cache_salt=2**63,
     num_speculative_tokens=3,
 )
@@ -288,6 +289,7 @@ FIELDS_OF = {
     "GPT": {
         "return_context_embeddings": True,
         "ia3_task": 2,
+        "lora_adapter": 1,
         "soft_prompt": True,
         "cache_salt": 3,
         "num_speculative_tokens": 2,

@@ -12,7 +12,7 @@ import pytest
 from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.models.adapters import Adapters, PromptTask
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, PromptTask
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_bart import bart_config
 from tests.engine.small_models import engine_for, random_tensors, small_config
@@ -48,6 +48,19 @@ def gpt() -> tuple[Any, dict[str, Any]]:
     return config, random_tensors(config)
 
 
+def lora() -> tuple[Any, dict[str, Any]]:
+    config = small_config(
+        **SIZES,
+        head_size=32,
+        num_kv_heads=2,
+        max_positions=200,
+        position_embedding="rope",
+        gated=True,
+        parts=Adapters(lora_names=("sql", "law"), lora_rank=4, lora_targets=tuple(LORA_TARGETS)),
+    )
+    return config, random_tensors(config)
+
+
 def t5() -> tuple[Any, dict[str, Any]]:
     config = t5_config(**{**NEMO, **SIZES, **HEADS, "attention_scale": 32**-0.5})
     return config, t5_tensors(config)
@@ -67,6 +80,7 @@ def bart(**changes: Any) -> tuple[Any, dict[str, Any]]:
 
 MODELS = {
     "gpt": gpt,
+    "lora": lora,
     "t5": t5,
     "agm": agm,
     "bart": bart,
@@ -76,6 +90,12 @@ MODELS = {
 
 def rows(name: str) -> list[GenerateRequest]:
     plain = [GenerateRequest(TEXT[:n], OUTPUT_LEN) for n in (5, 23, 9)]
+    if name == "lora":
+        return [
+            *(replace(row, lora_adapter=number) for number, row in enumerate(plain[:2])),
+            plain[2],
+            replace(plain[1], lora_adapter=0),
+        ]
     if name not in ("gpt", "t5"):
         return plain
     virtual = tuple(VOCAB + n for n in range(3))

@@ -5,13 +5,17 @@ A kernel that did not wait for the one before it would show here, and not where 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.kernels import kernels_for, reference
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.gpu.test_t5 import VARIANTS, calm_tensors, wider
 
@@ -33,6 +37,9 @@ def gpt(**changes):
     return config, {name: tensors[name] * (0.15 if name in calm else 1) for name in tensors}, 0
 
 
+NAMES = ("sql", "law", "poems")
+LORA = Adapters(lora_names=NAMES, lora_rank=16, lora_targets=tuple(LORA_TARGETS))
+PLAIN_TARGETS = tuple(stem for stem in LORA_TARGETS if not stem.endswith("_2"))
 MODELS = {
     "t5": t5,
     "gpt": lambda: gpt(num_kv_heads=8),
@@ -43,6 +50,10 @@ MODELS = {
         gated=True,
         position_embedding="rope",
     ),
+    "lora": lambda: gpt(
+        num_kv_heads=2, activation="silu", gated=True, position_embedding="rope", parts=LORA
+    ),
+    "lora_plain": lambda: gpt(num_kv_heads=8, parts=replace(LORA, lora_targets=PLAIN_TARGETS)),
 }
 
 
@@ -50,7 +61,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_of_several_rows(name, rows):
     config, tensors, source = MODELS[name]()
-    extent = source + CONTEXT + 4
+    extent, lora = source + CONTEXT + 4, bool(adapters_of(config).lora_names)
     _, runner = runner_for(
         config,
         tensors,
@@ -60,11 +71,18 @@ def test_steps_of_several_rows(name, rows):
         max_tokens=rows * extent,
     )
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, source=(0,) * source)
+        RowStart(
+            slot,
+            slot * extent + source,
+            (1,),
+            -1,
+            GenerateRequest((), 0, lora_adapter=(None, 2, 0, 1)[slot % 4] if lora else None),
+            source=(0,) * source,
+        )
         for slot in range(rows)
     ]
     step, slots = runner.decoder.step, sampling_batch(starts, runner.device).slots
-    bounds = bucket_bounds(Bounds(CONTEXT + 4, source))
+    bounds = bucket_bounds(Bounds(CONTEXT + 4, source, lora=lora))
 
     @torch.inference_mode()
     def logits(kernels) -> torch.Tensor:
@@ -72,7 +90,8 @@ def test_steps_of_several_rows(name, rows):
             part.kernels = kernels
         runner.states.length[:rows] = CONTEXT - torch.arange(rows, device=runner.device)
         runner.states.token[:rows] = torch.arange(rows, device=runner.device)
-        return step.logits(step.forward(runner.states.columns, slots, bounds))
+        chosen = runner.states.lora_adapter[slots] if lora else None
+        return step.logits(step.forward(runner.states.columns, slots, bounds, chosen))
 
     with torch.inference_mode():
         runner.states.join(starts)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.core.sampler import sampling_batch
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.kernels.kernel_checks import (
     assert_close,
@@ -30,6 +32,12 @@ RMS = {
     "num_kv_heads": 2,
     "head_size": 12,
 }
+
+
+def lora(*targets: str) -> Adapters:
+    return Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=targets)
+
+
 MODELS = {
     "gemma2": {
         **RMS,
@@ -53,18 +61,29 @@ MODELS = {
     },
     "qwen3": {**RMS, "qk_norm": True},
     "gpt_neox": {"position_embedding": "rope", "rotary_percentage": 0.5, "parallel_residual": True},
+    "lora": {**RMS, "parts": lora("attention.query_key_value", "mlp.dense_h_to_4h_2")},
+    "lora_of_all": {"parts": lora(*(stem for stem in LORA_TARGETS if not stem.endswith("_2")))},
+    "lora_parallel": {**RMS, "parallel_residual": True, "parts": lora(*LORA_TARGETS)},
     "gptj": {"position_embedding": "rope", "parallel_residual": True, "logits_bias": True},
 }
 
 
 def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the last tokens of prompts, and of a step behind them."""
+    adapters = bool(adapters_of(network.config).lora_names)
     starts = [
         RowStart(slot, slot * EXTENT, ids, -1, stride=EXTENT)
         for slot, ids in enumerate(tuple(range(3, 3 + length % 60)) for length in LENGTHS[:rows])
     ]
     starts = [
-        RowStart(row.slot, row.start, (row.ids * 70)[: LENGTHS[row.slot]], -1) for row in starts
+        RowStart(
+            row.slot,
+            row.start,
+            (row.ids * 70)[: LENGTHS[row.slot]],
+            -1,
+            GenerateRequest((), 0, lora_adapter=(1, None, 0)[row.slot] if adapters else None),
+        )
+        for row in starts
     ]
     prompts = PackedPrompts(starts, [PrefillPart(row.slot, 0, len(row.ids)) for row in starts])
     packed = prompts.to_device(runner.device, Nowhere(runner.decoder.cache.scratch, 8), None)
@@ -75,7 +94,9 @@ def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor
     slots = sampling_batch(starts, runner.device).slots
     runner.states.token[:rows] = torch.arange(rows)
     step = network.step
-    return last, step.logits(step.forward(runner.states.columns, slots, Bounds(max(LENGTHS) + 1)))
+    chosen = runner.states.lora_adapter[slots] if adapters else None
+    bounds = Bounds(max(LENGTHS) + 1, lora=adapters)
+    return last, step.logits(step.forward(runner.states.columns, slots, bounds, chosen))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

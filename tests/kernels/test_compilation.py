@@ -20,6 +20,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     gemv,
     gemv_heads,
     grouped_attention,
+    lora,
     many_rows,
     norm,
     peer_buffers,
@@ -285,3 +286,31 @@ def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
     constants = {"ACTIVATION": 1, "USE_PDL": True, "BLOCK": 2048}
     assert compile_kernel(activation.multiply_gate, pointers, {"size": "i32"}, constants)
+
+
+LORA_TILE = {"RANK": 20, "PIECES": 3, "BLOCK_R": 32, "BLOCK_P": 4, "BLOCK": 256, "USE_PDL": True}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_lora(dtype):
+    """The rows' adapters and matrices are read before the kernel before has ended."""
+    both = {"adapters": "i64", "parts": "fp32"}
+    constants = {"IN": 1030, "RANKS": 60, "BLOCK_R": 16, "BLOCK": 1024, "USE_PDL": True}
+    pointers = dict.fromkeys(("x", "down"), dtype) | both
+    ptx = compile_kernel(lora.shrink, pointers, {"rows": "i32"}, constants)
+    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")
+    for out in {dtype, "fp32"}:
+        pointers = {"out": out, "up": dtype} | both
+        constants = {"OUT": 768, "SECOND": 256, "THIRD": 512, "RANKS": 60, **LORA_TILE}
+        ptx = compile_kernel(lora.expand_add, pointers, {"rows": "i32"}, constants)
+        assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_lora_of_an_mlp(dtype, gated):
+    pointers = dict.fromkeys(("inner", "gate", "up"), dtype)
+    pointers |= {"adapters": "i64", "parts": "fp32"}
+    constants = {"OUT": 515, "GATED": gated, "ACTIVATION": 4, "RANKS": 40, **LORA_TILE}
+    ptx = compile_kernel(lora.expand_activate, pointers, {"rows": "i32"}, constants)
+    assert "griddepcontrol.wait" in ptx

@@ -27,7 +27,7 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 def test_interpreted_kernels_equal_the_reference(checkout):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
     folder = checkout / "tests" / "kernels"
-    rooms = ("kernel", "quantized", "norm", "prompt", "attention", "step", "sampling")
+    rooms = ("kernel", "quantized", "norm", "prompt", "attention", "step", "sampling", "lora")
     names = [f"{room}_checks.py" for room in rooms]
     checks = [str(folder / name) for name in names]
     done = subprocess.run(

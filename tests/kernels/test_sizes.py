@@ -19,6 +19,7 @@ from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.tiles import DotTile
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]
@@ -52,6 +53,16 @@ def test_a_kernel_that_does_not_fit_is_seen(
     monkeypatch.setattr(DotTile, "fitting", lambda tile, *_: tile._replace(stages=8))
     with pytest.raises(OutOfResources, match="shared memory"):
         one_layer("126m").execute(Plan(record=(StepShape(64, 256, 0, Choice.GREEDY),)))
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(1, 64), (64, 16), (33, 256)])
+def test_lora_of_a_model_in_its_real_size(hopper: Hopper, rows: int, rank: int) -> None:
+    config = CONFIGS["8b-modern"]
+    parts = Adapters(lora_names=("sql", "law"), lora_rank=rank, lora_targets=tuple(LORA_TARGETS))
+    settings = EngineSettings(Path("nowhere"), data_type="bf16", max_batch_size=MOST_ROWS)
+    runner = traced_runner(settings, replace(config, num_layers=1, parts=parts))
+    runner.execute(Plan(record=(StepShape(rows, 256, 0, greedy=True, lora=True),)))
+    assert {"shrink", "expand_add", "expand_activate"} <= {*hopper.loaded}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from launcher_scripts.common.errors import ConfigError
 from stages.plan import Plan
 
 LOCAL = "cluster_type=interactive"
-KEYS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+KEYS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints", "lora_checkpoints")
 
 
 @pytest.mark.parametrize("key", KEYS)

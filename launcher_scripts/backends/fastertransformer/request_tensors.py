@@ -11,10 +11,11 @@ from torch import Tensor
 from launcher_scripts.common.errors import Problems, RequestError, problem
 from launcher_scripts.contract.contracts import Contract
 from launcher_scripts.contract.requests import (
-    NO_IA3_TASK,
+    NO_TASK,
     NO_TOKEN,
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
+    TASK_FIELDS,
     WORD_FIELDS,
     GenerateRequest,
     PromptType,
@@ -22,7 +23,6 @@ from launcher_scripts.contract.requests import (
 )
 from launcher_scripts.contract.tensors import GUIDED_GRAMMAR
 
-IA3_TASKS = "ia3_tasks"
 EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_embedding",
     "request_prompt_lengths",
@@ -59,7 +59,8 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
         },
         "logit_bias": _biases(tensors, rows, problems),
         "guided_grammar": _grammars(tensors.get(GUIDED_GRAMMAR.name), rows, problems),
-        **_prompts_and_ia3(tensors, contract, problems, rows),
+        **_tasks(tensors, contract, problems, rows),
+        **_prompts(tensors, contract, problems, rows),
     }
     problems.raise_if_any(RequestError)
     inputs = _trimmed(ids, contract.lengths, columns[contract.lengths])
@@ -216,13 +217,28 @@ def _grammars(tensor: Tensor | None, rows: int, problems: Problems) -> list[str 
     return texts
 
 
-def _prompts_and_ia3(
+def _tasks(
     tensors: Mapping[str, Tensor], contract: Contract, problems: Problems, rows: int
 ) -> dict[str, list[Any]]:
-    """The fields of every row's GenerateRequest that are about IA3 and the row's own prompt."""
-    ia3, lengths, types = (
+    """The fields of every row's GenerateRequest that name a task."""
+    columns = {
+        field: _column(tensors, name, contract, problems, rows)
+        for name, field in TASK_FIELDS.items()
+        if name in contract.known
+    }
+    return {
+        field: [None if task == NO_TASK else task for task in tasks]
+        for field, tasks in columns.items()
+    }
+
+
+def _prompts(
+    tensors: Mapping[str, Tensor], contract: Contract, problems: Problems, rows: int
+) -> dict[str, list[Any]]:
+    """The fields of every row's GenerateRequest that are about the row's own prompt."""
+    lengths, types = (
         _column(tensors, name, contract, problems, rows) if name in contract.known else None
-        for name in (IA3_TASKS, LENGTHS, TYPE)
+        for name in (LENGTHS, TYPE)
     )
     # Without the tensor, a request's own embeddings are always a prompt table.
     types = types or [PromptType.TABLE] * rows
@@ -233,7 +249,6 @@ def _prompts_and_ia3(
             embedding is not None and kind == PromptType.SOFT
             for kind, embedding in zip(types, embeddings, strict=True)
         ],
-        "ia3_task": [None if task == NO_IA3_TASK else task for task in ia3 or [None] * rows],
     }
 
 

@@ -190,6 +190,7 @@ def _name(
         *settings.prompt_checkpoints,
         *settings.ia3_checkpoints,
         *settings.adapter_checkpoints,
+        *settings.lora_checkpoints,
     )
     return identity(values, [path, *map(Path, parts)])
 

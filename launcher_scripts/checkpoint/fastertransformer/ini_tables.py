@@ -50,6 +50,21 @@ def _adapter_text(text: str) -> Any:
     return lambda config: text.format(config.parts) if config.parts.adapter_size else None
 
 
+def _lora_text(field: str) -> Any:
+    """A list of what a model with LoRA adapters says."""
+    return lambda config: ",".join(getattr(config.parts, field)) or None
+
+
+def _lora_fields(keys: IniKeys) -> dict[str, Any]:
+    """The fields of Adapters about LoRA."""
+    lists = {"lora_names": "lora_adapters", "lora_targets": "lora_targets"}
+    found = {field: keys.values.get(key, "").split(",") for field, key in lists.items()}
+    return {
+        "lora_rank": keys.number("lora_rank", 0),
+        **{field: tuple(filter(None, names)) for field, names in found.items()},
+    }
+
+
 # Of the stack that prompts are given to.
 _PROMPTS = (
     Key("num_tasks", text=lambda config: str(len(config.parts.prompt_tasks) or "") or None),
@@ -65,6 +80,12 @@ _ADAPTERS = (
 _IA3 = (
     Key("ia3_num_tasks", text=lambda config: str(config.parts.ia3_num_tasks or "") or None),
     Key("ia3_adapted", text=lambda config: "True" if config.parts.ia3_adapted else None),
+)
+# Of a GPT; lists have commas between them.
+_LORA = (
+    Key("lora_adapters", text=_lora_text("lora_names")),
+    Key("lora_rank", text=lambda config: str(config.parts.lora_rank or "") or None),
+    Key("lora_targets", text=_lora_text("lora_targets")),
 )
 
 
@@ -103,7 +124,7 @@ def _parts(sections: Sections, stack: IniKeys, structure: IniKeys) -> Adapters:
         }
     values["ia3_num_tasks"] = structure.number("ia3_num_tasks", 0)
     values["ia3_adapted"] = structure.boolean("ia3_adapted", False)
-    return Adapters(**values)
+    return Adapters(**values, **_lora_fields(structure))
 
 
 _GPT = (
@@ -138,6 +159,7 @@ _GPT = (
     *_PROMPTS,
     *_IA3,
     *_ADAPTERS,
+    *_LORA,
 )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint
+from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.lora import LoRA
-from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
+from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
 from launcher_scripts.checkpoint.sources.nemo_options import section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
@@ -23,6 +24,7 @@ KEYS = {
     "prompt": "export.model.prompt_checkpoints",
     "ia3": "export.model.ia3_checkpoints",
     "adapter": "export.model.adapter_checkpoints",
+    "lora": LORA_KEY,
 }
 
 
@@ -117,6 +119,30 @@ def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) ->
             problems.add(f"LoRA of {name} is missing")
 
 
+def nemo_lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
+    """NeMo 1's LoRA as an adapter for the tensors of its base."""
+    problems = Problems(str(part.path))
+    if part.adapters:
+        problems.add("it holds adapters that are no LoRA", change=KEYS["adapter"])
+    found = Collected()
+    try:
+        _collect_adapters(part, 0, found, base, False)
+    except CheckpointError as error:
+        problems.merge(error)
+    problems.raise_if_any(CheckpointError)
+    updates = {}
+    for task in make_plan(base, family_of(base.config).weights(base.config), "the base"):
+        for name in task.keys:
+            for lora in found.loras.get(name, ()):
+                whole = lora.whole(task.spec.partition, task.layout.sections)
+                updates[name] = (LowRank(whole.down, whole.up, whole.scale),)
+    missing = sorted(found.loras.keys() - updates.keys())
+    if missing:
+        problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
+    problems.raise_if_any(CheckpointError)
+    return Adapter(part.path, updates, [base.dialects], notes=part.notes)
+
+
 COLLECT: dict[str, Callable[[PartFile, int, Collected, SourceCheckpoint, bool], None]] = {
     "prompt": _collect_prompts,
     "ia3": _collect_ia3,
@@ -142,14 +168,16 @@ def found_parts(
     lists: Mapping[str, Sequence[str]],
     in_place: bool,
     problems: Problems,
+    loras: Mapping[str, Any],
 ) -> Adapters:
+    """What the model then has besides itself.  loras: the fields about LoRA"""
     if len(found.inserted) > 1:
         problems.add(
             "a model takes one set of adapters",
             got=[part.path.name for part in found.inserted],
             change=KEYS["adapter"],
         )
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(loras)
     if found.tasks:
         values |= {
             "prompt_tasks": tuple(found.tasks),

@@ -25,9 +25,11 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
     Collected,
     check_folded,
     found_parts,
+    nemo_lora,
     opened,
 )
 from launcher_scripts.checkpoint.sources.lora import LoRA, MergedTensor
+from launcher_scripts.checkpoint.sources.lora_stack import LoRAStack, stacked_lora
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
@@ -164,7 +166,7 @@ def with_adapters(
         "ia3": settings.ia3_checkpoints,
         "adapter": settings.adapter_checkpoints,
     }
-    if not any(lists.values()) and not base.adapters:
+    if not any(lists.values()) and not base.adapters and not settings.lora_checkpoints:
         return None
     problems = Problems("the adapters")
     family = family_of(base.config).name
@@ -182,7 +184,10 @@ def with_adapters(
                 COLLECT[kind](part, number, found, base, settings.ia3_in_place)
             except LauncherError as error:
                 problems.merge(error)
-    parts = found_parts(found, base, lists, settings.ia3_in_place, problems)
+    loras = _read_loras(settings.lora_checkpoints, base, problems, scratch)
+    problems.raise_if_any(CheckpointError)
+    found.shards.update(loras.shards)
+    parts = found_parts(found, base, lists, settings.ia3_in_place, problems, loras.fields)
     config = dataclasses.replace(base.config, parts=parts)
     check_folded(found, config, family, len(settings.ia3_checkpoints), problems)
     missing = sorted(set(found.loras) - base.names())
@@ -196,10 +201,39 @@ def with_adapters(
         found.loras,
         found.folded,
         (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
-        {kind: list(paths) for kind, paths in lists.items()},
+        {kind: list(paths) for kind, paths in lists.items()}
+        | ({"lora": list(settings.lora_checkpoints)} if settings.lora_checkpoints else {}),
         found.starts_with_pad,
         found.adapters,
     )
+
+
+def _read_loras(
+    paths: Sequence[str], base: SourceCheckpoint, problems: Problems, scratch: Path | None
+) -> LoRAStack:
+    """The adapters that requests choose, named by their files or folders."""
+    adapters: dict[str, Adapter] = {}
+    for path in map(Path, paths):
+        name = path.name.removesuffix(".nemo")
+        if name in adapters:
+            problems.add("two adapters have one name", got=str(path), change="that of its folder")
+            continue
+        try:
+            read = _read_adapter(path, base)
+            if read is None:
+                read = nemo_lora(
+                    opened(path, "adapter", family_of(base.config).name, scratch), base
+                )
+            adapters[name] = read
+        except LauncherError as error:
+            problems.merge(error)
+    if not adapters:
+        return LoRAStack({}, {})
+    try:
+        return stacked_lora(adapters, base)
+    except LauncherError as error:
+        problems.merge(error)
+        return LoRAStack({}, {})
 
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:

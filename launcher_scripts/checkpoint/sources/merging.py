@@ -181,7 +181,20 @@ class Adapter:
     notes: tuple[str, ...] = ()
 
     def merged(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks of an export with what was learned for them.
+        """The tasks of an export with what was learned for them; raises as `places`."""
+        places = self.places(tasks)
+        changes: dict[int, list[_Merged]] = {}
+        for name, values in self.updates.items():
+            for place in places[name]:
+                merged = [_Merged(name, place, place.laid(value)) for value in values]
+                changes.setdefault(place.number, []).extend(merged)
+        return [
+            dataclasses.replace(task, changes=(*task.changes, *changes.get(number, ())))
+            for number, task in enumerate(tasks)
+        ]
+
+    def places(self, tasks: Sequence[Task]) -> dict[str, list[Place]]:
+        """Where every name of the adapter's maker goes in an export of these tasks.
 
         Raises CheckpointError with everything that does not fit the base.
         """
@@ -194,17 +207,9 @@ class Adapter:
                 self._check(name, value, claims[name], problems)
         self._check_targets(claims, problems)
         problems.raise_if_any(CheckpointError)
-        changes: dict[int, list[_Merged]] = {}
-        for name, values in self.updates.items():
-            for place in claims[name]:
-                merged = [_Merged(name, place, place.laid(value)) for value in values]
-                changes.setdefault(place.number, []).extend(merged)
-        return [
-            dataclasses.replace(task, changes=(*task.changes, *changes.get(number, ())))
-            for number, task in enumerate(tasks)
-        ]
+        return claims
 
-    def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[_Place]]:
+    def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[Place]]:
         """Where every name of the adapter's maker goes."""
         every = [_claims(tasks, dialects) for dialects in self.dialects]
         found = [claims for claims in every if not _contradict(claims)] or every
@@ -220,9 +225,7 @@ class Adapter:
         _note(problems, unclear)
         return best[0]
 
-    def _check(
-        self, name: str, value: Update, places: Sequence[_Place], problems: Problems
-    ) -> None:
+    def _check(self, name: str, value: Update, places: Sequence[Place], problems: Problems) -> None:
         wrong = value.problem()
         if wrong:
             problems.add(f"{name}: {wrong}")
@@ -241,14 +244,14 @@ class Adapter:
                 choices=["an adapter of a base whose tables are two"],
             )
 
-    def _keeps_tie(self, value: Update, places: Sequence[_Place]) -> bool:
+    def _keeps_tie(self, value: Update, places: Sequence[Place]) -> bool:
         """Whether a table that is the output layer's too stays the same for both."""
         tables = [place for place in places if place.table]
         if len(tables) < 2 and not (tables and getattr(tables[0].config, "tied_embeddings", False)):
             return True
         return isinstance(value, Replaced) and (self.ties or value.rows is not None)
 
-    def _check_targets(self, claims: Mapping[str, Sequence[_Place]], problems: Problems) -> None:
+    def _check_targets(self, claims: Mapping[str, Sequence[Place]], problems: Problems) -> None:
         """LoRA is there for every module that the configuration names, and for no other."""
         missing, others = [], []
         for name, places in claims.items():
@@ -273,7 +276,7 @@ def _note(problems: Problems, found: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a tensor of the maker's model goes: the task's number, its row, and which of the
     row's tensors it is."""
 
@@ -335,7 +338,7 @@ class _Merged:
     """What was learned for a tensor, as a plan.Change."""
 
     name: str
-    place: _Place
+    place: Place
     value: Update
 
     def sources(self) -> Iterable[tuple[str, SourceTensor]]:
@@ -362,7 +365,7 @@ class _Merged:
         return merged
 
 
-def _contradict(claims: Mapping[str, Sequence[_Place]]) -> bool:
+def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
     """Whether a matrix would be two of the base's: its family has another kind of layers."""
     return any(
         len({place.layout for place in places}) < len(places)
@@ -371,7 +374,7 @@ def _contradict(claims: Mapping[str, Sequence[_Place]]) -> bool:
     )
 
 
-def _meaning(value: Update, places: Sequence[_Place]) -> tuple[object, ...]:
+def _meaning(value: Update, places: Sequence[Place]) -> tuple[object, ...]:
     """Where the rows of a tensor go: equal for dialects that agree."""
     rows = np.arange(
         value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"
@@ -386,9 +389,9 @@ def _meaning(value: Update, places: Sequence[_Place]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[_Place]]:
+def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Place]]:
     """Name of a tensor of these dialects -> where it goes."""
-    found: dict[str, list[_Place]] = {}
+    found: dict[str, list[Place]] = {}
     for number, task in enumerate(tasks):
         source = source_of(task.spec, dialects)
         if source is None:
@@ -396,6 +399,6 @@ def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[_P
         layout = lookup(LAYOUTS, source.layout, "layout")
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
-            place = _Place(number, task.spec, task.config, layout, index, len(source.keys))
+            place = Place(number, task.spec, task.config, layout, index, len(source.keys))
             found.setdefault(name, []).append(place)
     return found

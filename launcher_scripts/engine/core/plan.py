@@ -60,6 +60,10 @@ class RowStart(Record, frozen=True):
         return NO_TASK if self.request.ia3_task is None else self.request.ia3_task
 
     @property
+    def lora_adapter(self) -> int:
+        return NO_TASK if self.request.lora_adapter is None else self.request.lora_adapter
+
+    @property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Slot and first cache token of the row, or of every hypothesis."""
         slots = self.beams or (self.slot,)
@@ -140,11 +144,13 @@ class Bounds(NamedTuple):
     source: the encoder's input; 0 without an encoder
 
     windows: whether attention of any row covers its last tokens only
+    lora:    whether any row has a LoRA adapter
     """
 
     own: int = 0
     source: int = 0
     windows: bool = False
+    lora: bool = False
 
 
 class Choice(IntEnum):
@@ -169,6 +175,7 @@ class StepShape(Record, frozen=True):
     prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
             there is an encoder, of its pass over one input (see encode_step.py)
     decoding: of a pass over prompts, how many rows decode in it
+    lora:   whether any row has a LoRA adapter
     """
 
     rows: int
@@ -177,6 +184,7 @@ class StepShape(Record, frozen=True):
     choice: Choice
     prompt: int = 0
     decoding: int = 0
+    lora: bool = False
 
 
 class Plan(Message, frozen=True):
@@ -188,7 +196,8 @@ class Plan(Message, frozen=True):
     between hypotheses of the searches that go on after the step. moves come before everything else,
     then the copies, in order: one may write where one before it has read. places are those of the
     rows that have moved.
-    windows: whether any row in `decode` has a window. longest and longest_source bound the cache
+    windows: whether any row in `decode` has a window;  lora: whether any there has a LoRA adapter,
+    or any in `beams`. longest and longest_source bound the cache
     tokens of all of them: prompt and generated ones, the new one included; and those of the
     encoder's input, where there is one.
 
@@ -210,6 +219,7 @@ class Plan(Message, frozen=True):
     copies: tuple[Copy, ...] = ()
     places: tuple[Place, ...] = ()
     windows: bool = False
+    lora: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
 
@@ -234,4 +244,4 @@ class Plan(Message, frozen=True):
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.longest, self.longest_source, self.windows)
+        return Bounds(self.longest, self.longest_source, self.windows, self.lora)

@@ -170,7 +170,8 @@ def prefix_of(
     table = request.prompt_embedding
     if table is not None:
         table = blake2b(table.float().cpu().numpy().tobytes()).digest()
-    said = (request.cache_salt, request.ia3_task, request.prompt_task, table, longer)
+    tuning = (request.ia3_task, request.lora_adapter, request.prompt_task)
+    said = (request.cache_salt, *tuning, table, longer)
     prefix = Prefix(blake2b(repr(said).encode()).digest())
     prefix.set_text(prompt)
     return prefix

@@ -43,6 +43,12 @@ def check_adapters(problems: Problems, request: GenerateRequest, config: ModelCo
             problems.add(
                 "Requested IA3 tasks aren't in the range", got=request.ia3_task, choices=choices
             )
+    if request.lora_adapter not in (None, *range(len(parts.lora_names))):
+        problems.add(
+            "lora_task_id names no LoRA adapter of the model",
+            got=request.lora_adapter,
+            choices=[f"{number} ({name})" for number, name in enumerate(parts.lora_names)] or None,
+        )
     if request.prompt_embedding is not None:
         _check_embedding(problems, request, config)
     elif request.prompt_task is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Move, Place, RowStart, TokenMask
+from launcher_scripts.engine.model.adapters import NO_TASK
 from launcher_scripts.kernels.operands import MOST_LISTED, RowColumns
 
 NO_TOKEN = -1
@@ -22,6 +23,7 @@ _INTEGERS = (
     "source_start",
     "source_length",
     "ia3_task",
+    "lora_adapter",
     "seed",
     "end_id",
     "min_length",
@@ -54,8 +56,9 @@ class RowStates:
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
     length counts the row's tokens in the cache; start is its first cache token. source_length
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
-    factors. dropped counts the tokens of a session that have left its extent, and window is how
-    many of the last ones attention covers; most is how many positions the row may come to have.
+    factors, lora_adapter the number of a LoRA adapter or NO_TASK. dropped counts the tokens of a
+    session that have left its extent, and window is how many of the last ones attention covers;
+    most is how many positions the row may come to have.
     beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
     bit for every id that may come next in a guided row. SamplingColumns says what the lists are.
     """
@@ -67,6 +70,7 @@ class RowStates:
     source_start: Tensor
     source_length: Tensor
     ia3_task: Tensor
+    lora_adapter: Tensor
     seed: Tensor
     end_id: Tensor
     min_length: Tensor
@@ -108,6 +112,7 @@ class RowStates:
             setattr(self, name, row)
         self.start[slots] = self.source_start[slots] = scratch
         self.top_p[slots] = 0.0  # padding rows take the likeliest token
+        self.lora_adapter[slots] = NO_TASK
         self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
         lists = torch.zeros(3, slots + 1, MOST_LISTED, dtype=torch.int32, device=device)
         self.bias_ids, self.word_ids, self.word_lengths = lists
@@ -205,6 +210,7 @@ def _integers(row: RowStart, start: int) -> list[int]:
         row.source_start,
         len(row.source),
         row.ia3_task,
+        row.lora_adapter,
         _signed(sampling.random_seed),
         row.end_id,
         sampling.min_length,

@@ -128,6 +128,7 @@ class Scheduler:
             copies=tuple(self._copies),
             places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
             windows=any(row.session is not None and row.session.window for row in running),
+            lora=any(row.request.lora_adapter is not None for row in (*decode, *beams)),
             masks=tuple(self._masks()),
         )
 

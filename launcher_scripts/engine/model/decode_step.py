@@ -17,6 +17,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.forward_context import (
+    DecodeContext,
     MixedContext,
     PrefillContext,
     StepContext,
@@ -24,7 +25,14 @@ from launcher_scripts.engine.model.forward_context import (
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.model_weights import Embedding, LayerWeights
 from launcher_scripts.engine.model.rotary import RotaryTables
-from launcher_scripts.kernels.operands import EmbeddingTables, Hidden, Linear, Norm, RowColumns
+from launcher_scripts.kernels.operands import (
+    EmbeddingTables,
+    Hidden,
+    Linear,
+    Norm,
+    RowColumns,
+    StepRows,
+)
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import EXACT_IDS
 from launcher_scripts.models.gpt import GPTConfig
@@ -63,8 +71,17 @@ class DecodeStep:
         self._norms = prepared(sublayers, self.head.norm)
         self._windows = {each.window for each in sublayers} - {0}
 
-    def forward(self, columns: RowColumns, slots: Tensor, bounds: Bounds) -> Hidden:
-        """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token."""
+    def forward(
+        self,
+        columns: RowColumns,
+        slots: Tensor,
+        bounds: Bounds,
+        lora_adapters: Tensor | None = None,
+    ) -> Hidden:
+        """Hidden states [B, hidden] after the last layer; the rows in slots [B] grow by a token.
+
+        lora_adapters: int64 [B], the rows' LoRA adapters, where any has one
+        """
         x, rows = self.kernels.begin_step(
             slots,
             columns,
@@ -81,9 +98,28 @@ class DecodeStep:
             if norm is not None:
                 exact = self.kernels.norm(exact, norm, torch.float32)
             x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
-        of_windows = {window: rows.within(window) for window in self._windows}
-        context = StepContext(rows={0: rows, **of_windows}, bounds=bounds, rotary=self.rotary)
-        return through(self.sublayers, x, context, self._norms)
+        return through(self.sublayers, x, self._context(rows, bounds, lora_adapters), self._norms)
+
+    def _context(
+        self, rows: StepRows, bounds: Bounds, lora_adapters: Tensor | None
+    ) -> StepContext | DecodeContext:
+        """Adapters change queries, keys and values before these are rotated and stored, so such a
+        step stores them first.
+        """
+        if lora_adapters is None:
+            of_windows = {window: rows.within(window) for window in self._windows}
+            return StepContext(rows={0: rows, **of_windows}, bounds=bounds, rotary=self.rotary)
+        usual, local = self.rotary
+        return DecodeContext(
+            slots=rows.starts + rows.positions,
+            starts=rows.starts,
+            lengths=rows.lengths,
+            longest=bounds.own,
+            positions=rows.positions,
+            source=None,
+            rotary=(rows.rotary(usual), rows.rotary(local)),
+            lora_adapters=lora_adapters,
+        )
 
     def prompts(self, embedded: Tensor, context: PrefillContext | MixedContext) -> Tensor:
         """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""

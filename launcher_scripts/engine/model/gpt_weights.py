@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from launcher_scripts.common.errors import CheckpointError, problem
@@ -18,7 +19,7 @@ from launcher_scripts.engine.model.model_weights import (
     StackWeights,
 )
 from launcher_scripts.engine.model.weights import WeightLoader, scaled_norm
-from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -75,6 +76,8 @@ class GPTWeightLoader(WeightLoader):
             head_norms=self._head_norms(layer),
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
+            lora_in=self._lora("attention.query_key_value", layer),
+            lora_out=self._lora("attention.dense", layer),
         )
         if config.num_experts:
             return LayerWeights(attention, self._experts(layer, post_attention, config.num_experts))
@@ -87,7 +90,24 @@ class GPTWeightLoader(WeightLoader):
                 norm=post_attention if after else None,
                 ia3=self._ia3([mlp], layer),
                 adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+                lora_in=self._lora_of_up(layer),
+                lora_out=self._lora("mlp.dense_4h_to_h", layer),
             ),
+        )
+
+    def _lora_of_up(self, layer: int) -> LoRA | None:
+        """Of up, and of the gate behind it; zeros for one that no adapter has."""
+        stems = ["mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"]
+        parts = [self._lora(stem, layer) for stem in stems[: 1 + self.config.gated]]
+        some = next((part for part in parts if part is not None), None)
+        if some is None:
+            return None
+        nothing = replace(some, down=torch.zeros_like(some.down), up=torch.zeros_like(some.up))
+        whole = [part or nothing for part in parts]
+        return LoRA(
+            torch.cat([part.down for part in whole], dim=1),
+            torch.cat([part.up for part in whole], dim=2),
+            tuple(width for part in whole for width in part.widths),
         )
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:

@@ -30,6 +30,8 @@ from launcher_scripts.kernels.operands import (
     Heads,
     Hidden,
     LayerCache,
+    Linear,
+    LoRA,
     Norm,
     RelativeBias,
 )
@@ -76,8 +78,9 @@ class Rows:
     """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
 
     longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
-    factors. positions [B] are those of the new tokens where they are not the lengths; most [B] how
-    many positions a row may come to have. source: where there is an encoder
+    factors, lora_adapters [B] the LoRA adapters or NO_TASK. positions [B] are those of the new
+    tokens where they are not the lengths; most [B] how many positions a row may come to have.
+    source: where there is an encoder
     """
 
     starts: Tensor
@@ -86,6 +89,7 @@ class Rows:
     source: SourceRows | None = None
     ia3_tasks: Tensor | None = None
     positions: Tensor | None = None
+    lora_adapters: Tensor | None = None
     most: Tensor | None = None
 
 
@@ -100,12 +104,14 @@ class ForwardContext(ABC, Generic[Stream]):
 
     rotary:    of the new tokens' positions; of a StepContext, of all positions
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
+    lora_adapters: int64 [N], each token's LoRA adapter, NO_TASK: none; None where no token has one
     few:       whether they are the tokens of a decode step (see mixture)
     """
 
     few = False
     rotary: RotaryTables = (None, None)
     ia3_tasks: Tensor | None = None
+    lora_adapters: Tensor | None = None
 
     @abstractmethod
     def attend(self, x: Stream, layer: SelfAttention) -> Tensor:
@@ -139,6 +145,8 @@ class Sublayer(ABC):
         self.norm = weights.norm
         self.adapter = weights.adapter
         self.ia3 = weights.ia3
+        self.lora_in = weights.lora_in
+        self.lora_out = weights.lora_out
         self.kernels = kernels
         self.communicator = communicator
 
@@ -157,29 +165,52 @@ class Sublayer(ABC):
 
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
         """x float32 [N, hidden] plus what the branch adds: the same."""
-        return self.add(self.branch(x, context), x)
+        return self.add(self.branch(x, context), x, context.lora_adapters)
 
     def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
         """`forward` of hidden states, in the form that norm_of_next asks for."""
-        return self.accumulate(self.branch(x, context), x, norm_of_next)
+        return self.accumulate(self.branch(x, context), x, norm_of_next, context.lora_adapters)
 
-    def project(self, x: Tensor | Hidden) -> Tensor:
-        """in_proj of the normalized x: [N, out]."""
+    def project(self, x: Tensor | Hidden, linear: Linear | None = None) -> Tensor:
+        """The linear, by default in_proj, of the normalized x: [N, out]."""
+        linear = linear or self.in_proj
         if isinstance(x, Hidden):
-            return self.kernels.project_hidden(x, self.in_proj)
-        return self.kernels.project(x, self.in_proj)
+            return self.kernels.project_hidden(x, linear)
+        return self.kernels.project(x, linear)
 
-    def add(self, inner: Tensor, residual: Tensor) -> Tensor:
+    def normalized(self, x: Tensor | Hidden) -> Tensor:
+        """What in_proj multiplies: [N, hidden] in the compute type."""
+        if isinstance(x, Hidden) and x.row_stats is None:
+            return x.operand
+        exact = x.exact if isinstance(x, Hidden) else x
+        norm, dtype = self.in_proj.norm, self.in_proj.dtype
+        return exact.to(dtype) if norm is None else self.kernels.norm(exact, norm, dtype)
+
+    def with_lora(
+        self, out: Tensor, x: Tensor, lora: LoRA | None, adapters: Tensor | None
+    ) -> Tensor:
+        """out [N, out], a projection of x [N, in], plus what the tokens' adapters [N] add to it."""
+        if lora is None or adapters is None:
+            return out
+        return self.kernels.add_lora(out, x, adapters, lora)
+
+    def add(self, inner: Tensor, residual: Tensor, adapters: Tensor | None, /) -> Tensor:
         """residual + out_proj(inner), where both are split over the ranks: float32 [N, hidden]."""
         if self.communicator.tp_size == 1 and self.adapter is None and self.output_norm is None:
             x = self.kernels.project_add(inner, self.out_proj, residual)
+            x = self.with_lora(x, inner, self.lora_out, adapters)
         else:
-            x = self._add_sum(inner, residual)
+            part = self.kernels.project(inner, replace(self.out_proj, bias=None))
+            x = self._add_sum(self.with_lora(part, inner, self.lora_out, adapters), residual)
         return x if self.norm is None else self.kernels.norm(x, self.norm, torch.float32)
 
-    def _add_sum(self, inner: Tensor, residual: Tensor) -> Tensor:
+    def _add_sum(self, part: Tensor, residual: Tensor) -> Tensor:
+        """residual plus what the branch adds, of this rank's part of out_proj(inner)."""
+        return self._add(self.communicator.tp_sum(part), residual)
+
+    def _add(self, out: Tensor, residual: Tensor) -> Tensor:
+        """The same of the sum over the ranks."""
         kernels, linear = self.kernels, self.out_proj
-        out = self.communicator.tp_sum(kernels.project(inner, replace(linear, bias=None)))
         if self.output_norm is not None:
             out = out if linear.bias is None else out + linear.bias
             return residual + kernels.norm(out, self.output_norm, torch.float32)
@@ -194,14 +225,24 @@ class Sublayer(ABC):
             return out
         return self.kernels.norm(out, adapter.norm_after, out.dtype)
 
-    def accumulate(self, inner: Tensor, x: Hidden, norm_of_next: Norm | None) -> Hidden:
+    def accumulate(
+        self,
+        inner: Tensor,
+        x: Hidden,
+        norm_of_next: Norm | None,
+        adapters: Tensor | None,
+    ) -> Hidden:
         """Hidden states x plus out_proj(inner), in the form that norm_of_next asks for."""
         kernels, linear = self.kernels, self.out_proj
+        if self.lora_out is not None and adapters is not None:
+            if self.output_norm is not None or self.communicator.tp_size > 1:
+                part = kernels.partial_product(inner, linear)
+                part = self.with_lora(part, inner, self.lora_out, adapters)
+                return kernels.hidden(self._add_sum(part, x.exact), norm_of_next, x.operand.dtype)
+            x = replace(x, exact=self.with_lora(x.exact, inner, self.lora_out, adapters))
         if self.output_norm is not None:
             out = kernels.product_over_ranks(inner, linear, self.communicator)
-            out = out if linear.bias is None else out + linear.bias
-            exact = x.exact + kernels.norm(out, self.output_norm, torch.float32)
-            return kernels.hidden(exact, norm_of_next, x.operand.dtype)
+            return kernels.hidden(self._add(out, x.exact), norm_of_next, x.operand.dtype)
         if self.communicator.tp_size == 1:
             return kernels.accumulate(inner, linear, x, norm_of_next)
         return kernels.accumulate_over_ranks(inner, linear, x, norm_of_next, self.communicator)
@@ -272,7 +313,10 @@ class SelfAttention(Attention):
     ) -> Tensor:
         """Queries [N, heads, head_size]; keys and values go to the cache tokens slots [N]."""
         kernels = self.kernels
-        qkv = scaled(self.project(x), self.ia3, context.ia3_tasks)  # [N, q + k + v]
+        qkv = self.project(x)  # [N, q + k + v]
+        if self.lora_in is not None and context.lora_adapters is not None:
+            qkv = self.with_lora(qkv, self.normalized(x), self.lora_in, context.lora_adapters)
+        qkv = scaled(qkv, self.ia3, context.ia3_tasks)
         qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, kernels.norm)
         return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
 
@@ -323,6 +367,16 @@ class MLP(Sublayer):
         self.gate = self.gate and self.kernels.prepare(self.gate)
 
     def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        if self.lora_in is not None and context.lora_adapters is not None:
+            hidden = self.kernels.activate_with_lora(
+                self.project(x),
+                None if self.gate is None else self.project(x, self.gate),
+                self.normalized(x),
+                context.lora_adapters,
+                self.lora_in,
+                self.activation,
+            )
+            return scaled(hidden, self.ia3, context.ia3_tasks)
         if isinstance(x, Hidden):
             return self.kernels.expand(x, self.in_proj, self.gate, self.activation)
         hidden = self.kernels.mlp_up(x, self.in_proj, self.gate, self.activation)
@@ -344,7 +398,7 @@ class MixtureOfExperts(MLP):
             raise ValueError("a fused step cannot choose among experts")
         return mixture(self.kernels, x, self.experts, self.activation, few=context.few)
 
-    def add(self, inner: Tensor, residual: Tensor) -> Tensor:
+    def add(self, inner: Tensor, residual: Tensor, _adapters: Tensor | None, /) -> Tensor:
         return residual + self.communicator.tp_sum(inner)
 
 
@@ -365,14 +419,15 @@ class ParallelSublayers:
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
         """See Sublayer."""
         attended = self.attention.forward(x, context)
-        return self.mlp.add(self.mlp.branch(x, context), attended)
+        return self.mlp.add(self.mlp.branch(x, context), attended, context.lora_adapters)
 
     def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
         """See Sublayer."""
         mlp = self.mlp
         own = mlp.kernels.hidden(x.exact, mlp.input_norm, x.operand.dtype)
         inner = mlp.branch(own, context)
-        return mlp.accumulate(inner, self.attention.step(x, context, None), norm_of_next)
+        attended = self.attention.step(x, context, None)
+        return mlp.accumulate(inner, attended, norm_of_next, context.lora_adapters)
 
 
 @dataclass(frozen=True)

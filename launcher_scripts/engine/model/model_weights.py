@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from launcher_scripts.engine.model.adapters import Adapter
-from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, RelativeBias
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class SublayerWeights:
     output_norm: of what the branch adds, where there is such;  norm: one that comes after the sum
     adapter:     is given what the branch adds, and adds its own
     ia3:         factors of IA3 by task, [tasks + 1, width] (Liu et al. 2022)
+    lora_in, lora_out: what adapters add to the two projections; of a gated MLP, lora_in also what
+                 they add to the gate, behind up
     """
 
     in_proj: Linear
@@ -42,6 +44,8 @@ class SublayerWeights:
     norm: Norm | None = None
     adapter: Adapter | None = None
     ia3: Tensor | None = None
+    lora_in: LoRA | None = None
+    lora_out: LoRA | None = None
 
     def linears(self) -> Iterator[Linear]:
         """The projections, without the adapter's."""

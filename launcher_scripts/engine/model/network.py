@@ -136,6 +136,7 @@ class Network:
             chunks=chunks,
             spans=prompts.spans,
             windowed=windowed,
+            lora_adapters=prompts.lora_adapters,
             ia3_tasks=self._tasks([(chunk.ia3_task, chunk.count) for chunk in chunks]),
         )
         context: PrefillContext | MixedContext = of_prompts
@@ -143,7 +144,12 @@ class Network:
             tokens, rows = decoding
             own = self._decode_context(rows)
             slots = torch.cat([own.slots, prompts.slots])
-            context = MixedContext(slots=slots, decoding=own, prompts=of_prompts)
+            context = MixedContext(
+                slots=slots,
+                decoding=own,
+                prompts=of_prompts,
+                lora_adapters=_joined(rows.lora_adapters, prompts.lora_adapters),
+            )
             ids, positions = torch.cat([tokens, ids]), torch.cat([rows.lengths, positions])
         context = replace(context, rotary=self._tables(positions, self._reach_of(chunks)))
         prompt_rows = [(chunk.prompt, chunk.count) for chunk in chunks]
@@ -181,6 +187,7 @@ class Network:
             positions=rows.lengths,
             source=source and replace(source, lengths=source.lengths.clamp(min=1)),
             ia3_tasks=rows.ia3_tasks,
+            lora_adapters=rows.lora_adapters,
         )
 
     def _forward(
@@ -275,3 +282,7 @@ class Network:
         if config.alibi_layer_scaling:
             scale *= layer + 1
         return torch.tensor(slopes, device=self.device) * scale
+
+
+def _joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return None if first is None or second is None else torch.cat([first, second])

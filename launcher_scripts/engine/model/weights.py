@@ -17,11 +17,12 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine.model.adapters import Adapter
 from launcher_scripts.engine.model.model_weights import ModelWeights
-from launcher_scripts.kernels.operands import Linear, Norm
+from launcher_scripts.kernels.operands import Linear, LoRA, Norm
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import (
     ADAPTER_NORM_EPS,
+    LORA_TARGETS,
     Adapters,
     adapters_of,
 )
@@ -97,6 +98,23 @@ class WeightLoader(ABC):
         up = self._linear(f"{stem}.DenseSiluDense.wi", layer, norm if before else None)
         down = self._linear(f"{stem}.DenseSiluDense.wo", layer)
         return Adapter(up, down, None if before else norm)
+
+    def _lora(self, stem: str, layer: int) -> LoRA | None:
+        """What adapters add to the projection called `stem` within a layer."""
+        parts = self._parts
+        if stem not in parts.lora_targets:
+            return None
+        down = self._tensor(f"layers.*.{stem}.lora_in.weight", self.dtype, layer)
+        up = self._tensor(f"layers.*.{stem}.lora_out.weight", self.dtype, layer)
+        target = LORA_TARGETS[stem]
+        tp_size = self.parallelism.tp_size
+        widths = tuple(self.config.local_size(block, tp_size) for block in target.blocks)
+        count = len(parts.lora_names)
+        return LoRA(
+            down.t().contiguous().view(count, -1, down.shape[0]),
+            up.view(count, parts.lora_rank, -1),
+            widths or (up.shape[1],),
+        )
 
     def _own(self, num_layers: int) -> range:
         return self.parallelism.layers(num_layers, self.pp_rank)

@@ -149,7 +149,8 @@ class Prefill:
 
     def record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such a pass; it is tried out on nobody's tokens."""
-        sizes = bucket_sizes(shape.prompt, shape.rows)._replace(decoding=shape.decoding)
+        sizes = bucket_sizes(shape.prompt, shape.rows)
+        sizes = sizes._replace(decoding=shape.decoding, lora=shape.lora)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
         key = ("prompts", sizes, shape.own, shape.choice)
@@ -177,7 +178,9 @@ class Prefill:
         states, slots = self._states, prompts.decoding
         decoding = None
         if slots.shape[0]:
-            decoding = states.token[slots], Rows(states.start[slots], states.length[slots], longest)
+            adapters = None if prompts.lora_adapters is None else states.lora_adapter[slots]
+            rows = Rows(states.start[slots], states.length[slots], longest, lora_adapters=adapters)
+            decoding = states.token[slots], rows
         hidden = self._network.prefill(prompts, decoding)
         states.set_length(prompts.row_slots, prompts.lengths)
         if decoding is not None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
+from launcher_scripts.engine.model.adapters import NO_TASK
 from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.runner.graphs import bucket_rows
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
@@ -26,12 +27,15 @@ NOTHING: Integers = np.empty(0, dtype=np.int64)
 class Sizes(NamedTuple):
     """How many of each a packed batch has: tokens of prompts, pieces of queries (see VarlenBatch),
     rows of prompts, and rows that decode.
+
+    lora: whether any row has a LoRA adapter
     """
 
     tokens: int
     tiles: int
     rows: int
     decoding: int = 0
+    lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class PromptBatch:
                            their last tokens in the pass, which begins with the rows that decode;
                            and their slots
     chunks:                of every row; none where the batch only fills a recorded one
+    lora_adapters:         [N], each token's LoRA adapter or NO_TASK; None where no row has one
     """
 
     ids: Tensor
@@ -57,6 +62,7 @@ class PromptBatch:
     last: Tensor
     ended: Tensor
     chunks: tuple[Chunk, ...]
+    lora_adapters: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,8 @@ class PackedPrompts:
     @property
     def sizes(self) -> Sizes:
         """Exactly as large as it is."""
-        return Sizes(self.tokens, len(self.spans.pieces()), len(self.parts), len(self.decoding))
+        tiles = len(self.spans.pieces())
+        return Sizes(self.tokens, tiles, len(self.parts), len(self.decoding), self._has_lora)
 
     def bucket(self, most_rows: int) -> Sizes | None:
         """The sizes that it is filled up to; None where it is larger than all.
@@ -128,7 +135,8 @@ class PackedPrompts:
         most_rows: of those that decode
         """
         decoding = bucket_rows(len(self.decoding), most_rows) if self.decoding else 0
-        return prompt_bucket(self.tokens, len(self.parts), decoding)
+        sizes = prompt_bucket(self.tokens, len(self.parts), decoding)
+        return sizes and sizes._replace(lora=self._has_lora)
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
@@ -157,6 +165,7 @@ class PackedPrompts:
             _filled([row.slot for row in self.decoding], sizes.decoding, nowhere.slot),
             _filled(self.places(sizes.decoding), sizes.decoding + sizes.rows, 0),
             _filled([row.slot for row in self.going_on], sizes.decoding + sizes.rows, nowhere.slot),
+            _filled(self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else NOTHING,
         )
         packed = torch.from_numpy(np.concatenate(columns))
         if device.type == "cuda":
@@ -171,6 +180,14 @@ class PackedPrompts:
     def places(self, first: int) -> list[int]:
         """Of the last tokens of these rows in a pass whose prompts begin at place `first`."""
         return [*range(len(self.decoding)), *(first + place for place in self.complete)]
+
+    @property
+    def _has_lora(self) -> bool:
+        return any(row.lora_adapter != NO_TASK for row in (*self.rows, *self.decoding))
+
+    def _lora_adapters(self) -> list[int]:
+        """Of each token of the prompts."""
+        return [row.lora_adapter for row, part in self._pairs() for _ in range(part.count)]
 
     def _pairs(self) -> list[tuple[RowStart, PrefillPart]]:
         return list(zip(self.rows, self.parts, strict=True))
@@ -188,14 +205,24 @@ def unpacked(
     packed: Tensor, sizes: Sizes, spans: VarlenBatch, chunks: tuple[Chunk, ...] = ()
 ) -> PromptBatch:
     """The parts of `to_device`'s vector, as views."""
-    tokens, tiles, rows, decoding = sizes
+    tokens, tiles, rows, decoding, lora = sizes
     ending = decoding + rows
-    ids, positions, slots, pieces, row_slots, lengths, beside, last, ended = packed.split(
-        [tokens, tokens, tokens, 4 * tiles, rows, rows, decoding, ending, ending]
+    ids, positions, slots, pieces, row_slots, lengths, beside, last, ended, adapters = packed.split(
+        [tokens, tokens, tokens, 4 * tiles, rows, rows, decoding, ending, ending, lora * tokens]
     )
     spans = VarlenBatch(spans.spans, pieces.view(-1, 4))
     return PromptBatch(
-        ids, positions, slots, spans, row_slots, lengths, beside, last, ended, chunks
+        ids,
+        positions,
+        slots,
+        spans,
+        row_slots,
+        lengths,
+        beside,
+        last,
+        ended,
+        chunks,
+        adapters if lora else None,
     )
 
 

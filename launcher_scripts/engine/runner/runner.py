@@ -115,7 +115,10 @@ class Runner:
         prompts = self._prefill.shapes_to_record()
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
         mixed = self._prefill.mixed_shapes_to_record(self._longest.own)
-        return [*first, *steps, *mixed, *rest]
+        shapes = [*first, *steps, *mixed, *rest]
+        if not adapters_of(self.decoder.config).lora_names:
+            return shapes
+        return [each for shape in shapes for each in (shape, replace(shape, lora=True))]
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
@@ -179,7 +182,7 @@ class Runner:
         if shape.prompt:
             self._prefill.record(shape, graphs)
             return
-        bounds = Bounds(shape.own, shape.source)
+        bounds = Bounds(shape.own, shape.source, lora=shape.lora)
         key = (shape.rows, bounds, shape.choice)
         slots = indices([self.states.padding_slot] * shape.rows, self.device)
         if shape.choice == Choice.EAGER:
@@ -212,14 +215,16 @@ class Runner:
         step = self.decoder.step
         if choice == Choice.GREEDY and step is not None and not bounds.windows:
             columns = self.states.columns
-            return Sampled(step.greedy(step.forward(columns, slots, bounds), columns, slots))
+            hidden = step.forward(columns, slots, bounds, self._lora_adapters(slots, bounds))
+            return Sampled(step.greedy(hidden, columns, slots))
         return self._choice.by_choice(self._forward_step(slots, bounds), slots, choice)
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states, step = self.states, self.decoder.step
+        adapters = self._lora_adapters(slots, bounds)
         if step is not None and not bounds.windows:
-            return step.logits(step.forward(states.columns, slots, bounds))
+            return step.logits(step.forward(states.columns, slots, bounds, adapters))
         start, length, positions = states.start[slots], states.length[slots], None
         if bounds.windows:
             positions = length + states.dropped[slots]
@@ -236,8 +241,13 @@ class Runner:
             source,
             states.ia3_task[slots] if self._has_ia3 else None,
             positions,
+            adapters,
             states.most[slots],
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)
         return self.decoder.logits(hidden) if self.communicator.is_last_stage else None
+
+    def _lora_adapters(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
+        """The LoRA adapters of the rows in slots [B], where any row of the step has one."""
+        return self.states.lora_adapter[slots] if bounds.lora else None

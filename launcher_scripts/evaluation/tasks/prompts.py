@@ -53,6 +53,7 @@ def row_of(
         SamplingParameters(beam_width=settings.beam_width, len_penalty=settings.len_penalty),
         prompt_task=settings.prompt_task,
         ia3_task=settings.ia3_task,
+        lora_adapter=settings.lora_adapter,
         decoder_input_ids=asked.decoder_ids,
     )
 

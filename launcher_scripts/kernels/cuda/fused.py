@@ -37,6 +37,8 @@ from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
 from launcher_scripts.kernels.cuda.embedding import embed as embed
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
+from launcher_scripts.kernels.cuda.lora import activate_with_lora as activate_with_lora
+from launcher_scripts.kernels.cuda.lora import add_lora as add_lora
 from launcher_scripts.kernels.cuda.many_rows import (
     dense,
     many_rows,
