@@ -62,6 +62,9 @@ LAUNCH_SECONDS = 0.3e-3  # of a step that is a graph
 EAGER_SECONDS = 6e-3  # of a pass over prompts that is none
 ROW_SECONDS = 6e-6  # of every row in a step
 CACHE_SHARE = 0.7  # of the read rate, for keys and values
+COPY_SECONDS = (
+    100e-6  # of every run of cache tokens that is copied, which is read and written twice
+)
 PASS_SECONDS = 25e-6  # of a layer in a pass over prompts, beside its operations
 
 
@@ -130,6 +133,11 @@ class StepTimes:
         head += self.head * BYTES / self.read_bytes
         passing = PASS_SECONDS * self.config.num_layers
         return work + head + passing + self._cache(context) + self._sums(filled)
+
+    def copies(self, plan: Plan) -> float:
+        """Rows that move within the cache."""
+        moved = 4 * sum(copy.count for copy in plan.copies) * self.cached / self.read_bytes
+        return len(plan.copies) * COPY_SECONDS + moved
 
     def _cache(self, context: int) -> float:
         """Reading the keys and values of so many tokens."""
@@ -228,7 +236,7 @@ class Simulation:
             took = self._times.mixed(prompt_tokens, len(plan.prefill), len(decoding), context)
         else:
             took = self._times.decode(len(decoding), context)
-        self._free = max(self._free, self._now) + took
+        self._free = max(self._free, self._now) + took + self._times.copies(plan)
         return _Step(self, self._free, decoding | ended)
 
     def take(self, at: float, rows: dict[int, Row]) -> list[TokenResult]:

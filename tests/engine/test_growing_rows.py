@@ -40,7 +40,9 @@ SMALL = 5  # tokens that rows grow by here
 
 @pytest.fixture(autouse=True)
 def _grow_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with no room to spare, so that rows move and wait again often."""
     monkeypatch.setattr(scheduling, "GROWN_TOKENS", SMALL)
+    monkeypatch.setattr(scheduling, "SPARE_SHARE", 0.0)
 
 
 def growing(prompt_len: int, output_len: int, seed: int = 0) -> Row:
@@ -152,6 +154,20 @@ def test_rows_give_back_what_they_do_not_need_yet() -> None:
     for row in rows:
         assert row.future.result(0).output_ids == wanted(row)
     assert scheduler.used_tokens == 0
+
+
+def test_others_leave_room_for_rows_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the cache; but a row that nobody else runs beside may take all of it."""
+    monkeypatch.setattr(scheduling, "SPARE_SHARE", 0.1)
+    scheduler, device = Scheduler(12, 1000, 2000), TokenDevice(1000)
+    rows = [growing(100, 200, seed) for seed in range(11)] + [growing(700, 301)]
+    for row in rows:
+        scheduler.add(row)
+    scheduler.apply(device.execute(scheduler.plan()))
+    assert scheduler.rows_running == 8
+    assert scheduler.used_tokens == 8 * (100 + SMALL)
+    run_out(scheduler, device)
+    assert [row.future.result(0).output_ids for row in rows] == [wanted(row) for row in rows]
 
 
 def test_a_row_that_cannot_grow_there_moves() -> None:

@@ -177,7 +177,7 @@ def test_penalties_biases_and_log_probabilities_equal_the_cpus():
     engine.close()
 
 
-@pytest.mark.parametrize(("quantization", "near"), [("int8", 1.0), ("fp8", 0.9)])
+@pytest.mark.parametrize(("quantization", "near"), [("int8", 1.0), ("fp8", 0.8)])
 @pytest.mark.parametrize("changes", [{}, MODERN], ids=str)
 def test_quantized_weights_give_the_tokens_of_the_cpu(changes, quantization, near):
     """near: the share of tokens in half precision that the reference finds likely, too. More than

@@ -18,6 +18,7 @@ def test_answers_are_those_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], caching: bool
 ) -> None:
     monkeypatch.setattr(scheduling, "GROWN_TOKENS", 5)
+    monkeypatch.setattr(scheduling, "SPARE_SHARE", 0.0)
     config = wider(**changes)
     tensors = random_tensors(config)
     large = engine_for(config, tensors)

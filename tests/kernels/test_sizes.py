@@ -61,7 +61,7 @@ def test_lora_of_a_model_in_its_real_size(hopper: Hopper, rows: int, rank: int) 
     parts = Adapters(lora_names=("sql", "law"), lora_rank=rank, lora_targets=tuple(LORA_TARGETS))
     settings = EngineSettings(Path("nowhere"), data_type="bf16", max_batch_size=MOST_ROWS)
     runner = traced_runner(settings, replace(config, num_layers=1, parts=parts))
-    runner.execute(Plan(record=(StepShape(rows, 256, 0, greedy=True, lora=True),)))
+    runner.execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY, lora=True),)))
     assert {"shrink", "expand_add", "expand_activate"} <= {*hopper.loaded}
 
 
