@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from typing import TextIO
 
@@ -13,7 +12,7 @@ _LOG_PARTS = 10
 
 
 class Progress:
-    """Counts bytes of a total. `add` may be called by several threads at once."""
+    """Counts bytes of a total."""
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
         """stream: where to write (default: standard error); a terminal gets a bar."""
@@ -25,15 +24,13 @@ class Progress:
         self._start = time.monotonic()
         self._drawn = 0.0
         self._logged = 0
-        self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            if self.attended:
-                self._draw()
-            else:
-                self._log()
+        self._done += count
+        if self.attended:
+            self._draw()
+        else:
+            self._log()
 
     def close(self) -> None:
         """End the bar's line."""

@@ -28,7 +28,7 @@ MOST_PATIENCE = 2
 # move more often; more are unused longer.
 GROWN_TOKENS = 128
 # Of the cache, what others that wait for a place leave to rows that grow. With less of it more rows
-# run, but they move more often: with none, a 1.3B's steps took four times as long.
+# run, but they move more often: with none, 70 of 230 rows moved in each step of a simulated 1.3B.
 SPARE_SHARE = 0.1
 # What another row computes now is worth waiting for if it is so many tokens: a step takes about as
 # long as computing them.
