@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Bounds, RowStart
-from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
 from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
@@ -68,7 +68,7 @@ def _step_ms(
         raise ValueError(f"{rows} rows of {extent} tokens do not fit the cache")
     _fill(runner)
     runner.states.join(starts)
-    batch = sampling_batch(starts, runner.device)
+    batch = SamplingBatch(starts, runner.device)
     bounds = bucket_bounds(Bounds(context + STEPS, source, lora=bool(adapters)))
 
     def rewind() -> None:

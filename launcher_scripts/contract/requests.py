@@ -99,6 +99,12 @@ class SamplingParameters:
     beam_search_diversity_rate: float = 0.0
     no_repeat_ngram_size: int = 0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there change the logits."""
+        added = self.presence_penalty or self.frequency_penalty or self.output_presence_penalty
+        return self.repetition_penalty != 1 or bool(added)
+
 
 @dataclass(frozen=True)
 class GenerateRequest:

@@ -280,7 +280,7 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
             self.statistics,
-            mixes=runner.mixes,
+            mixed_room=runner.mixed_room,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -75,7 +75,9 @@ def test_ranks_get_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
 
 def steps_of(decoding: int, prompt: int) -> list[int]:
     """The tokens of a prompt in each step, beside so many rows that decode."""
-    scheduler = Scheduler(decoding + 1, 20_000 + 200 * decoding, 8192, mixes=True)
+    scheduler = Scheduler(
+        decoding + 1, 20_000 + 200 * decoding, 8192, mixed_room=lambda rows: 2048 - rows
+    )
     for _ in range(decoding):
         scheduler.add(row(3, 50))
     if decoding:
@@ -98,6 +100,7 @@ def steps_of(decoding: int, prompt: int) -> list[int]:
         (1, 1100, [512, 512, 76]),
         (20, 32, [32]),
         (200, 900, [800, 100]),
+        (512, 1600, [1536, 64]),
     ],
 )
 def test_a_prompt_leaves_the_rows_that_decode_their_time(

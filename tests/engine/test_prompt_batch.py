@@ -10,7 +10,6 @@ from launcher_scripts.engine.core.plan import Choice, Plan, PrefillPart, RowStar
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import (
-    ROW_BUCKETS,
     TOKEN_BUCKETS,
     Nowhere,
     PackedPrompts,
@@ -119,7 +118,7 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     shapes = tuple(shape for shape in found if not shape.decoding)
     mixed = tuple(shape for shape in found if shape.decoding)
     assert [shape.decoding for shape in mixed] == [1, 2, 4, 8]
-    assert len(set(shapes)) == 4 * len(ROW_BUCKETS) * len(TOKEN_BUCKETS)
+    assert len(set(shapes)) == 4 * 2 * len(TOKEN_BUCKETS)
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
     runner.execute(Plan(record=(shapes[0], mixed[2])))
     first, second = prompts_of(graphs.recorded)

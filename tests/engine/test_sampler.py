@@ -9,10 +9,10 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import row_state
+from launcher_scripts.engine.core import plan
 from launcher_scripts.engine.core.plan import Choice, RowStart
 from launcher_scripts.engine.core.row_state import RowStates
-from launcher_scripts.engine.core.sampler import Sampled, sample, sampling_batch
+from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import MOST_LISTED
 from launcher_scripts.kernels.reference_sampling import uniforms
@@ -26,7 +26,7 @@ class Rows:
     """Rows whose prompts are in the cache, ready to choose their next token."""
 
     def __init__(self, *rows: RowStart) -> None:
-        self.batch = sampling_batch(rows, CPU)
+        self.batch = SamplingBatch(rows, CPU)
         self.states = RowStates(len(rows), EXTENT * len(rows), CPU)
         self.states.join(rows)
         self.states.set_length(self.batch.slots, torch.tensor([len(row.ids) for row in rows]))
@@ -252,7 +252,7 @@ def test_lists_that_are_too_long_for_columns(monkeypatch):
     words, biases = ((3, 1, 4, 4), (1, 4, 1)), ((4, -0.6), (2, 0.7))
     together = []
     for most in (MOST_LISTED, 1):
-        monkeypatch.setattr(row_state, "MOST_LISTED", most)
+        monkeypatch.setattr(plan, "MOST_LISTED", most)
         rows = Rows(
             row(0, bad_words=words, logit_bias=biases),
             row(1, bad_words=((1,),)),

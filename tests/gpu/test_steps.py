@@ -12,7 +12,7 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Bounds, RowStart
-from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.kernels import kernels_for, reference
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of
@@ -81,7 +81,7 @@ def test_steps_of_several_rows(name, rows):
         )
         for slot in range(rows)
     ]
-    step, slots = runner.decoder.step, sampling_batch(starts, runner.device).slots
+    step, slots = runner.decoder.step, SamplingBatch(starts, runner.device).slots
     bounds = bucket_bounds(Bounds(CONTEXT + 4, source, lora=lora))
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
-from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of
@@ -91,7 +91,7 @@ def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor
     last = network.logits(network.prefill(batch)[batch.last])
     runner.states.join(starts)
     runner.states.set_length(batch.row_slots, batch.lengths)
-    slots = sampling_batch(starts, runner.device).slots
+    slots = SamplingBatch(starts, runner.device).slots
     runner.states.token[:rows] = torch.arange(rows)
     step = network.step
     chosen = runner.states.lora_adapter[slots] if adapters else None

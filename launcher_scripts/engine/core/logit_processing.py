@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import RowStart
-from launcher_scripts.engine.core.row_state import RowStates, fits_columns
+from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.kernels.reference_lists import NEGATIVE_INFINITY, Biases, Words
 from launcher_scripts.kernels.reference_sampling import forbid, penalize, temper
 
@@ -103,7 +103,7 @@ def processing(
     """
     parameters = [row.request.sampling for row in rows]
     guided = [at for at, row in enumerate(rows) if row.guided]
-    in_columns = [not searches and fits_columns(row.request) for row in rows]
+    in_columns = [not searches and row.fits_columns for row in rows]
     made = [
         ((), ()) if inside else (row.request.bad_words, row.request.logit_bias)
         for row, inside in zip(rows, in_columns, strict=True)
@@ -117,13 +117,7 @@ def processing(
             for row, inside in zip(rows, in_columns, strict=True)
         ),
         guided=indices(guided, device) if guided else None,
-        penalized=any(
-            p.repetition_penalty != 1
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.output_presence_penalty
-            for p in parameters
-        ),
+        penalized=any(p.penalizes for p in parameters),
         scaled=any(p.temperature != 1 for p in parameters),
         min_length=any(p.min_length > 0 for p in parameters),
         longest_ngram=max((p.no_repeat_ngram_size for p in parameters), default=0),

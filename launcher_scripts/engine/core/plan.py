@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,9 +12,25 @@ from torch import Tensor
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.messages import Message, Record
 from launcher_scripts.engine.model.adapters import NO_TASK, Prompt
+from launcher_scripts.kernels.operands import MOST_LISTED
 
 
-class RowStart(Record, frozen=True):
+class Choice(IntEnum):
+    """How the rows of a step choose their tokens; what one of them needs is done for all.
+
+    GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
+    PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
+    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with a grammar, with
+    lists that are too long for their columns, or with the model's log-probabilities
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    PROCESSED = 2
+    EAGER = 3
+
+
+class RowStart(Record, frozen=True, dict=True):
     """A row that joins: its place and everything that decides its tokens.
 
     slot:   index of the row's state on the device
@@ -62,6 +79,24 @@ class RowStart(Record, frozen=True):
     @property
     def lora_adapter(self) -> int:
         return NO_TASK if self.request.lora_adapter is None else self.request.lora_adapter
+
+    @cached_property
+    def fits_columns(self) -> bool:
+        """Whether the columns of row_state.py have room for the row's lists."""
+        words = sum(map(len, self.request.bad_words))
+        return max(words, len(self.request.logit_bias)) <= MOST_LISTED
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The simplest way in which the row can choose its tokens."""
+        request, sampling = self.request, self.request.sampling
+        if self.beams or self.guided or request.num_log_probs >= 0 or not self.fits_columns:
+            return Choice.EAGER
+        lists = request.bad_words or request.logit_bias
+        if lists or sampling.penalizes or sampling.min_length or sampling.no_repeat_ngram_size:
+            return Choice.PROCESSED
+        draws = sampling.top_k > 1 or (sampling.top_k == 0 and sampling.top_p > 0)
+        return Choice.SAMPLED if draws or request.return_log_probs else Choice.GREEDY
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -151,21 +186,6 @@ class Bounds(NamedTuple):
     source: int = 0
     windows: bool = False
     lora: bool = False
-
-
-class Choice(IntEnum):
-    """How the rows of a step choose their tokens; what one of them needs is done for all.
-
-    GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
-    PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
-    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with a grammar, with
-    lists that are too long for their columns, or with the model's log-probabilities
-    """
-
-    GREEDY = 0
-    SAMPLED = 1
-    PROCESSED = 2
-    EAGER = 3
 
 
 class StepShape(Record, frozen=True):

@@ -13,8 +13,7 @@ from launcher_scripts.engine.core.log_probs import TokenScores
 from launcher_scripts.engine.core.sampler import Sampled
 
 
-@dataclass(frozen=True)
-class TokenResult:
+class TokenResult(NamedTuple):
     """One token of one row.
 
     log_probs: (whole vocabulary, candidates), where asked for
@@ -23,7 +22,7 @@ class TokenResult:
 
     slot: int
     token: int
-    log_probs: tuple[float, float] | None
+    log_probs: tuple[float, float] | None = None
     scores: TokenScores | None = None
 
 
@@ -121,6 +120,8 @@ class TokenCopy:
         if self._event is not None:
             self._event.synchronize()
         tokens = self._tokens.tolist()
+        if self._log_probs is None and self._scores is None:
+            return [TokenResult(*pair) for pair in zip(self._slots, tokens, strict=False)]
         pairs: list[tuple[float, float] | None] = [None] * len(tokens)
         if self._log_probs is not None:
             pairs = list(zip(*self._log_probs.tolist(), strict=True))

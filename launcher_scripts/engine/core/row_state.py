@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Move, Place, RowStart, TokenMask
 from launcher_scripts.engine.model.adapters import NO_TASK
 from launcher_scripts.kernels.operands import MOST_LISTED, RowColumns
@@ -136,7 +135,7 @@ class RowStates:
         slots = slots.to(self.device, non_blocking=True)
         self._integers[:, slots] = integers.to(self.device, non_blocking=True)
         self._floats[:, slots] = floats.to(self.device, non_blocking=True)
-        self._set_lists([row for row in rows if not row.beams and fits_columns(row.request)])
+        self._set_lists([row for row in rows if not row.beams and row.fits_columns])
 
     def _set_lists(self, rows: Sequence[RowStart]) -> None:
         """Those of all rows that have any; the counts say what belongs to a row."""
@@ -188,19 +187,13 @@ class RowStates:
         self.length.index_add_(0, slots, (slots != self.padding_slot).long())
 
 
-def fits_columns(request: GenerateRequest) -> bool:
-    """Whether the columns have room for the request's lists."""
-    words = sum(map(len, request.bad_words))
-    return max(words, len(request.logit_bias)) <= MOST_LISTED
-
-
 def _ends(word: Sequence[int]) -> list[int]:
     """At the end of a word its length, 0 before."""
     return [*[0] * (len(word) - 1), len(word)]
 
 
 def _integers(row: RowStart, start: int) -> list[int]:
-    sampling, listed = row.request.sampling, fits_columns(row.request)
+    sampling, listed = row.request.sampling, row.fits_columns
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return [
         row.ids[0] if len(row.ids) == 1 else NO_TOKEN,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,29 +35,47 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What is known on the host about the rows of a step, so that only needed work is launched.
+    """The rows of a step, of which the host looks at what a step needs, once.
 
-    log_probs: whether any row wants those of its tokens
+    device: where the tensors are made
     """
 
-    processing: Processing
-    choice: Choice
-    log_probs: bool
-    scored: ScoredRows | None
+    rows: Sequence[RowStart]
+    device: torch.device
 
-    @property
+    @cached_property
     def slots(self) -> Tensor:
         """[B]"""
-        return self.processing.slots
+        return indices([row.slot for row in self.rows], self.device)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """What one of the rows needs is done for all."""
+        return max(row.choice for row in self.rows)
+
+    @cached_property
+    def processing(self) -> Processing:
+        """What an eager choice needs to know of the rows' parameters."""
+        return processing(self.rows, self.device)
+
+    @cached_property
+    def scored(self) -> ScoredRows | None:
+        """The rows that want the model's log-probabilities; None where no row does."""
+        counts = [row.request.num_log_probs for row in self.rows]
+        asked = {at: count for at, count in enumerate(counts) if count >= 0}
+        if not asked:
+            return None
+        return ScoredRows(tuple(asked), indices(list(asked), self.device), max(asked.values()))
 
     @property
     def scored_rows(self) -> tuple[int, ...]:
         """Which rows of the batch want the model's log-probabilities."""
-        return () if self.scored is None else self.scored.rows
+        return () if self.choice != Choice.EAGER or self.scored is None else self.scored.rows
 
     def wanted(self, sampled: Sampled) -> Sampled:
         """Without the log-probabilities of tokens, where no row wants them."""
-        return sampled if self.log_probs else replace(sampled, log_probs=None)
+        asked = any(row.request.return_log_probs for row in self.rows)
+        return sampled if asked or sampled.log_probs is None else replace(sampled, log_probs=None)
 
 
 @dataclass(frozen=True)
@@ -69,30 +88,6 @@ class Sampled:
     tokens: Tensor
     log_probs: Tensor | None = None
     scores: TokenScores | None = None
-
-
-def sampling_batch(rows: Sequence[RowStart], device: torch.device) -> SamplingBatch:
-    """Look at the rows' parameters once, when the batch's composition changes."""
-    parameters = [row.request.sampling for row in rows]
-    changes = processing(rows, device)
-    log_probs = any(row.request.return_log_probs for row in rows)
-    scored = _scored_rows(rows, device)
-    choice = Choice.GREEDY
-    if changes.has_lists or scored:
-        choice = Choice.EAGER
-    elif changes.has_rules:
-        choice = Choice.PROCESSED
-    elif log_probs or any(p.top_k > 1 or (p.top_k == 0 and p.top_p > 0) for p in parameters):
-        choice = Choice.SAMPLED
-    return SamplingBatch(changes, choice, log_probs, scored)
-
-
-def _scored_rows(rows: Sequence[RowStart], device: torch.device) -> ScoredRows | None:
-    counts = [row.request.num_log_probs for row in rows]
-    asked = {at: count for at, count in enumerate(counts) if count >= 0}
-    if not asked:
-        return None
-    return ScoredRows(tuple(asked), indices(list(asked), device), max(asked.values()))
 
 
 def sample(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import islice, zip_longest
 from typing import TypeVar
 
+from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.plan import Copy, Draft, Move, Place, Plan, PrefillPart, TokenMask
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
@@ -47,7 +49,8 @@ class Scheduler:
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
-    mixes:          whether rows decode in the passes over prompts
+    mixed_room:     most prompt tokens of a pass in which so many rows decode; None: rows do not
+                    decode in passes over prompts
     """
 
     def __init__(
@@ -57,12 +60,12 @@ class Scheduler:
         prefill_tokens: int,
         statistics: Statistics | None = None,
         *,
-        mixes: bool = False,
+        mixed_room: Callable[[int], int] | None = None,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
-        self._mixes = mixes
+        self._mixed_room = mixed_room
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
@@ -70,6 +73,7 @@ class Scheduler:
         self._copies: list[Copy] = []
         self._moved: list[Row] = []
         self._held = 0
+        self._cancelled = False  # whether a row may have been since rows were looked through
         self._statistics = Statistics() if statistics is None else statistics
 
     @property
@@ -88,6 +92,12 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         self._waiting.append(row)
+        row.future.add_done_callback(self._note_cancelled)
+
+    def _note_cancelled(self, future: Future[GenerateOutput]) -> None:
+        """Any thread may cancel."""
+        if future.cancelled():
+            self._cancelled = True
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
@@ -111,12 +121,9 @@ class Scheduler:
             self._make_room(row, 1)
             row.launched += 1
         self._launched.append((dict(self._running), [(row, row.slot) for row in drafting]))
-        prompt_tokens = sum(part.count for part in prefill)
-        prompt_tokens += sum(len(row.source) for row in encode)
-        self._statistics.launch(
-            len(encode) + len(prefill) + len(running),
-            prompt_tokens + len(running) + sum(len(row.draft) for row in drafting),
-        )
+        tokens = sum(part.count for part in prefill) + sum(len(row.source) for row in encode)
+        tokens += len(running) + sum(len(row.draft) for row in drafting)
+        self._statistics.launch(len(encode) + len(prefill) + len(running), tokens)
         return Plan(
             starts=tuple(row.as_start() for row in starts),
             encode=tuple(row.slot for row in encode),
@@ -236,7 +243,7 @@ class Scheduler:
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
-        if self._mixes:
+        if self._mixed_room is not None:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(map(self._decodes, self._running.values())) if joining else 0
@@ -436,8 +443,9 @@ class Scheduler:
         """The next tokens of prompts, beside so many rows that decode."""
         parts = []
         budget = self._prefill_tokens
-        if self._mixes and decoding:
-            budget = min(budget, max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW))
+        if self._mixed_room is not None and decoding:
+            soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
+            budget = min(budget, soon, self._mixed_room(decoding))
         for row in self._running.values():
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):
@@ -455,6 +463,9 @@ class Scheduler:
         return parts
 
     def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        self._cancelled = False
         for row in [row for row in self._waiting if row.future.cancelled()]:
             self._waiting.remove(row)
             if row.session is not None:

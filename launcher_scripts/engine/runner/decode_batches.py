@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Plan, RowStart
-from launcher_scripts.engine.core.sampler import SamplingBatch, sampling_batch
+from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.runner.graphs import bucket_rows
 
 
@@ -53,7 +53,7 @@ class DecodeBatches:
         if self._plain is None or self._plain[0] != slots:
             rows = [self._rows[slot] for slot in slots]
             rows += [_padding_row(self._padding_slot)] * self._padding(len(rows))
-            self._plain = (slots, sampling_batch(rows, self._device))
+            self._plain = (slots, SamplingBatch(rows, self._device))
         return self._plain[1]
 
     def mixed(self, plan: Plan) -> MixedBatch:
@@ -68,7 +68,7 @@ class DecodeBatches:
                 *(batch.slots for batch in beams),
                 indices([self._padding_slot] * self._padding(count), self._device),
             ]
-            sampling = sampling_batch(plain, self._device) if plain else None
+            sampling = SamplingBatch(plain, self._device) if plain else None
             self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams))
         return self._mixed[1]
 

@@ -18,7 +18,7 @@ from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Draft, PrefillPart, RowStart
 from launcher_scripts.engine.core.results import StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates
-from launcher_scripts.engine.core.sampler import sampling_batch
+from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.runner.prefill import Prefill
 
@@ -65,7 +65,7 @@ class Drafts:
 
         past: [R], cache tokens of the rows before the drafts
         """
-        batch = sampling_batch([row for row, _ in pairs], self._device)
+        batch = SamplingBatch([row for row, _ in pairs], self._device)
         slots = [draft.slot for _, draft in pairs]
         counts = [len(draft.ids) for _, draft in pairs]
         first = [sum(counts[:at]) for at in range(len(counts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ from launcher_scripts.models.family import ModelConfig
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
+# After this time a thread that runs Python lets another one that waits run. A step's tokens are
+# there, and the thread that steps waits for those that take requests and send responses: with
+# Python's own 5 ms, 128 clients of a 1.3B got 7 % fewer tokens a second, and with 0.1 ms, too.
+SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,12 @@ def rank_device(settings: EngineSettings, rank: int) -> torch.device:
 
 
 def prepare_process(settings: EngineSettings, device: torch.device) -> None:
-    """Set what torch keeps per process: the current GPU, exact float32, a fair share of cores.
+    """Set what is kept per process: the current GPU, exact float32, a fair share of cores, and how
+    soon threads take turns.
 
     Of the cores this process may use its node's ranks get equal shares, unless the user has said.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False

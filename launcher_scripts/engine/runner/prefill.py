@@ -16,7 +16,7 @@ from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Choice, PrefillPart, RowStart, StepShape
 from launcher_scripts.engine.core.results import StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
-from launcher_scripts.engine.core.sampler import Sampled, sampling_batch
+from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import Prompt
@@ -29,7 +29,6 @@ from launcher_scripts.engine.runner.graphs import (
     token_buckets,
 )
 from launcher_scripts.engine.runner.prompt_batch import (
-    ROW_BUCKETS,
     TOKEN_BUCKETS,
     Nowhere,
     PackedPrompts,
@@ -37,6 +36,7 @@ from launcher_scripts.engine.runner.prompt_batch import (
     Sizes,
     bucket_sizes,
     prompt_bucket,
+    several_rows,
     unpacked,
 )
 from launcher_scripts.kernels.operands import VarlenBatch
@@ -125,8 +125,8 @@ class Prefill:
         if self._graphs is None:
             return []
         return [
-            StepShape(rows, 0, 0, choice, prompt=tokens)
-            for rows in ROW_BUCKETS
+            StepShape(several_rows(tokens) if several else 1, 0, 0, choice, prompt=tokens)
+            for several in (False, True)
             for choice in Choice
             for tokens in TOKEN_BUCKETS
         ]
@@ -192,7 +192,7 @@ class Prefill:
     ) -> None:
         """The pass as a CUDA graph, up to the tokens or, where rows choose eagerly, the logits."""
         rows = prompts.going_on
-        batch = sampling_batch(rows, self._device)
+        batch = SamplingBatch(rows, self._device)
         packed = prompts.to_device(self._device, self._nowhere, sizes)
         longest = bucket_tokens(prompts.longest) if sizes.decoding else 0
         step = self._step_of(sizes, prompts.spans, longest, batch.choice)
@@ -241,7 +241,7 @@ class Prefill:
         """The next token of rows without beams; keys: their last tokens in hidden."""
         if not rows:
             return
-        batch = sampling_batch(list(rows.values()), self._device)
+        batch = SamplingBatch(list(rows.values()), self._device)
         sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch)
         slots = [row.slot for row in rows.values()]
         result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))

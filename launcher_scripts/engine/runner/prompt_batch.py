@@ -19,7 +19,6 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
 # Of prompts and rows that decode together. cuBLAS takes longer for 448 than for 512.
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-ROW_BUCKETS = (1, 16)
 Integers = NDArray[np.int64]
 NOTHING: Integers = np.empty(0, dtype=np.int64)
 
@@ -79,10 +78,25 @@ def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
     decoding: rows that decode in the same pass, filled up to already
     """
     filled = next((size for size in TOKEN_BUCKETS if tokens + decoding <= size), None)
-    places = next((size for size in ROW_BUCKETS if rows <= size), None)
-    if filled is None or places is None:
+    if filled is None or rows > several_rows(filled):
         return None
+    places = several_rows(filled) if rows > 1 else 1
     return bucket_sizes(filled - decoding, places)._replace(decoding=decoding)
+
+
+def several_rows(tokens: int) -> int:
+    """What the rows of prompts in a pass of so many tokens are filled up to, where they are more
+    than one.
+    """
+    return max(16, tokens // 32)
+
+
+def mixed_room(decoding: int, most_rows: int) -> int:
+    """Most prompt tokens of a pass in which so many rows decode, for it to be a CUDA graph.
+
+    most_rows: of those that decode in any pass
+    """
+    return max(TOKEN_BUCKETS[0], TOKEN_BUCKETS[-1] - bucket_rows(decoding, most_rows))
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:

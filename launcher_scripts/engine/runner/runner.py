@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from launcher_scripts.engine.runner.decode_batches import DecodeBatches
 from launcher_scripts.engine.runner.drafts import Drafts
 from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
+from launcher_scripts.engine.runner.prompt_batch import mixed_room
 from launcher_scripts.models.adapters import adapters_of
 
 FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
@@ -62,9 +63,10 @@ class Runner:
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @property
-    def mixes(self) -> bool:
-        """Whether rows decode in the passes over prompts."""
-        return self._prefill.mixes([])
+    def mixed_room(self) -> Callable[[int], int] | None:
+        """See Scheduler."""
+        mixes = self._prefill.mixes([])
+        return partial(mixed_room, most_rows=self.states.padding_slot) if mixes else None
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
