@@ -18,7 +18,6 @@ from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.models.t5 import T5Config
 
 PROCESSES = 8
-SETTLE_SECONDS = 5.0  # in which the clients stop going together
 SECONDS = 8.0  # that count
 TIMEOUT_SECONDS = 120.0
 # Lengths are uniform over INPUTS and OUTPUTS, which are spread alike.
@@ -35,9 +34,15 @@ def load_target(path: str, address: str, model: RandomModel, *, stream: bool) ->
     return Target(path, (address,), TokenRequest(model.name, kind), stream)
 
 
+def settle_seconds(clients: int) -> float:
+    """In which clients that begin together, with as many prompts, stop going together."""
+    return 3.0 + clients / 40
+
+
 def measured(target: Target, vocab_size: int, clients: int) -> dict:
-    """The figures of SECONDS after SETTLE_SECONDS. Raises RuntimeError when a request failed."""
-    settings = LoadSettings(clients=(clients,), seconds=SECONDS, warmup=SETTLE_SECONDS)
+    """The figures of SECONDS once clients have settled. Raises RuntimeError for failed requests."""
+    warmup = settle_seconds(clients)
+    settings = LoadSettings(clients=(clients,), seconds=SECONDS, warmup=warmup)
     load = Load(clients=clients)
     prompts = Prompts(MIXED, settings.seed, vocab_size)
     plan = make_plan(settings, load, prompts, TIMEOUT_SECONDS)
@@ -59,7 +64,7 @@ def figures(load: Load, driven: Sequence[Driven]) -> dict:
     run = run_figures("", load, driven, SECONDS, LoadBounds())
     counted = [answer for answer in answers if answer.counts]
     if not counted:
-        raise RuntimeError(f"no request was asked after the first {SETTLE_SECONDS:g} s")
+        raise RuntimeError("no request was asked after the clients had settled")
     responses = sum(len(answer.responses) for answer in counted)
     return {
         "clients": run.clients,

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from benchmarks.generate import machine
-from benchmarks.load_clients import SETTLE_SECONDS, load_target, measured
+from benchmarks.load_clients import load_target, measured, settle_seconds
 from benchmarks.peers import config_of, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS, Server, counted
@@ -92,7 +92,7 @@ def rows(arguments: argparse.Namespace, shape: str, *, streams: bool) -> Rows:
     with Server(folder) as ready:
         target = load_target("grpc", ready["grpc"], model, stream=streams)
         for clients in arguments.clients:
-            begin = time.time() + SETTLE_SECONDS
+            begin = time.time() + settle_seconds(clients)
             before = server_memory()
             with ThreadPoolExecutor(1) as pool:
                 leaving = pool.submit(cancelled_ms, ready, model, begin) if streams else None

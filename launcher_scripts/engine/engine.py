@@ -280,7 +280,7 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
             self.statistics,
-            mixed_room=runner.mixed_room,
+            mixed_tokens=runner.mixed_tokens,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -49,8 +49,8 @@ class Scheduler:
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
-    mixed_room:     most prompt tokens of a pass in which so many rows decode; None: rows do not
-                    decode in passes over prompts
+    mixed_tokens:   how many prompt tokens a pass takes in which rows decode, of so many that might
+                    run in it, and beside how many rows; None: rows do not decode in such passes
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Scheduler:
         prefill_tokens: int,
         statistics: Statistics | None = None,
         *,
-        mixed_room: Callable[[int], int] | None = None,
+        mixed_tokens: Callable[[int, int], int] | None = None,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
-        self._mixed_room = mixed_room
+        self._mixed_tokens = mixed_tokens
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
@@ -243,7 +243,7 @@ class Scheduler:
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
-        if self._mixed_room is not None:
+        if self._mixed_tokens is not None:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(map(self._decodes, self._running.values())) if joining else 0
@@ -443,9 +443,10 @@ class Scheduler:
         """The next tokens of prompts, beside so many rows that decode."""
         parts = []
         budget = self._prefill_tokens
-        if self._mixed_room is not None and decoding:
+        if self._mixed_tokens is not None and decoding:
             soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
-            budget = min(budget, soon, self._mixed_room(decoding))
+            waiting = sum(row.prefill_length - row.prefilled for row in self._running.values())
+            budget = self._mixed_tokens(min(budget, soon, waiting), decoding)
         for row in self._running.values():
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):

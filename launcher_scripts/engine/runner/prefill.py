@@ -13,7 +13,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.core.context_results import ContextResults
 from launcher_scripts.engine.core.logit_processing import indices
-from launcher_scripts.engine.core.plan import Choice, PrefillPart, RowStart, StepShape
+from launcher_scripts.engine.core.plan import Bounds, Choice, PrefillPart, RowStart, StepShape
 from launcher_scripts.engine.core.results import StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
@@ -84,15 +84,14 @@ class Prefill:
         rows: Sequence[RowStart],
         parts: Sequence[PrefillPart],
         result: StepResult,
-        decoding: Sequence[RowStart] = (),
-        longest: int = 0,
+        decoding: Sequence[RowStart],
+        bounds: Bounds,
     ) -> None:
         """Run the parts of the rows' prompts; prompts that end give their first tokens.
 
-        decoding: rows that run one token in the same pass;  longest: bounds their tokens in the
-                  cache, the new ones included
+        decoding: rows that run one token in the same pass;  bounds: theirs
         """
-        prompts = PackedPrompts(rows, parts, decoding, longest)
+        prompts = PackedPrompts(rows, parts, decoding, bounds)
         sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
             self._launch(prompts, result)
@@ -194,7 +193,7 @@ class Prefill:
         rows = prompts.going_on
         batch = SamplingBatch(rows, self._device)
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        longest = bucket_tokens(prompts.longest) if sizes.decoding else 0
+        longest = bucket_tokens(prompts.longest) if prompts.longest else 0
         step = self._step_of(sizes, prompts.spans, longest, batch.choice)
         made = graphs.run(("prompts", sizes, longest, batch.choice), packed, step)
         if not rows:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart
+from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.model.adapters import NO_TASK
 from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.runner.graphs import bucket_rows
@@ -19,7 +19,9 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
 # Of prompts and rows that decode together. cuBLAS takes longer for 448 than for 512.
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+OPERATIONS_BOUND = 256  # tokens from which on a pass takes longer than reading the weights
 Integers = NDArray[np.int64]
+NO_BOUNDS = Bounds()
 NOTHING: Integers = np.empty(0, dtype=np.int64)
 
 
@@ -91,12 +93,21 @@ def several_rows(tokens: int) -> int:
     return max(16, tokens // 32)
 
 
-def mixed_room(decoding: int, most_rows: int) -> int:
-    """Most prompt tokens of a pass in which so many rows decode, for it to be a CUDA graph.
+def mixed_tokens(waiting: int, decoding: int, most_rows: int) -> int:
+    """How many of the prompt tokens that wait a pass takes in which so many rows decode.
 
+    It stays a CUDA graph. Where its operations take longer than reading the weights, a few tokens
+    wait that would fill less than half of what a larger graph has more.
     most_rows: of those that decode in any pass
     """
-    return max(TOKEN_BUCKETS[0], TOKEN_BUCKETS[-1] - bucket_rows(decoding, most_rows))
+    rows = bucket_rows(decoding, most_rows)
+    total = rows + waiting
+    full = max((size for size in TOKEN_BUCKETS if rows < size <= total), default=0)
+    larger = next((size for size in TOKEN_BUCKETS if total <= size), None)
+    if larger is None:
+        return max(full - rows, TOKEN_BUCKETS[0])
+    few = full >= OPERATIONS_BOUND and total - full <= (larger - full) / 2
+    return full - rows if few else waiting
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:
@@ -107,8 +118,7 @@ def bucket_sizes(tokens: int, rows: int) -> Sizes:
 class PackedPrompts:
     """Parts of prompts as one array, exactly as large or filled up to a bucket.
 
-    decoding: rows that run one token in the same pass;  longest: bounds their tokens in the cache,
-              the new ones included
+    decoding: rows that run one token in the same pass;  bounds: theirs
     complete: the rows whose prompts end, by the places of their last tokens among the prompts'
     """
 
@@ -117,12 +127,13 @@ class PackedPrompts:
         rows: Sequence[RowStart],
         parts: Sequence[PrefillPart],
         decoding: Sequence[RowStart] = (),
-        longest: int = 0,
+        bounds: Bounds = NO_BOUNDS,
     ) -> None:
         self.rows = rows
         self.parts = parts
         self.decoding = decoding
-        self.longest = longest
+        self.longest = bounds.own if decoding else 0
+        self._has_lora = bounds.lora or any(row.lora_adapter != NO_TASK for row in rows)
         self.spans = VarlenBatch(
             tuple((row.start, part.past, part.count) for row, part in self._pairs())
         )
@@ -194,10 +205,6 @@ class PackedPrompts:
     def places(self, first: int) -> list[int]:
         """Of the last tokens of these rows in a pass whose prompts begin at place `first`."""
         return [*range(len(self.decoding)), *(first + place for place in self.complete)]
-
-    @property
-    def _has_lora(self) -> bool:
-        return any(row.lora_adapter != NO_TASK for row in (*self.rows, *self.decoding))
 
     def _lora_adapters(self) -> list[int]:
         """Of each token of the prompts."""

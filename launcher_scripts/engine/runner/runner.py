@@ -23,7 +23,7 @@ from launcher_scripts.engine.runner.decode_batches import DecodeBatches
 from launcher_scripts.engine.runner.drafts import Drafts
 from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
-from launcher_scripts.engine.runner.prompt_batch import mixed_room
+from launcher_scripts.engine.runner.prompt_batch import mixed_tokens
 from launcher_scripts.models.adapters import adapters_of
 
 FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
@@ -63,10 +63,10 @@ class Runner:
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @property
-    def mixed_room(self) -> Callable[[int], int] | None:
+    def mixed_tokens(self) -> Callable[[int, int], int] | None:
         """See Scheduler."""
         mixes = self._prefill.mixes([])
-        return partial(mixed_room, most_rows=self.states.padding_slot) if mixes else None
+        return partial(mixed_tokens, most_rows=self.states.padding_slot) if mixes else None
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -93,7 +93,7 @@ class Runner:
         mixed = not (plan.beams or plan.windows) and self._prefill.mixes(prompts)
         if plan.prefill:
             decoding = [self._rows[slot] for slot in plan.decode] if mixed else []
-            self._prefill.run(prompts, plan.prefill, result, decoding, plan.longest)
+            self._prefill.run(prompts, plan.prefill, result, decoding, plan.bounds)
         if plan.drafts:
             self._drafts.run([self._rows[draft.slot] for draft in plan.drafts], plan.drafts, result)
         if plan.beams:
