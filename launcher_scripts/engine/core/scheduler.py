@@ -183,16 +183,16 @@ class Scheduler:
         """Take a row's tokens as long as the draft foretold them, and the first that it did not."""
         now = self._statistics.tokens_are_here()
         for row, slot in drafting:
-            accepted = -1
-            for token, foretold in zip_longest(read[slot], row.draft):
+            self._statistics.draft(len(row.draft))
+            for place, (token, foretold) in enumerate(zip_longest(read[slot], row.draft)):
                 if row.finished:
                     break
                 take(row, token)
+                if place:
+                    self._statistics.accept_drafted()
                 self._go_on(row, now)
-                accepted += 1
                 if token.token != foretold:
                     break
-            self._statistics.draft(len(row.draft), max(0, accepted))
             row.draft, row.launched = (), len(row.tokens)
 
     def _go_on(self, row: Row, now: float) -> None:

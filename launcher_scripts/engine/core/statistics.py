@@ -91,10 +91,13 @@ class Statistics:
         """A row gave its place up."""
         self._preemptions += 1
 
-    def draft(self, tokens: int, accepted: int) -> None:
-        """A draft of so many tokens was tried, and so many of them came."""
+    def draft(self, tokens: int) -> None:
+        """A draft of so many tokens was tried."""
         self._draft_tokens += tokens
-        self._accepted_tokens += accepted
+
+    def accept_drafted(self) -> None:
+        """A token of a draft came."""
+        self._accepted_tokens += 1
 
     def launch(self, rows: int, tokens: int) -> None:
         """A step of so many rows was launched, and computes so many tokens."""
