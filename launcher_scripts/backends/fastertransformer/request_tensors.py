@@ -24,8 +24,7 @@ from launcher_scripts.contract.requests import (
 from launcher_scripts.contract.tensors import GUIDED_GRAMMAR
 from launcher_scripts.contract.tensors import Tensor as Spec
 
-# Inputs with one value per row, beside those that every request has.
-_FIELDS = (*SAMPLING_FIELDS, *REQUEST_FIELDS, *TASK_FIELDS)
+_FIELDS = {**SAMPLING_FIELDS, **REQUEST_FIELDS, **TASK_FIELDS}
 
 EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_embedding",
@@ -51,9 +50,9 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     rows = ids.shape[0]
     problems = Problems("the request")
     columns = {
-        name: _column(contract.known[name], tensors[name], problems, rows)
-        for name in (contract.lengths, contract.output_len, *_FIELDS)
-        if name in tensors
+        name: _column(contract.known[name], tensor, problems, rows)
+        for name, tensor in tensors.items()
+        if name in _FIELDS or name in (contract.lengths, contract.output_len)
     }
     fields = {
         **{field: columns[name] for name, field in REQUEST_FIELDS.items() if name in columns},
@@ -134,9 +133,7 @@ def _decoder_ids(tensors: Mapping[str, Tensor], rows: int) -> dict[str, list[tup
         what = f"{name} needs one row per row of input_ids"
         raise RequestError(problem(what, got=ids.shape[0], choices=(rows,)))
     lengths = ids.shape[1] - (ids == NO_TOKEN).flip(1).long().cumprod(1).sum(1)
-    return {
-        name: [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]
-    }
+    return {name: [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]}
 
 
 def _column(spec: Spec, tensor: Tensor, problems: Problems, rows: int) -> list[Any]:
