@@ -261,18 +261,28 @@ class Contract:
         """Every input by its name."""
         return {tensor.name: tensor for tensor in self.inputs}
 
-    @property
+    @cached_property
+    def required(self) -> tuple[str, ...]:
+        """The inputs that every request has."""
+        return tuple(tensor.name for tensor in self.inputs if not tensor.optional)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, str]:
+        """The inputs that a request's parameters may stand for, and their types."""
+        return {each.name: each.dtype for each in self.inputs if each.scalar and each.optional}
+
+    @cached_property
     def lengths(self) -> str:
         """The input that says how many of a row's input_ids count."""
         return "input_lengths" if "input_lengths" in self.known else "sequence_length"
 
-    @property
+    @cached_property
     def output_len(self) -> str | None:
         """The input that says how many tokens to generate, if the model generates any."""
         names = ("request_output_len", "max_output_len")
         return next((name for name in names if name in self.known), None)
 
-    @property
+    @cached_property
     def returns_prompts(self) -> bool:
         """Whether output_ids begin with the prompt."""
         return any(tensor.name == "response_input_lengths" for tensor in self.outputs)

@@ -36,6 +36,9 @@ class RowNews(NamedTuple):
     finished: bool
 
 
+News = tuple[int, Sequence[int], bool]  # a RowNews, or a tuple like it, which is made faster
+
+
 def open_id(stream: str) -> str:
     """The id of a request that opens a stream. stream: a word that nobody guesses"""
     return f"{_OPEN} {stream}"
@@ -56,12 +59,13 @@ def shared_id(request_id: str) -> SharedId | None:
     return None
 
 
-def pack(rows: Iterable[RowNews]) -> NDArray[np.int32]:
+def pack(rows: Iterable[News]) -> NDArray[np.int32]:
     """The tensor `news` of a shared stream, [1, 1, n]: of every row number, end, count, ids."""
     numbers: list[int] = []
-    for row in rows:
-        numbers += (row.number, row.finished, len(row.ids), *row.ids)
-    return np.array(numbers, dtype=np.int32).reshape(1, 1, -1)
+    for number, ids, finished in rows:
+        numbers += (number, finished, len(ids))
+        numbers += ids
+    return np.fromiter(numbers, np.int32, len(numbers)).reshape(1, 1, -1)
 
 
 def unpack(packed: NDArray[np.int32]) -> Iterator[RowNews]:

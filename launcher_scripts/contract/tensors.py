@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+_TYPES: dict[str, type] = {"BOOL": bool, "FP32": float}  # of values; all others are integers
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -36,15 +38,13 @@ class Tensor:
     meaning: str = ""
 
     def value(self, given: Any) -> Any:
-        """One of the tensor's values, or its default, as Python's type for the dtype; None stays.
+        """One of the tensor's values as Python's type for the dtype.
 
         Integers beyond 63 bits may arrive as the signed numbers of the same bits.
         """
-        if given is None:
-            return None
         if self.dtype == "UINT64":
             return int(given) & ((1 << 64) - 1)
-        return {"BOOL": bool, "FP32": float}.get(self.dtype, int)(given)
+        return _TYPES.get(self.dtype, int)(given)
 
 
 def array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
@@ -260,7 +260,7 @@ def _usage(usage: Mapping[str, int] | None) -> bytes:
 def _joined(parts: Sequence[Piece]) -> Piece:
     """The pieces of one answer as one."""
     entries = tuple(entry for part in parts for entry in part.entries)
-    return replace(parts[-1], text="".join(part.text for part in parts), entries=entries)
+    return parts[-1]._replace(text="".join(part.text for part in parts), entries=entries)
 
 
 def _mean(answer: Piece) -> float:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.gateway.admission import Admission, Place
@@ -99,7 +100,7 @@ class Generation:
         self.record = record
         self._timeout = body.timeout or timeout
         self._beams = body.use_beam_search and wishes.rows > 1
-        self._tokens: dict[int, int] = {}
+        self._tokens: Counter[int] = Counter()
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else wishes.rows)
@@ -122,8 +123,8 @@ class Generation:
                 async for choice, piece in found:
                     if self.record.first_token is None:
                         self.record.first_token = time.monotonic()
+                    self.record.generated_tokens += piece.tokens - self._tokens[choice]
                     self._tokens[choice] = piece.tokens
-                    self.record.generated_tokens = sum(self._tokens.values())
                     yield choice, piece
         finally:
             self.give_up()
@@ -225,8 +226,7 @@ class _Shown:
         piece = self._text.take(increment)
         if self._echo or self._entries:
             parts = (self._echo + piece.parts[0], *piece.parts[1:]) if piece.parts else ()
-            piece = replace(
-                piece,
+            piece = piece._replace(
                 text=self._echo + piece.text,
                 entries=(*self._entries, *piece.entries),
                 parts=parts,
@@ -237,7 +237,7 @@ class _Shown:
     def hypothesis(self, ids: tuple[int, ...]) -> Piece:
         """All of one hypothesis."""
         piece = self._new_text().take(Increment(ids, finished=True))
-        return replace(piece, text=self._echo + piece.text)
+        return piece._replace(text=self._echo + piece.text)
 
     def _new_text(self) -> RowText:
         generation, request = self._generation, self._request

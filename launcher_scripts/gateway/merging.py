@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 _AHEAD = 64
 
 
-async def merged(
+def merged(
     streams: Sequence[AsyncGenerator[Item, None]], seconds: float | None = None
 ) -> AsyncGenerator[Item, None]:
     """The items of all streams as they come.
@@ -24,10 +24,13 @@ async def merged(
     is closed. Raises ApiError when `seconds` are over.
     """
     if len(streams) == 1 and seconds is None:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
+        return streams[0]
+    return _merged(streams, seconds)
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Item, None]], seconds: float | None
+) -> AsyncGenerator[Item, None]:
     queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(_AHEAD)
 
     async def pump(stream: AsyncGenerator[Item, None]) -> None:

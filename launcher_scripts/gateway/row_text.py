@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher_scripts.gateway.backend import Increment, TokenLogProb
 from launcher_scripts.gateway.stops import StopTexts
@@ -19,8 +20,7 @@ class LogProbEntry:
     log_prob: TokenLogProb | None
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What is new of a row's answer.
 
     tokens:        generated so far, those of a stop text included
@@ -48,7 +48,7 @@ class Piece:
         texts = [text for text in self.parts or (self.text,) if text]
         if self.finish_reason is None:
             return texts, None
-        return texts[:-1], replace(self, text="".join(texts[-1:]), parts=())
+        return texts[:-1], self._replace(text="".join(texts[-1:]), parts=())
 
 
 class RowText:
@@ -99,7 +99,7 @@ class RowText:
             text += piece.text
             if piece.finish_reason is not None:
                 break
-        return replace(piece, text=text, entries=tuple(entries), parts=())
+        return piece._replace(text=text, entries=tuple(entries), parts=())
 
     def _piece(self, parts: list[str], ids: Sequence[int], finished: bool) -> Piece:
         self._tokens += len(ids)
@@ -108,15 +108,15 @@ class RowText:
             text = self._stops.take(text, finished=finished)
         piece = Piece(text, tokens=self._tokens, parts=tuple(parts))
         if self._stops.found is not None:
-            return replace(piece, finish_reason="stop", stop_reason=self._stops.found)
+            return piece._replace(finish_reason="stop", stop_reason=self._stops.found)
         if not finished:
             return piece
         last = ids[-1] if ids else None
         if last is not None and last in (self._end_id, *self._stop_ids):
             reason = None if last == self._end_id else last
-            return replace(piece, finish_reason="stop", stop_reason=reason)
+            return piece._replace(finish_reason="stop", stop_reason=reason)
         complete = self._tokens < self._max_tokens
-        return replace(piece, finish_reason="stop" if complete else "length")
+        return piece._replace(finish_reason="stop" if complete else "length")
 
 
 def prompt_entries(

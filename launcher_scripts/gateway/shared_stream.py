@@ -46,7 +46,7 @@ class _Inbox:
         self._number = number
         self._ids: list[int] = []
         self._finished = False
-        self._told = asyncio.Event()
+        self._told = asyncio.get_running_loop().create_future()
         self.begun = False
         self.error: Exception | None = None
 
@@ -56,15 +56,16 @@ class _Inbox:
 
     def tell(self) -> None:
         """Wake whoever waits in `take`."""
-        self._told.set()
+        if not self._told.done():
+            self._told.set_result(None)
 
     async def take(self) -> RowNews:
         """All that is there, at least something. Raises the error."""
         while not self._ids and not self._finished:
             if self.error is not None:
                 raise self.error
-            self._told.clear()
-            await self._told.wait()
+            self._told = asyncio.get_running_loop().create_future()
+            await self._told
         ids, self._ids = tuple(self._ids), []
         self.begun = True
         return RowNews(self._number, ids, self._finished)

@@ -37,8 +37,11 @@ CONFIG = small_config(end_id=67)
 
 
 class Tensor:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name, self.tensor = name, tensor
+
+    def name(self):
+        return self._name
 
     def to_dlpack(self):
         return torch.utils.dlpack.to_dlpack(self.tensor)
@@ -81,11 +84,14 @@ class Request:
     """A request and its response sender in one."""
 
     def __init__(self, inputs: dict[str, torch.Tensor], wanted: tuple[str, ...]) -> None:
-        self.inputs, self.wanted = inputs, wanted
+        self.tensors, self.wanted = inputs, wanted
         self.answers: list[Response] = []
         self.answered = threading.Event()
         self.left = False
         self.microseconds = 0
+
+    def inputs(self):
+        return [Tensor(name, tensor) for name, tensor in self.tensors.items()]
 
     def requested_output_names(self):
         return list(self.wanted)
@@ -146,9 +152,6 @@ def backend(monkeypatch):
     stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
         "model_transaction_policy", {"decoupled": False}
     )["decoupled"]
-    stand_in.get_input_tensor_by_name = lambda request, name: (
-        Tensor(request.inputs[name]) if name in request.inputs else None
-    )
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
     bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics", "shared_stream")]
@@ -458,7 +461,7 @@ def streaming_model(backend, tmp_path, monkeypatch, most_waiting):
 
 def test_rows_stream_in_step_until_the_longest_ends(streaming_model):
     asked = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
-    asked.inputs["is_return_progress"] = torch.tensor([True, True])
+    asked.tensors["is_return_progress"] = torch.tensor([True, True])
     asked.wanted = ("sequence_length", "streamed_length", "is_finished", "text_start")
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
@@ -475,8 +478,8 @@ def test_rows_stream_in_step_until_the_longest_ends(streaming_model):
 
 def test_every_response_of_a_stream_has_the_log_probabilities_so_far(streaming_model):
     asked = request([[3, 4, 5]], [3], [[3]])
-    asked.inputs["num_log_probs"] = torch.tensor([[2]], dtype=torch.int32)
-    asked.inputs["num_prompt_log_probs"] = torch.tensor([[0]], dtype=torch.int32)
+    asked.tensors["num_log_probs"] = torch.tensor([[2]], dtype=torch.int32)
+    asked.tensors["num_prompt_log_probs"] = torch.tensor([[0]], dtype=torch.int32)
     asked.wanted = ("token_ranks", "top_log_probs", "prompt_log_probs")
     streaming_model.execute([asked])
     assert asked.answered.wait(120)

@@ -46,7 +46,7 @@ def model(
 
 def old(ids: Any, lengths: Any, output_lens: Any) -> OldRequest:
     given = request(ids, lengths, output_lens)
-    return OldRequest(given.inputs, given.wanted)
+    return OldRequest(given.tensors, given.wanted)
 
 
 def test_responses_are_returned_in_order_where_there_are_no_senders(model: Any) -> None:

@@ -12,6 +12,9 @@ from launcher_scripts.backends.fastertransformer.answer_tensors import Shape, gp
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import (
+    REQUEST_FIELDS,
+    SAMPLING_FIELDS,
+    TASK_FIELDS,
     Beam,
     GenerateOutput,
     GenerateRequest,
@@ -60,6 +63,16 @@ def test_rows_take_defaults_for_what_is_left_out():
         GenerateRequest((5, 6, 7, 8), 3),
         GenerateRequest((9, 3), 6),
     ]
+
+
+@pytest.mark.parametrize("model", CONTRACTS)
+def test_rows_have_the_contracts_defaults(model):
+    """A tensor that was not sent is left to the row's own default."""
+    row, known = GenerateRequest((), 0), CONTRACTS[model].known
+    own = {name: getattr(row.sampling, field) for name, field in SAMPLING_FIELDS.items()}
+    own |= {name: getattr(row, field) for name, field in (REQUEST_FIELDS | TASK_FIELDS).items()}
+    shared = own.keys() & known.keys()
+    assert {name: own[name] for name in shared} == {name: known[name].default for name in shared}
 
 
 def test_every_parameter_is_per_row():

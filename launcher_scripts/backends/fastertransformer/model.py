@@ -63,10 +63,10 @@ from launcher_scripts.common.errors import (
     ServerError,
     problem,
 )
+from launcher_scripts.contract.contracts import Contract
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
 from launcher_scripts.contract.shared_stream import shared_id
-from launcher_scripts.contract.tensors import Tensor
 from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
 from launcher_scripts.engine.core.row import Progress
 from launcher_scripts.engine.core.session import Session
@@ -159,8 +159,8 @@ class TritonPythonModel:
         return returned(senders)
 
     def _begin(self, request: Any, sender: Any) -> None:
-        given = input_tensors(request, self._contract.inputs)
-        tensors = with_parameters(request, self._contract.inputs, given)
+        given = input_tensors(request, self._contract)
+        tensors = with_parameters(request, self._contract, given)
         rows = to_requests(self._contract, tensors)
         self._check_room(len(rows))
         answer = self._answer(
@@ -199,9 +199,9 @@ class TritonPythonModel:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
-        given = input_tensors(request, self._contract.inputs)
+        given = input_tensors(request, self._contract)
         inner = {name: tensor[0] for name, tensor in given.items()}
-        tensors = with_parameters(request, self._contract.inputs, inner)
+        tensors = with_parameters(request, self._contract, inner)
         rows = to_requests(self._contract, tensors)
         turn = sessions.begin_turn(
             key, start=bool(control(request, "START")), tensors=tensors, rows=rows
@@ -280,26 +280,25 @@ class TritonPythonModel:
         self._watch.close()
 
 
-def input_tensors(request: Any, inputs: Sequence[Tensor]) -> dict[str, torch.Tensor]:
+def input_tensors(request: Any, contract: Contract) -> dict[str, torch.Tensor]:
     """The contract's tensors of a request, over DLPack: numpy 2 misreads this backend's arrays.
 
     Raises RequestError that names those that are missing: Triton counts inputs, and optional ones
     make up for them.
     """
-    found = {}
-    for spec in inputs:
-        tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
-        if tensor is not None:
-            found[spec.name] = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
-    required = [spec.name for spec in inputs if not spec.optional]
-    if missing := [name for name in required if name not in found]:
+    found = {
+        name: torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
+        for tensor in request.inputs()
+        if (name := tensor.name()) in contract.known
+    }
+    if missing := [name for name in contract.required if name not in found]:
         what = f"required inputs are missing: {', '.join(missing)}"
         raise RequestError(problem(what, got=list(found)))
     return found
 
 
 def with_parameters(
-    request: Any, inputs: Sequence[Tensor], tensors: Mapping[str, torch.Tensor]
+    request: Any, contract: Contract, tensors: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
     """The tensors of a request, batch axis first, and those that its parameters stand for.
 
@@ -307,9 +306,9 @@ def with_parameters(
     """
     if errand_of(request) is not None:
         return tensors
-    kinds = {spec.name: spec.dtype for spec in inputs if spec.scalar and spec.optional}
+    kinds = contract.parameters
     values = parameter_values(request.parameters(), kinds, tensors)
-    rows = len(next(iter(tensors.values())))
+    rows = len(tensors["input_ids"])
     made = {
         name: torch.full((rows, 1), value, dtype=_TYPES[kinds[name]])
         for name, value in values.items()

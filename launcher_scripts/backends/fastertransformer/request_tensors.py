@@ -22,6 +22,9 @@ from launcher_scripts.contract.requests import (
     SamplingParameters,
 )
 from launcher_scripts.contract.tensors import GUIDED_GRAMMAR
+from launcher_scripts.contract.tensors import Tensor as Spec
+
+_FIELDS = {**SAMPLING_FIELDS, **REQUEST_FIELDS, **TASK_FIELDS}
 
 EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_embedding",
@@ -43,23 +46,24 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     tokens, hidden], word lists [B, 2, n] or [2, n] for all rows, biases and grammars [B, n] or [n]
     for all rows, everything else [B] or [B, 1]. Raises RequestError that names every wrong tensor.
     """
-    ids = _token_ids(tensors, "input_ids")
+    ids = _ids(tensors, "input_ids")
     rows = ids.shape[0]
     problems = Problems("the request")
     columns = {
-        name: _column(tensors, name, contract, problems, rows)
-        for name in (contract.lengths, contract.output_len, *SAMPLING_FIELDS, *REQUEST_FIELDS)
-        if name is not None and name in contract.known
+        name: _column(contract.known[name], tensor, problems, rows)
+        for name, tensor in tensors.items()
+        if name in _FIELDS or name in (contract.lengths, contract.output_len)
     }
     fields = {
         **{field: columns[name] for name, field in REQUEST_FIELDS.items() if name in columns},
         **{
-            field: _words(tensors.get(name), name, rows, problems)
+            field: _words(tensors[name], name, rows, problems)
             for name, field in WORD_FIELDS.items()
+            if name in tensors
         },
-        "logit_bias": _biases(tensors, rows, problems),
-        "guided_grammar": _grammars(tensors.get(GUIDED_GRAMMAR.name), rows, problems),
-        **_tasks(tensors, contract, problems, rows),
+        **_biases(tensors, rows, problems),
+        **_grammars(tensors, rows, problems),
+        **_tasks(columns),
         **_prompts(tensors, contract, problems, rows),
     }
     problems.raise_if_any(RequestError)
@@ -67,24 +71,24 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     fields |= {
         "input_ids": inputs,
         "output_len": _output_lens(contract, columns, inputs),
-        "decoder_input_ids": _decoder_ids(tensors, rows),
         "return_hidden_state": [contract.encoder_only] * rows,
+        **_decoder_ids(tensors, rows),
     }
-    names = {name: field for name, field in SAMPLING_FIELDS.items() if name in columns}
+    sampling = {field: columns[name] for name, field in SAMPLING_FIELDS.items() if name in columns}
     return [
         GenerateRequest(
             **{field: values[row] for field, values in fields.items()},
             sampling=SamplingParameters(
-                **{field: columns[name][row] for name, field in names.items()}
+                **{field: values[row] for field, values in sampling.items()}
             ),
         )
         for row in range(rows)
     ]
 
 
-def _token_ids(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor of ids [B, M] as int64."""
-    ids = tensors[name].long()
+def _ids(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor of ids [B, M]."""
+    ids = tensors[name]
     if ids.dim() != 2:
         raise RequestError(problem(f"{name} must be [batch, time]", got=list(ids.shape)))
     return ids
@@ -119,45 +123,36 @@ def _output_lens(
     return [whole - len(prompt) for prompt, whole in zip(inputs, columns[name], strict=True)]
 
 
-def _decoder_ids(tensors: Mapping[str, Tensor], rows: int) -> list[tuple[int, ...]]:
-    """Every row's decoder_input_ids without its padding."""
+def _decoder_ids(tensors: Mapping[str, Tensor], rows: int) -> dict[str, list[tuple[int, ...]]]:
+    """The field of every row's decoder_input_ids without their padding, where they were sent."""
     name = "decoder_input_ids"
     if name not in tensors:
-        return [()] * rows
-    ids = _token_ids(tensors, name)
+        return {}
+    ids = _ids(tensors, name).long()
     if ids.shape[0] != rows:
         what = f"{name} needs one row per row of input_ids"
         raise RequestError(problem(what, got=ids.shape[0], choices=(rows,)))
     lengths = ids.shape[1] - (ids == NO_TOKEN).flip(1).long().cumprod(1).sum(1)
-    return [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]
+    return {name: [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]}
 
 
-def _column(
-    tensors: Mapping[str, Tensor], name: str, contract: Contract, problems: Problems, rows: int
-) -> list[Any]:
-    """One value per row of a tensor; its default for those of one that was not sent."""
-    spec, tensor = contract.known[name], tensors.get(name)
-    if tensor is None:
-        return [spec.value(spec.default)] * rows
-    values = tensor.reshape(-1)
-    if values.numel() != rows:
-        what = f"{name} needs one value per row of input_ids, [{rows}]"
+def _column(spec: Spec, tensor: Tensor, problems: Problems, rows: int) -> list[Any]:
+    """One value per row of a tensor."""
+    values = (tensor if tensor.dim() == 1 else tensor.reshape(-1)).tolist()
+    if len(values) != rows:
+        what = f"{spec.name} needs one value per row of input_ids, [{rows}]"
         problems.add(what, got=list(tensor.shape))
-        return [spec.value(spec.default)] * rows
-    if not values.is_floating_point():
-        values = values.long()
-    return [spec.value(value) for value in values.tolist()]
+        return [None] * rows
+    return [spec.value(value) for value in values]
 
 
 def _words(
-    tensor: Tensor | None, name: str, rows: int, problems: Problems
+    tensor: Tensor, name: str, rows: int, problems: Problems
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The words of every row from [B, 2, n]: ids, and the end offsets up to the first negative.
 
     An end offset of 0 ends a word without ids, which is left out: old tools send it for no words.
     """
-    if tensor is None:
-        return [()] * rows
     lists = tensor.long()
     if lists.dim() == 2:
         lists = lists.expand(rows, *lists.shape)
@@ -179,56 +174,54 @@ def _words(
 
 def _biases(
     tensors: Mapping[str, Tensor], rows: int, problems: Problems
-) -> list[tuple[tuple[int, float], ...]]:
-    """The biases of every row from ids and values [B, n]; -1 among the ids pads."""
+) -> dict[str, list[tuple[tuple[int, float], ...]]]:
+    """The field of every row's biases from ids and values [B, n]; -1 among the ids pads."""
     names = ("logit_bias_ids", "logit_bias_values")
     there = [tensors[name] for name in names if name in tensors]
     if not there:
-        return [()] * rows
+        return {}
     shapes = [list(tensor.shape) for tensor in there]
     if len(there) == 1 or shapes[0] != shapes[1]:
         problems.add(f"{' and '.join(names)} must come together, in one shape", got=shapes)
-        return []
+        return {}
     ids, values = (each.expand(rows, -1) if each.dim() == 1 else each for each in there)
     if ids.dim() != 2 or ids.shape[0] != rows:
         problems.add(f"{' and '.join(names)} must be [{rows}, n]", got=shapes[0])
-        return []
-    return [
+        return {}
+    biases = [
         tuple((token, value) for token, value in zip(*pair, strict=True) if token != -1)
         for pair in zip(ids.tolist(), values.tolist(), strict=True)
     ]
+    return {"logit_bias": biases}
 
 
-def _grammars(tensor: Tensor | None, rows: int, problems: Problems) -> list[str | None]:
-    """The grammar of every row from UTF-8 [B, n] with zeros behind it; None where it is empty."""
-    if tensor is None:
-        return [None] * rows
+def _grammars(
+    tensors: Mapping[str, Tensor], rows: int, problems: Problems
+) -> dict[str, list[str | None]]:
+    """The field of every row's grammar from UTF-8 [B, n] with zeros behind it; empty: None."""
     name = GUIDED_GRAMMAR.name
+    if name not in tensors:
+        return {}
+    tensor = tensors[name]
     given = tensor.expand(rows, -1) if tensor.dim() == 1 else tensor
     if given.dim() != 2 or given.shape[0] != rows:
         problems.add(f"{name} must be [{rows}, n]", got=list(tensor.shape))
-        return []
+        return {}
     texts = []
     for row in given.tolist():
         try:
             texts.append(bytes(row).rstrip(b"\0").decode() or None)
         except ValueError as error:
             problems.add(f"{name} is no UTF-8: {error}")
-    return texts
+    return {"guided_grammar": texts}
 
 
-def _tasks(
-    tensors: Mapping[str, Tensor], contract: Contract, problems: Problems, rows: int
-) -> dict[str, list[Any]]:
+def _tasks(columns: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """The fields of every row's GenerateRequest that name a task."""
-    columns = {
-        field: _column(tensors, name, contract, problems, rows)
-        for name, field in TASK_FIELDS.items()
-        if name in contract.known
-    }
     return {
-        field: [None if task == NO_TASK else task for task in tasks]
-        for field, tasks in columns.items()
+        field: [None if task == NO_TASK else task for task in columns[name]]
+        for name, field in TASK_FIELDS.items()
+        if name in columns
     }
 
 
@@ -236,13 +229,17 @@ def _prompts(
     tensors: Mapping[str, Tensor], contract: Contract, problems: Problems, rows: int
 ) -> dict[str, list[Any]]:
     """The fields of every row's GenerateRequest that are about the row's own prompt."""
+    if tensors.keys().isdisjoint((EMBEDDING, LENGTHS, TYPE)):
+        return {}
     lengths, types = (
-        _column(tensors, name, contract, problems, rows) if name in contract.known else None
+        _column(contract.known[name], tensors[name], problems, rows)
+        if name in tensors
+        else [None] * rows
         for name in (LENGTHS, TYPE)
     )
-    # Without the tensor, a request's own embeddings are always a prompt table.
-    types = types or [PromptType.TABLE] * rows
-    embeddings = _embeddings(tensors, lengths or [None] * rows, types, problems)
+    if TYPE not in contract.known:  # a request's own embeddings are always a prompt table
+        types = [PromptType.TABLE] * rows
+    embeddings = _embeddings(tensors, lengths, types, problems)
     return {
         "prompt_embedding": embeddings,
         "soft_prompt": [

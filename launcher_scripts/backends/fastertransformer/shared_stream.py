@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -13,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answer import Answer, Submit, send_last
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, pack
+from launcher_scripts.contract.shared_stream import NO_STREAM, News, pack
 from launcher_scripts.engine.core.session import Session
 
 # A stream without rows ends after this time, so that it does not hold up a server that stops.
@@ -26,10 +27,11 @@ class SharedStream:
     def __init__(self, answers: Answers, sender: Any) -> None:
         self._answers = answers
         self._sender = sender
-        self._lock = Lock()  # of what follows; the thread that steps waits for it
+        self._lock = Lock()  # of the count of rows
         self._rows = 0
         self._idle_since = time.monotonic()
-        self._waiting: dict[SharedAnswer, None] = {}  # rows that have news
+        self._waiting: deque[SharedAnswer] = deque()  # rows that have news, some more than once
+        self._queued = False  # whether the sending thread is about to look at them
         self.closed = False
         self._sending = Lock()
         answers.departures.watch(self)
@@ -41,29 +43,29 @@ class SharedStream:
                 raise RequestError(NO_STREAM)
             self._rows += 1
 
-    def leave(self, row: SharedAnswer) -> None:
-        """The row has ended."""
+    def leave(self) -> None:
+        """A row has ended."""
         with self._lock:
-            self._waiting.pop(row, None)
             self._rows -= 1
             self._idle_since = time.monotonic()
 
     def put(self, row: SharedAnswer, *, urgent: bool) -> None:
-        """Have the row's news sent; returns at once."""
-        with self._lock:
-            self._waiting[row] = None
-        self._answers.put(self, urgent=urgent)
+        """Have the row's news sent; returns at once, and takes no lock for most tokens."""
+        self._waiting.append(row)
+        if urgent or not self._queued:
+            self._queued = True
+            self._answers.put(self, urgent=urgent)
 
     def send_news(self, *, alone: bool) -> None:  # noqa: ARG002
         """Send one response with the news of all rows that have any."""
-        with self._lock:
-            rows, self._waiting = self._waiting, {}
-        news = {row: new for row in rows if (new := row.take_news()) is not None}
+        self._queued = False  # before the rows are taken: one that comes later queues the stream
+        rows = dict.fromkeys([self._waiting.popleft() for _ in range(len(self._waiting))])
+        news = {row: new for row in rows if (new := row.take_news())}
         with self._sending:
             if news and not self.closed:
-                self._sender.send(_response(list(news.values())))
-        for row, new in news.items():
-            if new.finished:
+                self._sender.send(_response(news.values()))
+        for row, (_, _, finished) in news.items():
+            if finished:
                 row.finish()
 
     def look_for_departure(self) -> None:
@@ -118,22 +120,23 @@ class SharedAnswer(Answer):
         try:
             super().start(submit, sessions)
         except Exception:
-            self._stream.leave(self)
+            self._stream.leave()
             raise
 
-    def take_news(self) -> RowNews | None:
+    def take_news(self) -> News | None:
         """The tokens that came since the last call; None: nothing did."""
-        last, snapshot = self._last[0], self._snapshots.get(0)
-        if last is not None:
-            ids: Sequence[int] = last.output_ids[self._sent :]
-        elif snapshot is not None:
-            ids = snapshot.row.tokens[self._sent : snapshot.tokens]
+        if self._ended:
+            return None
+        last = self._last[0]
+        if last is None:
+            snapshot = self._snapshots[0]
+            ids: Sequence[int] = snapshot.row.tokens[self._sent : snapshot.tokens]
         else:
-            ids = ()
+            ids = last.output_ids[self._sent :]
         if not ids and last is None:
             return None
         self._sent += len(ids)
-        return RowNews(self._number, ids, last is not None)
+        return self._number, ids, last is not None
 
     def finish(self) -> None:
         """End the row's own stream."""
@@ -149,7 +152,7 @@ class SharedAnswer(Answer):
 
     def _end(self, response: Any) -> None:
         super()._end(response)
-        self._stream.leave(self)
+        self._stream.leave()
 
     def _check(self) -> None:
         beams = [row.sampling.beam_width for row in self._rows]
@@ -162,7 +165,7 @@ class SharedAnswer(Answer):
             )
 
 
-def _response(rows: Sequence[RowNews]) -> Any:
+def _response(rows: Iterable[News]) -> Any:
     tensor = torch.from_numpy(pack(rows))
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(tensor))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from launcher_scripts.common.errors import Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
@@ -128,7 +129,6 @@ def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConf
 
 
 def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
-    vocabulary = range(config.vocab_size)
     valid = (f"0-{config.vocab_size - 1}",)
     source, prompt = parts(request, config)
     started = not (request.decoder_input_ids if source else request.input_ids)
@@ -138,7 +138,7 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
         "start_id": prompt[-1:] if started else (),
     }
     for name, ids in given.items():
-        wrong = [token for token in ids if token not in vocabulary]
+        wrong = _beyond(ids, config.vocab_size)
         if wrong:
             what = f"{name} is an id" if name == "start_id" else f"{name} has ids"
             problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
@@ -152,14 +152,21 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
     ):
         if any(not word for word in words):
             problems.add(f"{name} has an empty word")
-        wrong = [token for word in words for token in word if token not in vocabulary]
+        wrong = [token for word in words for token in _beyond(word, config.vocab_size)]
         if wrong:
             problems.add(f"{name} has ids outside of the vocabulary", got=wrong[:5], choices=valid)
     forbidden = {word[0] for word in request.bad_words if len(word) == 1}
     if request.sampling.min_length:
         forbidden.add(config.end_id if request.end_id is None else request.end_id)
-    if forbidden.issuperset(vocabulary):
+    if len(forbidden) >= config.vocab_size and forbidden.issuperset(range(config.vocab_size)):
         problems.add("bad_words_list forbids every token of the vocabulary")
+
+
+def _beyond(ids: Sequence[int], size: int) -> list[int]:
+    """The ids that are not in a vocabulary of `size` tokens."""
+    if not ids or (min(ids) >= 0 and max(ids) < size):
+        return []
+    return [token for token in ids if not 0 <= token < size]
 
 
 def _check_lengths(
@@ -216,8 +223,10 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
 
 
 def _check_biases(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+    if not request.logit_bias:
+        return
     ids = [token for token, _ in request.logit_bias]
-    wrong = [token for token in ids if not 0 <= token < config.vocab_size]
+    wrong = _beyond(ids, config.vocab_size)
     if wrong:
         problems.add(
             "logit_bias_ids has ids outside of the vocabulary",
