@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.floors import BYTES, exchange_of, numbers
+from benchmarks.load_clients import SECONDS, settle_seconds
 from benchmarks.recorded import result
 from benchmarks.serving import INPUTS, OUTPUTS
 from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B
@@ -55,13 +56,12 @@ MODELS = {
     "175b": (GPT_175B, "20b"),
 }
 CONTEXT = 80  # tokens, of the steps in decode-h200.json
-SETTLE_SECONDS, SECONDS = 5.0, 8.0
 # Of the host and the server around the engine, by measurement of 1.3B with one client.
 ASK_SECONDS = 2.5e-3  # from an answer to the next request at the engine; and on the way back
 LAUNCH_SECONDS = 0.3e-3  # of a step that is a graph
 EAGER_SECONDS = 6e-3  # of a pass over prompts that is none
 ROW_SECONDS = 6e-6  # of every row in a step
-CACHE_SHARE = 0.7  # of the read rate, for keys and values
+CACHE_SHARE = 0.8  # of the read rate, for keys and values; of 1.3B with 128 rows
 COPY_SECONDS = (
     100e-6  # of every run of cache tokens that is copied, which is read and written twice
 )
@@ -186,11 +186,13 @@ class Simulation:
         self._asked = [0.0] * clients  # when requests arrive, a heap
         self._waits: list[float] = []  # of requests asked in the time that counts
         self._tokens = 0  # that came in it
+        self._begin = settle_seconds(clients)  # of the time that counts
+        self._end = self._begin + SECONDS
 
     def run(self) -> dict[str, float]:
-        """The figures of SECONDS after SETTLE_SECONDS."""
+        """The figures of SECONDS, once the clients have settled."""
         scheduler, ahead = self._scheduler, STEPS_AHEAD["cuda"]
-        while self._now < SETTLE_SECONDS + SECONDS:
+        while self._now < self._end:
             self._arrive()
             plan = scheduler.plan()
             if plan is not None:
@@ -199,7 +201,7 @@ class Simulation:
                 scheduler.apply(self._launched.popleft())
             elif plan is None:
                 self._now = max(self._now, self._asked[0])
-        waits = self._waits or [SETTLE_SECONDS + SECONDS]
+        waits = self._waits or [self._end]
         return {
             "tokens_per_s": round(self._tokens / SECONDS),
             "first_token_p50_ms": round(statistics.median(waits) * 1e3, 1),
@@ -242,13 +244,13 @@ class Simulation:
     def take(self, at: float, rows: dict[int, Row]) -> list[TokenResult]:
         """The rows' tokens, which the device has at that time; keys: their slots then."""
         self._now = max(self._now, at) + ROW_SECONDS * len(rows)
-        if SETTLE_SECONDS <= self._now < SETTLE_SECONDS + SECONDS:
+        if self._begin <= self._now < self._end:
             self._tokens += len(rows)
             self._running.append(self._scheduler.rows_running)
         self._waits += [
             self._now - row.came_at + ASK_SECONDS
             for row in rows.values()
-            if not row.tokens and row.came_at >= SETTLE_SECONDS
+            if not row.tokens and row.came_at >= self._begin
         ]
         for row in rows.values():
             if self._asked_tokens and len(row.tokens) + 1 >= self._taken.get(

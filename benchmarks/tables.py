@@ -205,12 +205,15 @@ def gateway_table(rows: list[dict]) -> list[str]:
     header += ["whole answers, tokens/s", "cores of the gateway", "vLLM: first token, ms"]
     lines = []
     for row in rows:
-        peer = row["vllm"]
+        peer = row.get("vllm")
         cells = [model_name(row["model"]), str(row["clients"])]
         cells += ["{p50:.1f} / {p99:.1f}".format(**row["first_token_ms"])]
         cells += [f"{row['tokens_per_response']:.1f}", f"{row['tokens_per_s']:,}"]
         cells += [f"{row['whole_answers_tokens_per_s']:,} ({row['ratio']:.2f}x)"]
         cells += [f"{row['gateway_cores']:.2f}"]
+        if peer is None:
+            lines.append([*cells, "-", "-"])
+            continue
         cells += ["{p50:.1f} / {p99:.1f}".format(**peer["first_token_ms"])]
         ratio = row["tokens_per_s"] / peer["tokens_per_s"]
         lines.append([*cells, f"{peer['tokens_per_s']:,} ({ratio:.2f}x)"])

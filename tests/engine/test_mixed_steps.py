@@ -97,11 +97,9 @@ def steps_of(decoding: int, prompt: int) -> list[int]:
     ("decoding", "prompt", "counts"),
     [
         (0, 9000, [8192, 808]),
-        (1, 1100, [511, 511, 78]),
+        (1, 1100, [512, 512, 76]),
         (20, 32, [32]),
-        (24, 300, [296, 4]),
-        (24, 330, [330]),
-        (200, 900, [768, 128, 4]),
+        (200, 900, [800, 100]),
         (512, 1600, [1536, 64]),
     ],
 )
@@ -109,6 +107,6 @@ def test_a_prompt_leaves_the_rows_that_decode_their_time(
     decoding: int, prompt: int, counts: list[int]
 ) -> None:
     """It begins at once, and no more of it runs in a step than delays the others a little, or than
-    fills a CUDA graph.
+    a CUDA graph has room for.
     """
     assert steps_of(decoding, prompt) == counts

@@ -49,8 +49,8 @@ class Scheduler:
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
-    mixed_tokens:   how many prompt tokens a pass takes in which rows decode, of so many that might
-                    run in it, and beside how many rows; None: rows do not decode in such passes
+    mixed_tokens:   most prompt tokens of a pass in which so many rows decode; None: rows do not
+                    decode in passes over prompts
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scheduler:
         prefill_tokens: int,
         statistics: Statistics | None = None,
         *,
-        mixed_tokens: Callable[[int, int], int] | None = None,
+        mixed_tokens: Callable[[int], int] | None = None,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
@@ -445,8 +445,7 @@ class Scheduler:
         budget = self._prefill_tokens
         if self._mixed_tokens is not None and decoding:
             soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
-            waiting = sum(row.prefill_length - row.prefilled for row in self._running.values())
-            budget = self._mixed_tokens(min(budget, soon, waiting), decoding)
+            budget = min(budget, soon, self._mixed_tokens(decoding))
         for row in self._running.values():
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):

@@ -19,7 +19,6 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
 # Of prompts and rows that decode together. cuBLAS takes longer for 448 than for 512.
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-OPERATIONS_BOUND = 256  # tokens from which on a pass takes longer than reading the weights
 Integers = NDArray[np.int64]
 NO_BOUNDS = Bounds()
 NOTHING: Integers = np.empty(0, dtype=np.int64)
@@ -93,21 +92,12 @@ def several_rows(tokens: int) -> int:
     return max(16, tokens // 32)
 
 
-def mixed_tokens(waiting: int, decoding: int, most_rows: int) -> int:
-    """How many of the prompt tokens that wait a pass takes in which so many rows decode.
+def mixed_tokens(decoding: int, most_rows: int) -> int:
+    """Most prompt tokens of a pass in which so many rows decode, for it to be a CUDA graph.
 
-    It stays a CUDA graph. Where its operations take longer than reading the weights, a few tokens
-    wait that would fill less than half of what a larger graph has more.
     most_rows: of those that decode in any pass
     """
-    rows = bucket_rows(decoding, most_rows)
-    total = rows + waiting
-    full = max((size for size in TOKEN_BUCKETS if rows < size <= total), default=0)
-    larger = next((size for size in TOKEN_BUCKETS if total <= size), None)
-    if larger is None:
-        return max(full - rows, TOKEN_BUCKETS[0])
-    few = full >= OPERATIONS_BOUND and total - full <= (larger - full) / 2
-    return full - rows if few else waiting
+    return max(TOKEN_BUCKETS[0], TOKEN_BUCKETS[-1] - bucket_rows(decoding, most_rows))
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:

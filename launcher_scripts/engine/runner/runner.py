@@ -63,7 +63,7 @@ class Runner:
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
 
     @property
-    def mixed_tokens(self) -> Callable[[int, int], int] | None:
+    def mixed_tokens(self) -> Callable[[int], int] | None:
         """See Scheduler."""
         mixes = self._prefill.mixes([])
         return partial(mixed_tokens, most_rows=self.states.padding_slot) if mixes else None
