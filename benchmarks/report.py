@@ -21,6 +21,7 @@ from launcher_scripts.models.gpt import GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMMARY = (USE_CASES["question answering"], BATCHES[-1])
+CLIENTS = 128
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
 RUNS = ("serve", "serve-tp", "generate", "in-flight", "load", "decode", "tensor-parallel")
@@ -104,7 +105,6 @@ def summary() -> list[str]:
     return [
         joined(headline()),
         "The peers run without a server. All figures: [docs/performance.md](docs/performance.md).",
-        *footnote("in-flight"),
     ]
 
 
@@ -116,10 +116,9 @@ def headline() -> list[str]:
         )
         for case in SUMMARY
     )
-    clients = max(result("in-flight")["rows"], key=lambda row: row["clients"])
+    small, large = (row for row in result("gateway")["rows"] if row["clients"] == CLIENTS)
+    times = [row["tokens_per_s"] / row["vllm"]["tokens_per_s"] for row in (small, large)]
     step = next(row for row in result("decode")["rows"] if row["model"] == "5b")
-    speed = clients["in_flight_tokens_per_s"]
-    peer = max(clients["peer_tokens_per_s"].values())
     lines = (
         f"A request with {one['input']} tokens in and {one['output']} out takes {one['ms']:.1f} ms"
         f" with GPT 5B: CTranslate2 takes {one['peers']['ctranslate2'] / one['ms']:.1f} times as"
@@ -127,8 +126,9 @@ def headline() -> list[str]:
         f"A batch of {batch['rows']} gets {batch['tokens_per_s']:,.0f} tokens/s:"
         f" {batch['peers']['ctranslate2'] / batch['ms']:.1f} times CTranslate2's rate,"
         f" {batch['peers']['transformers'] / batch['ms']:.1f} times transformers'.",
-        f"{clients['clients']} clients with mixed requests to GPT 1.3B get {speed:,.0f} tokens/s"
-        f"{mark('in-flight')}: {speed / peer:.1f} times CTranslate2's rate.",
+        f"{CLIENTS} clients stream {small['tokens_per_s']:,} tokens/s of GPT 1.3B through the"
+        f" OpenAI gateway, {times[0]:.2f} times vLLM's rate, and {large['tokens_per_s']:,} of an 8B"
+        f" of Llama-3.1's shape, {times[1]:.2f} times.",
         f"A decode step of one row takes {step['ms']:.2f} ms with GPT 5B. Reading its weights, keys"
         f" and values alone takes {step['share_of_floor']:.0%} of that.",
     )

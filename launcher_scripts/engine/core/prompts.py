@@ -60,9 +60,11 @@ def check_adapters(problems: Problems, request: GenerateRequest, config: ModelCo
                 choices=[f"{number} ({task.name})" for number, task in enumerate(tasks)] or None,
             )
             return
+    if request.soft_prompt or not _has_prompt(request):
+        return
     length, start = _length(request, config), prompt_start_id(config)
     beyond = [token for token in request.input_ids if token >= start + length]
-    if _has_prompt(request) and beyond and not request.soft_prompt:
+    if beyond:
         problems.add(
             f"input_ids has virtual tokens beyond the {length} of the row's prompt",
             got=beyond[:5],
