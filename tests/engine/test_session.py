@@ -15,6 +15,7 @@ from launcher_scripts.contract.requests import (
     GenerateRequest,
     SamplingParameters,
 )
+from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.core.row import Snapshot
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
@@ -23,6 +24,7 @@ from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import LayerCache
 from tests.engine.small_models import (
+    EagerGraphs,
     engine_for,
     random_tensors,
     runner_for,
@@ -145,6 +147,29 @@ def test_sessions_run_beside_each_other_and_beside_other_rows(learned):
         thread.join(60)
     wait(others, 60)
     assert got == expected
+
+
+def test_a_window_sends_no_other_row_the_general_way():
+    config = KINDS["rope"]
+    graphs = EagerGraphs()
+    engine = engine_for(config, random_tensors(config), graphs=graphs)
+    session, request = Session(200, 8), GenerateRequest((5, 6, 7), 30)
+    alone = [
+        engine.submit(request).result(60),
+        engine.submit(request, session=session).result(60),
+    ]
+    engine.close_session(session)
+    graphs.asked.clear()
+    session = Session(200, 8)
+    together = [engine.submit(request) for _ in range(3)]
+    together.append(engine.submit(request, session=session))
+    answers = [future.result(60).output_ids for future in together]
+    assert answers == [alone[0].output_ids] * 3 + [alone[1].output_ids]
+    assert alone[0].output_ids != alone[1].output_ids
+    steps = [key for key in graphs.asked if isinstance(key[1], Bounds)]
+    assert {(rows, bounds.windows) for rows, bounds, _ in steps} >= {(4, False), (1, True)}
+    assert all(rows == 1 for rows, bounds, _ in steps if bounds.windows)
+    engine.close()
 
 
 def test_a_long_context_runs_in_pieces(monkeypatch):

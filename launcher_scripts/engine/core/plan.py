@@ -216,10 +216,10 @@ class Plan(Message, frozen=True):
     between hypotheses of the searches that go on after the step. moves come before everything else,
     then the copies, in order: one may write where one before it has read. places are those of the
     rows that have moved.
-    windows: whether any row in `decode` has a window;  lora: whether any there has a LoRA adapter,
-    or any in `beams`. longest and longest_source bound the cache
-    tokens of all of them: prompt and generated ones, the new one included; and those of the
-    encoder's input, where there is one.
+    windowed: rows that run one token further, too, but whose windows need the general path.
+    lora: whether any row that runs one token further has a LoRA adapter. longest and
+    longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
+    included; and those of the encoder's input, where there is one.
 
     masks: of the guided rows that get a token in the step.
 
@@ -230,6 +230,7 @@ class Plan(Message, frozen=True):
     encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
+    windowed: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
     beams: tuple[int, ...] = ()
     reorder: int = 0
@@ -238,7 +239,6 @@ class Plan(Message, frozen=True):
     moves: tuple[Move, ...] = ()
     copies: tuple[Copy, ...] = ()
     places: tuple[Place, ...] = ()
-    windows: bool = False
     lora: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
@@ -250,12 +250,12 @@ class Plan(Message, frozen=True):
             copied,
             self.encode,
             self.prefill,
-            self.decode,
+            self.decode or self.windowed,
             self.drafts,
             self.beams,
             self.record,
         )
-        tokens = sum(part.count for part in self.prefill) + len(self.decode)
+        tokens = sum(part.count for part in self.prefill) + len(self.decode) + len(self.windowed)
         tokens += sum(len(draft.ids) for draft in self.drafts)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
@@ -264,4 +264,5 @@ class Plan(Message, frozen=True):
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(self.longest, self.longest_source, self.windows, self.lora)
+        """Of all rows but those in `windowed`."""
+        return Bounds(self.longest, self.longest_source, lora=self.lora)

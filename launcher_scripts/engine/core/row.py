@@ -182,6 +182,11 @@ class Row:
         return 0 if self.session is None else self.session.cached
 
     @property
+    def window(self) -> int:
+        """How many of the last tokens attention covers; 0: all."""
+        return 0 if self.session is None else self.session.window
+
+    @property
     def cached(self) -> int:
         """Tokens in the cache once everything launched has run."""
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
@@ -228,7 +233,7 @@ class Row:
             generated=self.resumed,
             past=self.past,
             dropped=0 if self.session is None else self.session.dropped,
-            window=0 if self.session is None else self.session.window,
+            window=self.window,
         )
 
 

@@ -111,7 +111,7 @@ class Scheduler:
         running = [row for row in self._running.values() if self._decodes(row)]
         drafting = [row for row in running if row.lookup is not None and row.take_draft()]
         drafts = [Draft(row.slot, row.cached, (row.tokens[-1], *row.draft)) for row in drafting]
-        decode = [row for row in running if row.hypotheses is None and not row.draft]
+        single = [row for row in running if row.hypotheses is None and not row.draft]
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
         prefill = self._plan_prefill(len(running))
@@ -128,7 +128,8 @@ class Scheduler:
             starts=tuple(row.as_start() for row in starts),
             encode=tuple(row.slot for row in encode),
             prefill=tuple(prefill),
-            decode=tuple(row.slot for row in decode),
+            decode=tuple(row.slot for row in single if not row.window),
+            windowed=tuple(row.slot for row in single if row.window),
             drafts=tuple(drafts),
             beams=tuple(row.slot for row in beams),
             reorder=max(map(self._reordered, beams), default=0),
@@ -137,8 +138,7 @@ class Scheduler:
             moves=tuple(self._moves),
             copies=tuple(self._copies),
             places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
-            windows=any(row.session is not None and row.session.window for row in running),
-            lora=any(row.request.lora_adapter is not None for row in (*decode, *beams)),
+            lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(self._masks()),
         )
 

@@ -25,7 +25,7 @@ class MixedBatch:
 
 
 class DecodeBatches:
-    """The batch of the rows that ran last.
+    """The batches of the rows that ran since others joined.
 
     max_rows: where steps are CUDA graphs, to what buckets of rows are padded at most; else None
     """
@@ -41,20 +41,21 @@ class DecodeBatches:
         self._max_rows = max_rows
         self._padding_slot = padding_slot
         self._device = device
-        self._plain: tuple[tuple[int, ...], SamplingBatch] | None = None
+        self._plain: dict[tuple[int, ...], SamplingBatch] = {}
         self._mixed: tuple[tuple[tuple[int, ...], ...], MixedBatch] | None = None
 
     def forget(self) -> None:
         """Other rows may be in the same slots."""
-        self._plain = self._mixed = None
+        self._plain.clear()
+        self._mixed = None
 
     def plain(self, slots: tuple[int, ...]) -> SamplingBatch:
         """The sampling of rows without beam searches."""
-        if self._plain is None or self._plain[0] != slots:
+        if slots not in self._plain:
             rows = [self._rows[slot] for slot in slots]
             rows += [_padding_row(self._padding_slot)] * self._padding(len(rows))
-            self._plain = (slots, SamplingBatch(rows, self._device))
-        return self._plain[1]
+            self._plain[slots] = SamplingBatch(rows, self._device)
+        return self._plain[slots]
 
     def mixed(self, plan: Plan) -> MixedBatch:
         """The sampling of the rows in `decode`, and the searches beside them."""

@@ -90,7 +90,7 @@ class Runner:
         if plan.encode:
             self._encode(plan.encode, result)
         prompts = [self._rows[part.slot] for part in plan.prefill]
-        mixed = not (plan.beams or plan.windows) and self._prefill.mixes(prompts)
+        mixed = not plan.beams and self._prefill.mixes(prompts)
         if plan.prefill:
             decoding = [self._rows[slot] for slot in plan.decode] if mixed else []
             self._prefill.run(prompts, plan.prefill, result, decoding, plan.bounds)
@@ -99,7 +99,9 @@ class Runner:
         if plan.beams:
             self._decode_with_beams(plan, result)
         elif plan.decode and not (plan.prefill and mixed):
-            self._decode(plan, result)
+            self._decode(plan.decode, plan.bounds, result)
+        if plan.windowed:
+            self._decode(plan.windowed, plan.bounds._replace(windows=True), result)
         if self._graphs is not None:
             for shape in plan.record:
                 self._record(shape, self._graphs)
@@ -157,14 +159,13 @@ class Runner:
         )
         return self.decoder.encode(indices(ids, self.device), chunks, attentions=asked)
 
-    def _decode(self, plan: Plan, result: StepResult) -> None:
-        batch = self._batches.plain(plan.decode)
+    def _decode(self, slots: tuple[int, ...], bounds: Bounds, result: StepResult) -> None:
+        batch = self._batches.plain(slots)
         if self._graphs is None:
-            logits = self._forward_step(batch.slots, plan.bounds)
-            sampled = self._choice.choose(logits, batch)
+            sampled = self._choice.choose(self._forward_step(batch.slots, bounds), batch)
         else:
-            sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(plan.bounds))
-        result.tokens.append(TokenCopy(plan.decode, sampled, batch.scored_rows))
+            sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(bounds))
+        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
     def _decode_on_graph(self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds) -> Sampled:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
