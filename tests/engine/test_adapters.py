@@ -12,10 +12,18 @@ import torch
 
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
-from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
+from tests.engine.small_models import (
+    EagerGraphs,
+    engine_for,
+    load_engine,
+    random_tensors,
+    runner_for,
+    small_config,
+)
 from tests.engine.small_t5 import DECODER, NEMO, as_encoder, t5_config, t5_tensors
 
 PARTS = Adapters(
@@ -25,6 +33,7 @@ PARTS = Adapters(
     adapter_size=8,
 )
 POST = replace(PARTS, adapter_norm_position="post")
+IA3 = replace(PARTS, adapter_size=0)
 TEXT = (5, 60, 11, 2, 33)
 SQUAD, BOOLQ = (67, 68, 69, *TEXT), (67, 68, 5, 69, 70, 71, 9)
 TOLERANCE = 2e-4
@@ -89,7 +98,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt_rope_grouped": lambda: gpt(
         position_embedding="rope", num_kv_heads=2, gated=True, activation="silu", parts=POST
     ),
+    "gpt_ia3": lambda: gpt(parts=IA3),
     "t5": t5,
+    "t5_ia3": lambda: t5(parts=IA3),
     "t5_gated": lambda: t5(gated=True, position_embedding="learned", max_positions=40, parts=POST),
 }
 
@@ -113,6 +124,7 @@ def test_mixed_rows(name: str) -> None:
     ("name", "tp", "pp"),
     [
         ("gpt", 2, 1),
+        ("gpt_ia3", 2, 1),
         ("t5", 1, 2),
         pytest.param("gpt", 1, 2, marks=pytest.mark.slow),
         pytest.param("gpt_rope_grouped", 4, 1, marks=pytest.mark.slow),
@@ -130,9 +142,9 @@ def test_mixed_rows_on_several_ranks(tmp_path: Path, name: str, tp: int, pp: int
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Model, Engine]]:
-    model = gpt()
+@pytest.fixture(scope="module", params=[PARTS, IA3], ids=["adapters", "ia3"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Model, Engine]]:
+    model = gpt(parts=request.param)
     engine = engine_for(model.config, model.tensors)
     yield model, engine
     engine.close()
@@ -184,6 +196,20 @@ def test_greedy_decoding_goes_on_with_the_rows_task(served: tuple[Model, Engine]
         ids.append(int(model.expected(step)[-1].argmax()))
     row = replace(case.request, output_len=4, return_context_logits=False)
     assert list(engine.submit(row).result(60).output_ids) == ids[len(case.request.input_ids) :]
+
+
+def test_rows_without_a_task_take_fused_steps() -> None:
+    model, graphs = gpt(parts=IA3), EagerGraphs()
+    _, runner = runner_for(model.config, model.tensors)
+    assert runner.decoder.step is not None
+    engine = engine_for(model.config, model.tensors, graphs=graphs)
+    rows = [GenerateRequest(TEXT, 9, ia3_task=task) for task in (None, None, 0)]
+    for future in [engine.submit(row) for row in rows]:
+        future.result(60)
+    engine.close()
+    steps = {(key[0], key[1].general) for key in graphs.asked if isinstance(key[1], Bounds)}
+    assert (2, False) in steps
+    assert {rows for rows, general in steps if general} == {1}
 
 
 def test_beams_keep_their_rows_task(served: tuple[Model, Engine]) -> None:

@@ -23,16 +23,16 @@ from tests.engine.small_models import engine_for, random_tensors, small_config
 
 def layer_with(**parts):
     """The weights of a layer whose one sublayer has these adapters."""
-    return SimpleNamespace(sublayers=[SimpleNamespace(**{"ia3": None, "adapter": None, **parts})])
+    return SimpleNamespace(sublayers=[SimpleNamespace(**{"adapter": None, **parts})])
 
 
 def test_what_keeps_a_model_from_fused_steps():
     config = small_config()
     assert unsupported_reasons(config, Communicator(), [layer_with()]) == []
-    for adapted in (layer_with(ia3=torch.ones(2, 3)), layer_with(adapter=object())):
-        assert unsupported_reasons(config, Communicator(), [layer_with(), adapted]) == [
-            "IA3 or adapters work inside the layers",
-        ]
+    adapted = [layer_with(), layer_with(adapter=object())]
+    assert unsupported_reasons(config, Communicator(), adapted) == [
+        "adapters work inside the layers"
+    ]
     post = small_config(norm_placement="post")
     assert unsupported_reasons(post, Communicator(Parallelism(1, 2)), []) == [
         "the layers are split into pipeline stages",

@@ -167,8 +167,8 @@ def test_a_window_sends_no_other_row_the_general_way():
     assert answers == [alone[0].output_ids] * 3 + [alone[1].output_ids]
     assert alone[0].output_ids != alone[1].output_ids
     steps = [key for key in graphs.asked if isinstance(key[1], Bounds)]
-    assert {(rows, bounds.windows) for rows, bounds, _ in steps} >= {(4, False), (1, True)}
-    assert all(rows == 1 for rows, bounds, _ in steps if bounds.windows)
+    assert {(rows, bounds.general) for rows, bounds, _ in steps} >= {(4, False), (1, True)}
+    assert all(rows == 1 for rows, bounds, _ in steps if bounds.general)
     engine.close()
 
 

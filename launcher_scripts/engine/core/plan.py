@@ -86,6 +86,11 @@ class RowStart(Record, frozen=True, dict=True):
         words = sum(map(len, self.request.bad_words))
         return max(words, len(self.request.logit_bias)) <= MOST_LISTED
 
+    @property
+    def general(self) -> bool:
+        """Whether the row needs the general path: for a window, or for IA3."""
+        return self.window > 0 or self.ia3_task != NO_TASK
+
     @cached_property
     def choice(self) -> Choice:
         """The simplest way in which the row can choose its tokens."""
@@ -178,13 +183,13 @@ class Bounds(NamedTuple):
     own:    prompt and generated tokens, the new one included
     source: the encoder's input; 0 without an encoder
 
-    windows: whether attention of any row covers its last tokens only
+    general: whether the step takes the general path, for rows that ask for it
     lora:    whether any row has a LoRA adapter
     """
 
     own: int = 0
     source: int = 0
-    windows: bool = False
+    general: bool = False
     lora: bool = False
 
 
@@ -216,7 +221,7 @@ class Plan(Message, frozen=True):
     between hypotheses of the searches that go on after the step. moves come before everything else,
     then the copies, in order: one may write where one before it has read. places are those of the
     rows that have moved.
-    windowed: rows that run one token further, too, but whose windows need the general path.
+    apart: rows that run one token further, too, but by the general path (see RowStart.general).
     lora: whether any row that runs one token further has a LoRA adapter. longest and
     longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
     included; and those of the encoder's input, where there is one.
@@ -230,7 +235,7 @@ class Plan(Message, frozen=True):
     encode: tuple[int, ...] = ()
     prefill: tuple[PrefillPart, ...] = ()
     decode: tuple[int, ...] = ()
-    windowed: tuple[int, ...] = ()
+    apart: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
     beams: tuple[int, ...] = ()
     reorder: int = 0
@@ -250,12 +255,12 @@ class Plan(Message, frozen=True):
             copied,
             self.encode,
             self.prefill,
-            self.decode or self.windowed,
+            self.decode or self.apart,
             self.drafts,
             self.beams,
             self.record,
         )
-        tokens = sum(part.count for part in self.prefill) + len(self.decode) + len(self.windowed)
+        tokens = sum(part.count for part in self.prefill) + len(self.decode) + len(self.apart)
         tokens += sum(len(draft.ids) for draft in self.drafts)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
@@ -264,5 +269,5 @@ class Plan(Message, frozen=True):
 
     @property
     def bounds(self) -> Bounds:
-        """Of all rows but those in `windowed`."""
+        """Of all rows but those in `apart`."""
         return Bounds(self.longest, self.longest_source, lora=self.lora)

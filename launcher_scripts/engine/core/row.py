@@ -187,6 +187,11 @@ class Row:
         return 0 if self.session is None else self.session.window
 
     @property
+    def general(self) -> bool:
+        """See RowStart."""
+        return self.window > 0 or self.request.ia3_task is not None
+
+    @property
     def cached(self) -> int:
         """Tokens in the cache once everything launched has run."""
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import Linear, Norm
-from launcher_scripts.models.adapters import adapters_of
 
 # The last row of every IA3 table: factors of one, for rows without a task.
 NO_TASK = -1
@@ -39,14 +38,12 @@ def scaled(x: Tensor, factors: Tensor | None, tasks: Tensor | None) -> Tensor:
     return x if factors is None or tasks is None else x * factors[tasks]
 
 
-def token_tasks(
-    config: object, rows: Sequence[tuple[int, int]], device: torch.device
-) -> Tensor | None:
-    """Every token's row of the IA3 factors, int64 [N]; None for a model without IA3.
+def token_tasks(rows: Sequence[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """Every token's row of the IA3 factors, int64 [N]; None where no row has a task.
 
     rows: task and new tokens of each
     """
-    if not adapters_of(config).ia3_num_tasks:
+    if all(task == NO_TASK for task, _ in rows):
         return None
     counts = torch.tensor([count for _, count in rows])
     tasks = torch.tensor([task for task, _ in rows]).repeat_interleave(counts)

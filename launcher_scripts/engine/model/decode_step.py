@@ -184,7 +184,10 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 def unsupported_reasons(
     config: object, communicator: Communicator, layers: Iterable[LayerWeights]
 ) -> list[str]:
-    """Why the model's decode steps cannot go through a DecodeStep; empty where they can."""
+    """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
+
+    Rows with IA3 do not; see RowStart.general.
+    """
     found = []
     if communicator.parallelism.pp_size > 1:
         found.append("the layers are split into pipeline stages")
@@ -196,9 +199,8 @@ def unsupported_reasons(
             found.append("layers choose among experts")
         if config.rotary_scaling in ("longrope", "dynamic"):
             found.append("rotary positions depend on a row's length")
-    sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
-    if any(each.ia3 is not None or each.adapter is not None for each in sublayers):
-        found.append("IA3 or adapters work inside the layers")
+    if any(each.adapter is not None for layer in layers for each in layer.sublayers):
+        found.append("adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:
         found.append("heads have an odd number of features")
     return found

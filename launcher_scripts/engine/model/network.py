@@ -113,7 +113,7 @@ class Network:
         """
         if self._encoder is None:
             raise ValueError("a decoder alone encodes nothing")
-        tasks = self._tasks([(chunk.ia3_task, chunk.source) for chunk in chunks])
+        tasks = token_tasks([(each.ia3_task, each.source) for each in chunks], self.device)
         encoded = Encoded(*self._encoder.forward(ids, chunks, tasks, attentions=attentions))
         if self._readers:
             spans = [torch.arange(each.start - each.source, each.start) for each in chunks]
@@ -131,13 +131,14 @@ class Network:
         """
         chunks, ids, positions = prompts.chunks, prompts.ids, prompts.positions
         windowed = any(chunk.window for chunk in chunks)
+        tasks = token_tasks([(each.ia3_task, each.count) for each in chunks], self.device)
         of_prompts = PrefillContext(
             slots=prompts.slots,
             chunks=chunks,
             spans=prompts.spans,
             windowed=windowed,
             lora_adapters=prompts.lora_adapters,
-            ia3_tasks=self._tasks([(chunk.ia3_task, chunk.count) for chunk in chunks]),
+            ia3_tasks=tasks,
         )
         context: PrefillContext | MixedContext = of_prompts
         if decoding is not None:
@@ -153,7 +154,7 @@ class Network:
             ids, positions = torch.cat([tokens, ids]), torch.cat([rows.lengths, positions])
         context = replace(context, rotary=self._tables(positions, self._reach_of(chunks)))
         prompt_rows = [(chunk.prompt, chunk.count) for chunk in chunks]
-        if self.step is None or self._encoder is not None or windowed:
+        if self.step is None or self._encoder is not None or windowed or tasks is not None:
             return self._forward(ids, positions, context, prompt_rows)
         self.cache.ids[context.slots] = ids
         return self.step.prompts(self._decoder.embed(ids, positions, prompt_rows), context)
@@ -242,10 +243,6 @@ class Network:
             self.kernels,
             self.communicator,
         )
-
-    def _tasks(self, rows: Sequence[tuple[int, int]]) -> Tensor | None:
-        """Every token's row of the IA3 factors; see token_tasks."""
-        return token_tasks(self.config, rows, self.device)
 
     @property
     def _rotates_by_row(self) -> bool:

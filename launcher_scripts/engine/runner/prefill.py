@@ -40,7 +40,6 @@ from launcher_scripts.engine.runner.prompt_batch import (
     unpacked,
 )
 from launcher_scripts.kernels.operands import VarlenBatch
-from launcher_scripts.models.adapters import adapters_of
 
 
 class Prefill:
@@ -68,11 +67,7 @@ class Prefill:
         self._device = device
         self._context = ContextResults(network, communicator, device)
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
-        self._same_layers = (
-            communicator.parallelism.pp_size == 1
-            and network.replays_prompts
-            and not adapters_of(network.config).ia3_num_tasks
-        )
+        self._same_layers = communicator.parallelism.pp_size == 1 and network.replays_prompts
         self._graphs = graphs if self._same_layers else None
 
     def mixes(self, rows: Sequence[RowStart]) -> bool:
@@ -284,6 +279,6 @@ class Prefill:
 def _alike(rows: Sequence[RowStart]) -> bool:
     """Whether nothing about the rows but their numbers decides what is launched."""
     return not any(
-        row.window or row.beams or row.prompt is not None or row.request.asks_of_prompt
+        row.general or row.beams or row.prompt is not None or row.request.asks_of_prompt
         for row in rows
     )

@@ -100,8 +100,8 @@ class Runner:
             self._decode_with_beams(plan, result)
         elif plan.decode and not (plan.prefill and mixed):
             self._decode(plan.decode, plan.bounds, result)
-        if plan.windowed:
-            self._decode(plan.windowed, plan.bounds._replace(windows=True), result)
+        if plan.apart:
+            self._decode(plan.apart, plan.bounds._replace(general=True), result)
         if self._graphs is not None:
             for shape in plan.record:
                 self._record(shape, self._graphs)
@@ -196,10 +196,12 @@ class Runner:
 
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
+        general = any(self._rows[slot].general for slot in plan.beams)
+        bounds = plan.bounds._replace(general=general)
         if self._graphs is None:
-            logits = self._forward_step(mixed.slots, plan.bounds)
+            logits = self._forward_step(mixed.slots, bounds)
         else:
-            bounds = bucket_bounds(plan.bounds)
+            bounds = bucket_bounds(bounds)
             logits = self._graphs.run(
                 (mixed.slots.shape[0], bounds, Choice.EAGER),
                 mixed.slots,
@@ -216,7 +218,7 @@ class Runner:
     def token_step(self, slots: Tensor, bounds: Bounds, choice: Choice) -> Sampled:
         """One token of every row in slots [B], which is not chosen eagerly."""
         step = self.decoder.step
-        if choice == Choice.GREEDY and step is not None and not bounds.windows:
+        if choice == Choice.GREEDY and step is not None and not bounds.general:
             columns = self.states.columns
             hidden = step.forward(columns, slots, bounds, self._lora_adapters(slots, bounds))
             return Sampled(step.greedy(hidden, columns, slots))
@@ -226,10 +228,10 @@ class Runner:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states, step = self.states, self.decoder.step
         adapters = self._lora_adapters(slots, bounds)
-        if step is not None and not bounds.windows:
+        if step is not None and not bounds.general:
             return step.logits(step.forward(states.columns, slots, bounds, adapters))
         start, length, positions = states.start[slots], states.length[slots], None
-        if bounds.windows:
+        if bounds.general:
             positions = length + states.dropped[slots]
             outside = (length + 1 - states.window[slots]).clamp(min=0)
             start, length = start + outside, length - outside
