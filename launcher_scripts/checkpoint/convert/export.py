@@ -38,7 +38,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
-from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.config.settings import CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, check_division
 
@@ -155,7 +155,7 @@ def _located(settings: ExportSettings) -> tuple[Path, str]:
             problem(
                 "the checkpoint does not exist",
                 got=str(path),
-                change="export.model.checkpoint_path",
+                change=CHECKPOINT_KEY,
             )
         )
     return nemo_training.locate(path, settings.training_checkpoint)
@@ -233,9 +233,7 @@ def open_source(
         if not name:
             lacking = nemo_training.without_sizes(archive) or _adapter_alone(archive)
             text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
-            raise CheckpointError(
-                problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
-            )
+            raise CheckpointError(problem(text, choices=sorted(SOURCES), change=CHECKPOINT_KEY))
         print(f"found a checkpoint of {name}", flush=True)
     checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)
     heads = checkpoint.config.num_heads

@@ -13,6 +13,7 @@ from launcher_scripts.checkpoint.sources.megatron_core import model_names, peft_
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 
 
 def matches(path: Path) -> bool:
@@ -33,7 +34,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     tensors = model_names(distributed.read_tensors(archive, root))
     if TABLE in tensors:
         raise CheckpointError(
-            f"{path} holds a whole model with its adapters: name it in export.model.checkpoint_path"
+            f"{path} holds a whole model with its adapters: name it in {CHECKPOINT_KEY}"
         )
     settings = peft_settings(archive, root)
     for name, tensor in tensors.items():

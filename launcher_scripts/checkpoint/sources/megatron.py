@@ -32,6 +32,7 @@ from launcher_scripts.checkpoint.sources.shards import (
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import TensorShards
 from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.gpt import GPTConfig
 
 WEIGHTS_NAME = "model_optim_rng.pt"
@@ -163,7 +164,7 @@ def the_latest(archive: Archive, roots: set[str]) -> str:
             problem(
                 f"{archive.path} must hold one checkpoint",
                 got=sorted(roots) or "none",
-                change="export.model.checkpoint_path, naming one of them",
+                change=f"{CHECKPOINT_KEY}, naming one of them",
             )
         )
     return roots.pop()

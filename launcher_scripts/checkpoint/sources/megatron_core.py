@@ -33,6 +33,7 @@ from launcher_scripts.checkpoint.sources.nemo_state import stripped
 from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_yaml
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 
 COMMON = "common.pt"
@@ -186,7 +187,7 @@ def _read_options(
                     f"{root}{RUN_CONFIG} (Megatron Bridge)",
                     f"{context} (NeMo 2)",
                 ],
-                change="export.model.checkpoint_path",
+                change=CHECKPOINT_KEY,
             )
         )
     return "Megatron-LM", args, core_options.of_arguments(args, f"the arguments in {archive.path}")
