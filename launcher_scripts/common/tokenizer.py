@@ -169,7 +169,30 @@ def is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-class GPT2Tokenizer:
+class _FastTokenizer:
+    """One of the `tokenizers` library's."""
+
+    _tokenizer: Any
+    _byte_level = True
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
+
+
+class GPT2Tokenizer(_FastTokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
 
     `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
@@ -205,19 +228,6 @@ class GPT2Tokenizer:
         self._said = _tokenizer_config(folder)
         self._named = _named_special_tokens(folder) or {}
 
-    def to_json(self) -> str:
-        """All of it, as tokenizer.json has it."""
-        return str(self._tokenizer.to_str())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return _token_bytes(self._tokenizer, token_id, byte_level=True)
-
     def around(self) -> tuple[list[int], list[int]]:
         """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
         if _tokenizer_class(self._said).startswith("GPT2"):
@@ -229,9 +239,6 @@ class GPT2Tokenizer:
         if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
             return [], []
         return [self.start_id], [self.end_id]
-
-    def special_id(self, token: str) -> int | None:
-        return _added_id(self._tokenizer, token)
 
 
 class SentencePieceTokenizer:
@@ -339,7 +346,7 @@ class MBartTokenizer:
         return self._special.get(token)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_FastTokenizer):
     """A fast tokenizer from tokenizer.json.
 
     special_tokens_map.json or tokenizer_config.json beside it say which tokens start, end and
@@ -373,19 +380,6 @@ class HuggingFaceTokenizer:
         ids = (self._tokenizer.token_to_id(token) for token in usual)
         return next((found for found in ids if found is not None), None)
 
-    def to_json(self) -> str:
-        """All of it, as tokenizer.json has it."""
-        return str(self._tokenizer.to_str())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
-
     def around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer's post-processor adds; transformers gives an mBART its own."""
         if _tokenizer_class(self._said).startswith(MBART):
@@ -394,9 +388,6 @@ class HuggingFaceTokenizer:
         inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
         first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
         return encoded.ids[:first], encoded.ids[last:]
-
-    def special_id(self, token: str) -> int | None:
-        return _added_id(self._tokenizer, token)
 
 
 def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:

@@ -12,14 +12,19 @@ from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
+from launcher_scripts.models.family import (
+    Hyperparameters,
+    Partition,
+    Source,
+    WeightSpec,
+    check_numbers,
+)
 
-NORM_PLACEMENTS = ("pre", "post")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
-class BartConfig:
+class BartConfig(Hyperparameters):
     """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
@@ -52,9 +57,8 @@ class BartConfig:
         problems = Problems("the BART hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
         more = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
-        for name in (*sizes, *more):
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+        choices = {"norm_placement": ("pre", "post"), "activation": _ACTIVATIONS}
+        self.check_fields(problems, (*sizes, *more), choices)
         for name in ("num_heads", "num_decoder_heads"):
             if not problems.messages and self.hidden_size % getattr(self, name):
                 problems.add(
@@ -62,9 +66,6 @@ class BartConfig:
                     got=getattr(self, name),
                     choices=divisors(self.hidden_size),
                 )
-        for name, choices in (("norm_placement", NORM_PLACEMENTS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in choices:
-                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
             problems.add(
                 "forced_bos_id (forced_bos_token_id) is no id of the vocabulary",
@@ -115,10 +116,6 @@ class BartConfig:
     def decoder_kv_heads(self) -> int:
         return self.num_decoder_heads
 
-    def window(self, _layer: int) -> int:
-        """Every layer attends to all tokens."""
-        return 0
-
     @property
     def encoder_only(self) -> bool:
         return False
@@ -126,10 +123,6 @@ class BartConfig:
     def tp_sizes(self) -> list[int]:
         heads = gcd(self.num_heads, self.num_decoder_heads)
         return divisors(gcd(heads, self.ffn_size, self.decoder_ffn_size))
-
-    def local_size(self, axis: str, tp_size: int) -> int:
-        whole: int = getattr(self, axis)
-        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
 
 
 def weights(config: BartConfig) -> list[WeightSpec]:

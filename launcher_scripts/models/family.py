@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import Parallelism
 
+NORMALIZATIONS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 # What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
@@ -139,6 +141,34 @@ class ModelConfig(Protocol):
     def local_size(self, axis: str, tp_size: int) -> int:
         """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
         ...
+
+
+class Hyperparameters:
+    """What the configs of all families do, unless one says otherwise."""
+
+    sliding_window: int | None = None
+    full_attention_layers: str | None = None
+
+    def window(self, layer: int) -> int:
+        """How many tokens attention of a layer covers, the token's own included; 0: all."""
+        full = (self.full_attention_layers or "").split(",")
+        return 0 if str(layer) in full else self.sliding_window or 0
+
+    def local_size(self, axis: str, tp_size: int) -> int:
+        """See ModelConfig."""
+        whole: int = getattr(self, axis)
+        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
+
+    def check_fields(
+        self, problems: Problems, sizes: Iterable[str], choices: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Note the sizes below 1, and the words that are none of their choices."""
+        for name in sizes:
+            if getattr(self, name) < 1:
+                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                problems.add(f"unknown {name}", got=getattr(self, name), choices=known)
 
 
 def check_numbers(problems: Problems, config: Any) -> None:
