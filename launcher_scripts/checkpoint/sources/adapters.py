@@ -1,9 +1,8 @@
 """A source checkpoint together with the adapters that were trained on top of it.
 
-To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
-tables, IA3 vectors and adapters are further tensors, for the rows that models/adapters.py
-adds to the weight table. Adapters of other tools change the stored form of the weights
-(merging.py), and so does IA3 that is folded in.
+To the export it looks like any other source: prompt tables, IA3 vectors and adapters are further
+tensors, for the rows that models/adapters.py adds to the weight table. LoRA and what else can be
+merged changes the stored form of the weights (merging.py), and so does IA3 that is folded in.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
     nemo_lora,
     opened,
 )
-from launcher_scripts.checkpoint.sources.lora import LoRA, MergedTensor
 from launcher_scripts.checkpoint.sources.lora_stack import LoRAStack, stacked_lora
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
@@ -54,8 +52,7 @@ class AdaptedCheckpoint:
 
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
-    loras:           name of one of base's tensors -> what is merged into it
-    adapters:        adapters of other makers, to be merged
+    adapters:        what is merged into the stored form
     folded:          name of a vector, behind its task's number -> shards, to be folded in
     sources:         kind of part -> its checkpoints, in order
     starts_with_pad: prompts were trained with a decoder that starts with the padding token
@@ -64,7 +61,6 @@ class AdaptedCheckpoint:
     base: SourceCheckpoint
     config: Any
     shards: Shards
-    loras: Mapping[str, Sequence[LoRA]]
     folded: Shards
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
@@ -100,14 +96,9 @@ class AdaptedCheckpoint:
         return self.base.names() | set(self.shards)
 
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
-        """As SourceCheckpoint.find; a tensor with LoRA is merged when it is read."""
         if name in self.shards:
             return find_whole(self.shards, name, partition, sections)
-        found = self.base.find(name, partition, sections)
-        for lora in self.loras.get(name, ()):
-            if found is not None:
-                found = MergedTensor.of(found, lora.whole(partition, sections), name)
-        return found
+        return self.base.find(name, partition, sections)
 
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
         """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
@@ -190,15 +181,11 @@ def with_adapters(
     parts = found_parts(found, base, lists, settings.ia3_in_place, problems, loras.fields)
     config = dataclasses.replace(base.config, parts=parts)
     check_folded(found, config, family, len(settings.ia3_checkpoints), problems)
-    missing = sorted(set(found.loras) - base.names())
-    if missing:
-        problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
     problems.raise_if_any(CheckpointError)
     return AdaptedCheckpoint(
         base,
         config,
         found.shards,
-        found.loras,
         found.folded,
         (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
         {kind: list(paths) for kind, paths in lists.items()}
