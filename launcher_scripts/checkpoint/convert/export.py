@@ -24,12 +24,12 @@ from launcher_scripts.checkpoint.repository.served_types import backend_model_ty
 from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
 from launcher_scripts.checkpoint.sources.adapters import with_adapters
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
 from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.common.errors import (
     CheckpointError,
     ConfigError,

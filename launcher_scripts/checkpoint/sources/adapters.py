@@ -18,7 +18,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
-from launcher_scripts.checkpoint.sources import core_peft, huggingface_peft
+from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
 from launcher_scripts.checkpoint.sources.adapter_collect import (
     COLLECT,
     Collected,
@@ -227,7 +227,7 @@ def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
     readers = (
         (huggingface_peft.matches, huggingface_peft.read_adapter),
-        (core_peft.matches, core_peft.read_adapter),
+        (megatron_core.holds_adapter, megatron_core.read_adapter),
     )
     read = next((read for matches, read in readers if matches(path)), None)
     if read is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -10,6 +11,20 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
 from launcher_scripts.models.family import Partition
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Answers to what a source may ask.
+
+    num_heads:    attention heads, for a checkpoint without hyperparameters
+    encoder_only: of an encoder-decoder, export the encoder
+    training_checkpoint: of a training's checkpoints, the `last`, the `best`, or one by its name
+    """
+
+    num_heads: int | None = None
+    encoder_only: bool = False
+    training_checkpoint: str = "last"
 
 
 class ReadCheckpoint:
