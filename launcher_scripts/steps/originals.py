@@ -46,7 +46,7 @@ class Original:
     """A source checkpoint, opened by its reader.
 
     path:      as the reader takes it
-    source:    a plan.SourceCheckpoint
+    source:    a SourceCheckpoint
     num_heads: what the reader has to be told; None: nothing
     """
 

@@ -12,7 +12,7 @@ from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
 from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
+from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
 from launcher_scripts.checkpoint.convert.unfit import refuse_unfit
 from launcher_scripts.checkpoint.convert.verification import verify_export
@@ -29,7 +29,7 @@ from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
 from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, SourceCheckpoint
 from launcher_scripts.common.errors import (
     CheckpointError,
     ConfigError,

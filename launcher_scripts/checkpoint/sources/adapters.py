@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import Scale, SourceCheckpoint, Task
+from launcher_scripts.checkpoint.convert.plan import Scale, Task
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
@@ -32,6 +32,7 @@ from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
+from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
@@ -47,8 +48,8 @@ FAMILIES = ("gpt", "t5")
 
 
 @dataclass(frozen=True)
-class AdaptedCheckpoint:
-    """`base` with its adapters; a SourceCheckpoint itself.
+class AdaptedCheckpoint(SourceCheckpoint):
+    """`base` with its adapters.
 
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
@@ -60,16 +61,13 @@ class AdaptedCheckpoint:
 
     base: SourceCheckpoint
     config: Any
+    dialects: tuple[str, ...]
     shards: Shards
     folded: Shards
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
     starts_with_pad: bool = False
     adapters: Sequence[Adapter] = ()
-
-    @property
-    def dialects(self) -> tuple[str, ...]:
-        return (DIALECT, *self.base.dialects)
 
     @property
     def knows_token_ids(self) -> bool:
@@ -185,6 +183,7 @@ def with_adapters(
     return AdaptedCheckpoint(
         base,
         config,
+        (DIALECT, *base.dialects),
         found.shards,
         found.folded,
         (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),

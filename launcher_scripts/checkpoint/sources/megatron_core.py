@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint
 from launcher_scripts.checkpoint.formats import distributed, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import Stored
@@ -31,7 +30,11 @@ from launcher_scripts.checkpoint.sources.megatron import (
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.sources.nemo_state import stripped
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
+from launcher_scripts.checkpoint.sources.source_checkpoint import (
+    Hints,
+    SourceCheckpoint,
+    WholeTensors,
+)
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
