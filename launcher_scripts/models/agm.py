@@ -13,7 +13,7 @@ from math import gcd
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
-    Hyperparameters,
+    ModelConfig,
     Partition,
     Source,
     WeightSpec,
@@ -24,7 +24,7 @@ _ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
-class AgmConfig(Hyperparameters):
+class AgmConfig(ModelConfig):
     """Hyperparameters of an Agm.
 
     Attention scores are q.k * attention_scale + the layer's relative bias; buckets look backwards

@@ -13,7 +13,7 @@ from math import gcd
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
-    Hyperparameters,
+    ModelConfig,
     Partition,
     Source,
     WeightSpec,
@@ -24,14 +24,17 @@ _ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
-class BartConfig(Hyperparameters):
+class BartConfig(ModelConfig):
     """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
     Texts begin with forced_bos_id, where there is one, right after start_id.
-    The properties say in T5Config's words what every BART is.
+    What has no type says in T5Config's words what every BART is, and so do the properties.
     """
 
+    position_embedding = "learned"
+    normalization = "layernorm"
+    gated = encoder_only = False
     attention_softcap = logits_softcap = embedding_scale = rotary_base = None
 
     vocab_size: int
@@ -97,28 +100,12 @@ class BartConfig(Hyperparameters):
         return float(self.decoder_head_size**-0.5)
 
     @property
-    def position_embedding(self) -> str:
-        return "learned"
-
-    @property
-    def normalization(self) -> str:
-        return "layernorm"
-
-    @property
-    def gated(self) -> bool:
-        return False
-
-    @property
     def kv_heads(self) -> int:
         return self.num_heads
 
     @property
     def decoder_kv_heads(self) -> int:
         return self.num_decoder_heads
-
-    @property
-    def encoder_only(self) -> bool:
-        return False
 
     def tp_sizes(self) -> list[int]:
         heads = gcd(self.num_heads, self.num_decoder_heads)

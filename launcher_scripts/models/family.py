@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import Parallelism
@@ -99,53 +100,21 @@ class WeightSpec:
         return self.name if layer is None else self.name.replace("*", str(layer))
 
 
-class ModelConfig(Protocol):
+class ModelConfig(ABC):
     """Hyperparameters every family has, in the project's own words; a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def position_embedding(self) -> str: ...
-
-    @property
-    def normalization(self) -> str: ...
-
-    @property
-    def norm_eps(self) -> float: ...
-
-    @property
-    def start_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int | None: ...
-
-    def tp_sizes(self) -> list[int]:
-        """The tensor-parallel sizes that can hold the model."""
-        ...
-
-    def local_size(self, axis: str, tp_size: int) -> int:
-        """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
-        ...
-
-
-class Hyperparameters:
-    """What the configs of all families do, unless one says otherwise."""
-
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    position_embedding: str
+    normalization: str
+    norm_eps: float
+    start_id: int
+    end_id: int
+    pad_id: int | None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
 
@@ -154,8 +123,12 @@ class Hyperparameters:
         full = (self.full_attention_layers or "").split(",")
         return 0 if str(layer) in full else self.sliding_window or 0
 
+    @abstractmethod
+    def tp_sizes(self) -> list[int]:
+        """The tensor-parallel sizes that can hold the model."""
+
     def local_size(self, axis: str, tp_size: int) -> int:
-        """See ModelConfig."""
+        """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
         whole: int = getattr(self, axis)
         return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
 
