@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
 # The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
@@ -56,7 +57,7 @@ class TokenizerError(Exception):
     """The tokenizer's files are missing or cannot be read; the message is meant for the user."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What every tokenizer answers. No special token is added or needs to be removed by the caller.
 
     vocab_size: number of ids, special ones included
@@ -65,40 +66,31 @@ class Tokenizer(Protocol):
         token nothing; None where it does more than that
     """
 
-    @property
-    def vocab_size(self) -> int: ...
+    vocab_size: int
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+    joined_bytes: Callable[[int], bytes] | None = None
 
-    @property
-    def start_id(self) -> int | None: ...
-
-    @property
-    def end_id(self) -> int | None: ...
-
-    @property
-    def pad_id(self) -> int | None: ...
-
-    @property
-    def joined_bytes(self) -> Callable[[int], bytes] | None: ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without start or end token."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
-        ...
 
+    @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in UTF-8, a special token for its name; b"" outside."""
-        ...
 
+    @abstractmethod
     def around(self) -> tuple[list[int], list[int]]:
         """The ids that a model was trained to see before and after a text, as far as is known."""
-        ...
 
+    @abstractmethod
     def special_id(self, token: str) -> int | None:
         """The id of a special token, such as a language's; None where there is no such one."""
-        ...
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -169,7 +161,7 @@ def is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-class _FastTokenizer:
+class _FastTokenizer(Tokenizer):
     """One of the `tokenizers` library's."""
 
     _tokenizer: Any
@@ -219,10 +211,10 @@ class GPT2Tokenizer(_FastTokenizer):
             special += [AddedToken(MASK, normalized=False, lstrip=True)]
             special = [token for token in special if bpe.token_to_id(token.content) is not None]
         self._tokenizer.add_special_tokens(special)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self.start_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
-        self.end_id: int | None = self.start_id
-        self.pad_id: int | None = None
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.start_id = self._tokenizer.token_to_id(END_OF_TEXT)
+        self.end_id = self.start_id
+        self.pad_id = None
         if fairseq:
             self.start_id, self.pad_id, self.end_id = ids[:3]
         self._said = _tokenizer_config(folder)
@@ -241,19 +233,17 @@ class GPT2Tokenizer(_FastTokenizer):
         return [self.start_id], [self.end_id]
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model from tokenizer.model; its own ids for start, end and padding.
 
     Ids past the pieces (a padded vocabulary) have no text.
     """
 
-    joined_bytes = None
-
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._processor = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size = self._processor.vocab_size()
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
@@ -296,7 +286,7 @@ class SentencePieceTokenizer:
         return found if found is not None and self._processor.is_control(found) else None
 
 
-class MBartTokenizer:
+class MBartTokenizer(Tokenizer):
     """mBART's SentencePiece model from sentencepiece.bpe.model, numbered as fairseq does.
 
     First the special tokens, then the pieces from the fourth on, one later than the model has them,
@@ -304,8 +294,6 @@ class MBartTokenizer:
     mBART-50, which has more languages and puts the source's before the text instead of after it,
     and by `src_lang` which one that is, else English. What looks like a special token is text.
     """
-
-    joined_bytes = None
 
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -364,7 +352,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
         self._byte_level = state is not None and b"ByteLevel" in state
         joins = state is not None and json.loads(state)["type"] == "ByteLevel"
         self.joined_bytes = partial(_joined_bytes, self._tokenizer) if joins else None
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.vocab_size = self._tokenizer.get_vocab_size()
         named = _named_special_tokens(folder)
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
         self.end_id = self._special_id(named, "eos_token", _USUAL_END)
