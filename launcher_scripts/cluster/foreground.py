@@ -6,14 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from launcher_scripts.cluster.cluster import Cluster, Options
 from launcher_scripts.cluster.job import Job, Service, Submitted
 from launcher_scripts.cluster.local_state import ask_to_end, end_group, process_state
-from launcher_scripts.cluster.options import ConfiguredCluster, Options
 from launcher_scripts.cluster.process import POLL_SECONDS, Process, ServiceProcess
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
@@ -121,32 +120,15 @@ class Foreground:
             time.sleep(POLL_SECONDS)
 
 
-class ForegroundCluster(ConfiguredCluster[Options]):
+class ForegroundCluster(Cluster[Options]):
     """Runs jobs here and now, in the order of submission."""
 
-    type: ClassVar[str]
-    in_container: bool = False
-    hosts_clients: ClassVar[bool] = False
-    limits_gpus: ClassVar[bool] = False
     max_replicas: ClassVar[int | None] = 1
-    removal_seconds: ClassVar[float] = 0.0
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._foreground: Foreground | None = None
         self._serving: Job | None = None
-
-    @property
-    def whole_nodes(self) -> bool:
-        return False
-
-    @abstractmethod
-    def render(self, job: Job) -> str:
-        """The job's script."""
-
-    def test(self, job: Job) -> str | None:  # noqa: ARG002
-        """There is no scheduler to ask."""
-        return None
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Run the job to its end; a service is started, and is ready before the next job runs."""
