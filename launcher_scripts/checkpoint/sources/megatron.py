@@ -23,10 +23,10 @@ from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources.core_experts import NO_EXPERTS
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ALONE,
-    nemo_dialects,
     of_arguments,
     read_gpt,
 )
+from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import (
     Shards,
     StateDict,
@@ -303,7 +303,7 @@ def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str
         return _measured(shards, vocab, hints, Problems(origin))
     options = of_arguments(args, origin)
     gpt = read_gpt(options, _KNOWN_VALUES)
-    dialects = nemo_dialects(gpt.fields["gated"], gpt.plus_one)
+    dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
     return MegatronArgs(gpt.config(vocab), dialects, options.check_keys())
 
 
