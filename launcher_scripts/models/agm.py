@@ -61,12 +61,7 @@ class AgmConfig(ModelConfig):
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
         buckets = ("num_buckets", "max_distance")
         self.check_fields(problems, (*sizes, *buckets), {"activation": _ACTIVATIONS})
-        if not problems.messages and self.hidden_size % self.num_heads:
-            problems.add(
-                "num_heads must divide hidden_size",
-                got=self.num_heads,
-                choices=divisors(self.hidden_size),
-            )
+        self.check_divides(problems, "num_heads", "hidden_size")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 

@@ -63,12 +63,7 @@ class BartConfig(ModelConfig):
         choices = {"norm_placement": ("pre", "post"), "activation": _ACTIVATIONS}
         self.check_fields(problems, (*sizes, *more), choices)
         for name in ("num_heads", "num_decoder_heads"):
-            if not problems.messages and self.hidden_size % getattr(self, name):
-                problems.add(
-                    f"{name} must divide hidden_size",
-                    got=getattr(self, name),
-                    choices=divisors(self.hidden_size),
-                )
+            self.check_divides(problems, name, "hidden_size")
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
             problems.add(
                 "forced_bos_id (forced_bos_token_id) is no id of the vocabulary",

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.parallelism import Parallelism, divisors
 
 NORMALIZATIONS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
@@ -142,6 +142,12 @@ class ModelConfig(ABC):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 problems.add(f"unknown {name}", got=getattr(self, name), choices=known)
+
+    def check_divides(self, problems: Problems, part: str, whole: str) -> None:
+        """Note a size that does not divide another one, where nothing else is wrong."""
+        size, of = getattr(self, part), getattr(self, whole)
+        if not problems.messages and (size < 1 or of % size):
+            problems.add(f"{part} must divide {whole}", got=size, choices=divisors(of))
 
 
 def check_numbers(problems: Problems, config: Any) -> None:

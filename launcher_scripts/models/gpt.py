@@ -142,12 +142,7 @@ class GPTConfig(AdapterSizes):
         self._check_rotary_scaling(problems)
         self._check_layers(problems)
         self._check_experts(problems)
-        if not problems.messages and self.num_heads % self.num_kv_heads:
-            problems.add(
-                "num_kv_heads must divide num_heads",
-                got=self.num_kv_heads,
-                choices=divisors(self.num_heads),
-            )
+        self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 

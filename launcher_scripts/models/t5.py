@@ -95,12 +95,8 @@ class T5Config(AdapterSizes):
             self._check_buckets(problems)
         if (self.position_embedding == "rope") != (self.rotary_base is not None):
             problems.add("rotary_base and rope belong together", got=self.rotary_base)
-        if not problems.messages and self.num_kv_heads not in (None, *divisors(self.num_heads)):
-            problems.add(
-                "num_kv_heads must divide num_heads",
-                got=self.num_kv_heads,
-                choices=divisors(self.num_heads),
-            )
+        if self.num_kv_heads is not None:
+            self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 

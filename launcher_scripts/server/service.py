@@ -14,7 +14,13 @@ from typing import Any
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.hosts import ALONE, NodeRank
+from launcher_scripts.common.hosts import (
+    ALONE,
+    ATTEMPT_VARIABLE,
+    INTERFACE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    NodeRank,
+)
 from launcher_scripts.common.processes import (
     StopRequest,
     is_suspended,
@@ -33,7 +39,6 @@ from launcher_scripts.server.addresses import (
     with_node_address,
 )
 from launcher_scripts.server.gateway_process import GatewayProcess
-from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
     TritonClient,
@@ -47,6 +52,25 @@ from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, res
 from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
+
+
+def rendezvous_folder(settings: DeploySettings) -> Path:
+    """Where the nodes of this server find rank 0 of each model."""
+    return Path(settings.job_folder or settings.results_dir) / "ranks"
+
+
+def group_env(settings: DeploySettings, node_rank: NodeRank, attempt: int) -> dict[str, str]:
+    """Variables for the backend: what it needs to know about the other nodes, if there are any."""
+    if node_rank.nodes == 1:
+        return {}
+    env = {
+        RENDEZVOUS_VARIABLE: str(rendezvous_folder(settings)),
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+    if settings.network_interface is not None:
+        env[INTERFACE_VARIABLE] = settings.network_interface
+    return env
+
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.

@@ -14,9 +14,8 @@ from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_fil
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
 from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
-from launcher_scripts.checkpoint.convert.unfit import refuse_unfit
 from launcher_scripts.checkpoint.convert.verification import verify_export
-from launcher_scripts.checkpoint.convert.write_tasks import write_all
+from launcher_scripts.checkpoint.convert.write_tasks import refuse_unfit, write_all
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository import tokenizer_files
