@@ -137,11 +137,9 @@ class ModelConfig(ABC):
     ) -> None:
         """Note the sizes below 1, and the words that are none of their choices."""
         for name in sizes:
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+            problems.check_at_least(name, getattr(self, name), 1)
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                problems.add(f"unknown {name}", got=getattr(self, name), choices=known)
+            problems.check_choice(name, getattr(self, name), known)
 
     def check_divides(self, problems: Problems, part: str, whole: str) -> None:
         """Note a size that does not divide another one, where nothing else is wrong."""
