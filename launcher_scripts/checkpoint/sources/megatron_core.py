@@ -28,8 +28,7 @@ from launcher_scripts.checkpoint.sources.megatron import (
     training_arguments,
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
-from launcher_scripts.checkpoint.sources.nemo_files import config_files
-from launcher_scripts.checkpoint.sources.nemo_state import stripped
+from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
     Hints,
     SourceCheckpoint,
