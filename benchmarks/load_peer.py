@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import ctranslate2_models
 from benchmarks.peers import config_of, say
 from benchmarks.shapes import CONFIGS, TINY
-from launcher_scripts.server.start_times import process_started
+from launcher_scripts.server.service import process_started
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,9 +20,13 @@ from launcher_scripts.models.repository import (
     served_models,
 )
 from stages.export import Export
-from stages.gateway_files import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute
-from stages.protection import check_files, with_absolute_files
+from stages.protection import (
+    check_files,
+    check_gateway,
+    gateway_with_absolute_files,
+    with_absolute_files,
+)
 from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0

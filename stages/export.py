@@ -18,6 +18,7 @@ from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
+    CHECKPOINT_KEY,
     ExportSettings,
     ModelOptions,
     ServingOptions,
@@ -114,7 +115,7 @@ class Export(Stage):
         try:
             found = find_checkpoint(self.launch.checks.on_host(path))
         except CheckpointError as error:
-            raise ConfigError(problem(str(error), change="export.model.checkpoint_path")) from error
+            raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
         return str(path if found.name == path.name else path / found.name)
 
     def paths(self) -> list[Path]:
@@ -137,8 +138,7 @@ class Export(Stage):
                 change="export.run.model_type",
             )
         self._check_folder()
-        key = "export.model.checkpoint_path"
-        if checks.exists("the checkpoint", settings.checkpoint_path, key):
+        if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY):
             self._check_sizes()
         for name, paths in self._adapters().items():
             for path in paths:
@@ -187,7 +187,7 @@ class Export(Stage):
             read = random_config if self.settings.source == "random" else read_sizes
             model = read(checks.on_host(self.settings.checkpoint_path))
         except CheckpointError as error:
-            checks.problems.add(str(error), change="export.model.checkpoint_path")
+            checks.problems.add(str(error), change=CHECKPOINT_KEY)
             return
         if model is not None:
             check_division(checks.problems, model, self.settings.parallelism)

@@ -13,8 +13,8 @@ from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.settings import GatewayJobSettings
 from stages.deploy import CLEANUP_SECONDS, Deploy
-from stages.gateway_files import check_gateway, gateway_with_absolute_files
 from stages.paths import absolute
+from stages.protection import check_gateway, gateway_with_absolute_files
 from stages.stage import Launch, Stage
 
 

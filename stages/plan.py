@@ -33,7 +33,7 @@ class Plan:
     """
 
     runs: tuple[tuple[Stage, ...], ...]
-    cluster: Cluster
+    cluster: Cluster[Any]
     dry_run: bool
     absent: tuple[str, ...] = ()
 
@@ -181,7 +181,7 @@ def _read(values: Mapping[str, Any]) -> Launch:
     own = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
     problems = Problems("the configuration")
     config: LauncherConfig | None = None
-    cluster: Cluster | None = None
+    cluster: Cluster[Any] | None = None
     with problems.collecting():
         kind = lookup(CLUSTERS, str(values.get("cluster_type")), "cluster_type")
         cluster = kind.from_config(values.get("cluster") or {})

@@ -60,7 +60,7 @@ class Launch:
     """
 
     config: LauncherConfig
-    cluster: Cluster
+    cluster: Cluster[Any]
     blocks: Mapping[str, Any]
     stages: tuple[str, ...]
     checks: Checks

@@ -57,6 +57,31 @@ def test_modules_that_are_named_exist(document: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize(
+    ("word", "rooms"),
+    [
+        ("checkpoint_path", (".",)),
+        ("input_ids", ("contract", "backends", "engine")),
+    ],
+)
+def test_architecture_names_the_files_that_know_a_walks_value(
+    word: str, rooms: tuple[str, ...]
+) -> None:
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    section = text.partition("## Where the two names stand")[2]
+    paragraph = next(part for part in section.split("\n\n") if f"`{word}`" in part)
+    launcher = ROOT / "launcher_scripts"
+    knows = re.compile(rf"\b{word}\b")
+    files = {
+        path.relative_to(launcher).as_posix()
+        for room in rooms
+        for path in (launcher / room).rglob("*.py")
+        if knows.search(path.read_text("utf-8"))
+    }
+    named = {name for name in MODULE.findall(paragraph) if not name.startswith("stages/")}
+    assert named == files
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text("# A title: here\n[a](#a-title-here) [b](#b) [c](c.md) [d](https://d)\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,50 +56,6 @@ class SequenceStep:
         }
 
 
-class Connection(Protocol):
-    """One transport to the server. Its errors are those of the library beneath."""
-
-    def is_ready(self, model_name: str) -> bool: ...
-
-    def model_config(self, model_name: str) -> dict[str, Any]: ...
-
-    def models(self) -> list[str]:
-        """The names of the models that the server serves."""
-        ...
-
-    def statistics(self, model_name: str) -> dict[str, Any]:
-        """What Triton has counted of the model since the server began."""
-        ...
-
-    def submit(
-        self,
-        model_name: str,
-        tensors: Tensors,
-        outputs: Sequence[str] | None,
-        step: SequenceStep | None = None,
-    ) -> Callable[[], Tensors]:
-        """Send one request; the result waits for its answer. outputs None: all that there are."""
-        ...
-
-    def submit_streamed(
-        self,
-        model_name: str,
-        tensors: Tensors,
-        outputs: Sequence[str] | None,
-        step: SequenceStep | None = None,
-    ) -> Callable[[], Tensors]:
-        """As submit, of a decoupled model: the result is its last response, the whole answer."""
-        ...
-
-    def stream(
-        self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
-    ) -> Generator[Tensors, None, None]:
-        """Every response to one request, as it comes; closing the iterator cancels the request."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class HttpConnection:
     """Requests over HTTP, which Triton cannot encrypt; many may be in flight at once from the one
     thread that uses it.
@@ -131,9 +87,11 @@ class HttpConnection:
         return dict(self._client.get_model_config(model_name))
 
     def models(self) -> list[str]:
+        """The names of the models that the server serves."""
         return _ready_names(self._client.get_model_repository_index())
 
     def statistics(self, model_name: str) -> dict[str, Any]:
+        """What Triton has counted of the model since the server began."""
         return dict(self._client.get_inference_statistics(model_name)["model_stats"][0])
 
     def submit(
@@ -143,6 +101,7 @@ class HttpConnection:
         outputs: Sequence[str] | None,
         step: SequenceStep | None = None,
     ) -> Callable[[], Tensors]:
+        """Send one request; the result waits for its answer. outputs None: all that there are."""
         pending = self._pending.spawn(
             self._client.infer,
             model_name,
@@ -257,6 +216,7 @@ class GrpcConnection:
         outputs: Sequence[str] | None,
         step: SequenceStep | None = None,
     ) -> Callable[[], Tensors]:
+        """As submit, of a decoupled model: the result is its last response, the whole answer."""
         responses = self._responses(model_name, tensors, outputs, step)
         next(responses)
         return lambda: deque(responses, maxlen=1).pop()
@@ -264,6 +224,7 @@ class GrpcConnection:
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Generator[Tensors, None, None]:
+        """Every response to one request, as it comes; closing the iterator cancels the request."""
         responses = self._responses(model_name, tensors, None, step)
         next(responses)
         return responses
@@ -318,6 +279,8 @@ class GrpcConnection:
             client.close()
 
 
+# One transport to the server. Its errors are those of the library beneath.
+Connection = HttpConnection | GrpcConnection
 CONNECTIONS: dict[str, Callable[[str, float, bool, ClientTls | None], Connection]] = {
     "http": HttpConnection,
     "grpc": GrpcConnection,

@@ -1,13 +1,10 @@
-"""What every kind of cluster is configured with, and how a cluster comes of its configuration."""
+"""What every kind of cluster is configured with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
 
 from launcher_scripts.common.errors import ConfigError, Problems
-from launcher_scripts.config.schema import build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,34 +38,3 @@ class ClusterOptions:
                 got=self.gpus_per_node,
                 change="cluster.gpus_per_node",
             )
-
-
-Options = TypeVar("Options", bound=ClusterOptions)
-Made = TypeVar("Made", bound="ConfiguredCluster[Any]")
-
-
-class ConfiguredCluster(Generic[Options]):
-    """A kind of cluster with its options."""
-
-    options_type: ClassVar[type[ClusterOptions]]
-    serves_others: ClassVar[bool] = True
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    @classmethod
-    def from_config(cls: type[Made], values: Mapping[str, Any]) -> Made:
-        options: Any = build(cls.options_type, values, "the cluster's configuration", key="cluster")
-        return cls(options)
-
-    @property
-    def gpus_per_node(self) -> int | None:
-        return self.options.gpus_per_node
-
-    @property
-    def python(self) -> str | None:
-        return self.options.python
-
-    @property
-    def overlay(self) -> str | None:
-        return self.options.overlay

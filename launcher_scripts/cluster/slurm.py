@@ -14,8 +14,8 @@ from submitit.helpers import clean_env
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from launcher_scripts.cluster import slurm_queue
+from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, Submitted
-from launcher_scripts.cluster.options import ConfiguredCluster
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
@@ -71,15 +71,13 @@ class ScriptExecutor(SlurmExecutor):
         return self._get_job_id_from_submission_command(output)
 
 
-class SlurmCluster(ConfiguredCluster[SlurmOptions]):
+class SlurmCluster(Cluster[SlurmOptions]):
     """Queues jobs; they run after this process has ended."""
 
     type: ClassVar[str] = "bcm"
     options_type = SlurmOptions
-    max_nodes: ClassVar[int | None] = None
     hosts_clients: ClassVar[bool] = True
     limits_gpus: ClassVar[bool] = True
-    max_replicas: ClassVar[int | None] = None
     removal_seconds: ClassVar[float] = 60.0
 
     def __init__(self, options: SlurmOptions) -> None:

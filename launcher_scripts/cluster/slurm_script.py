@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.cluster.containers import check_mounts
 from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
 from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
-from launcher_scripts.cluster.variables import Variables
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.rendering import render
+
+# They would change how the script finds Slurm's programs, and neither enroot nor pyxis takes
+# them over from a job.
+_OF_THE_NODE = ("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
+# enroot keeps variables as lines of a file, and takes quotes around a value off.
+_NO_LINE = re.compile(r"|.*\n.*|[\"'].*[\"']\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Variables:
+    """exported: for all of a script; given: in front of a step's command, as arguments of env."""
+
+    exported: Mapping[str, str]
+    given: Mapping[str, str]
+
+    @classmethod
+    def of(cls, env: Mapping[str, str]) -> Variables:
+        given = {
+            name: value
+            for name, value in env.items()
+            if name in _OF_THE_NODE or _NO_LINE.fullmatch(value)
+        }
+        return cls({name: env[name] for name in env if name not in given}, given)
+
 
 # How often a client's job asks for the state of its server's job.
 _CHECK_SECONDS = 5

@@ -97,13 +97,15 @@ class Problems:
     ) -> None:
         self.messages.append(problem(what, got=got, choices=choices, change=change))
 
-    def check_choice(self, what: str, got: str, choices: Iterable[str], change: str) -> None:
+    def check_choice(
+        self, what: str, got: str, choices: Iterable[str], change: str | None = None
+    ) -> None:
         """Note a value that is none of the choices."""
         known = tuple(choices)
         if got not in known:
             self.add(f"unknown {what}", got=got, choices=known, change=change)
 
-    def check_at_least(self, what: str, got: float, least: int, change: str) -> None:
+    def check_at_least(self, what: str, got: float, least: int, change: str | None = None) -> None:
         """Note a number that is too small."""
         if got < least:
             self.add(f"{what} must be at least {least}", got=got, change=change)

@@ -1,4 +1,4 @@
-"""The only door to jinja2: text files from the templates folder.
+"""The only door to jinja2: text files from the templates folder; and plain tables.
 
 Shell text and protobuf text exist only in templates/. Every value passes through one quoting
 filter there: `quote` for the shell, `quote_sbatch` for the lines that sbatch reads itself, `pbtxt`
@@ -8,6 +8,7 @@ for protobuf text format. HTML escapes every value by itself.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,14 @@ def pbtxt(value: object) -> str:
         plain.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}") for byte in encoded
     )
     return '"' + "".join(escaped) + '"'
+
+
+def align(rows: Sequence[Sequence[str]], *, left: bool = False) -> str:
+    """Columns as wide as they need: the first to the left, the others to the right or left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    others_to = str.ljust if left else str.rjust
+    lines = []
+    for first, *others in rows:
+        cells = [others_to(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)

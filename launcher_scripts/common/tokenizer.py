@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
 # The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
@@ -56,7 +57,7 @@ class TokenizerError(Exception):
     """The tokenizer's files are missing or cannot be read; the message is meant for the user."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What every tokenizer answers. No special token is added or needs to be removed by the caller.
 
     vocab_size: number of ids, special ones included
@@ -65,40 +66,31 @@ class Tokenizer(Protocol):
         token nothing; None where it does more than that
     """
 
-    @property
-    def vocab_size(self) -> int: ...
+    vocab_size: int
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+    joined_bytes: Callable[[int], bytes] | None = None
 
-    @property
-    def start_id(self) -> int | None: ...
-
-    @property
-    def end_id(self) -> int | None: ...
-
-    @property
-    def pad_id(self) -> int | None: ...
-
-    @property
-    def joined_bytes(self) -> Callable[[int], bytes] | None: ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without start or end token."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
-        ...
 
+    @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in UTF-8, a special token for its name; b"" outside."""
-        ...
 
+    @abstractmethod
     def around(self) -> tuple[list[int], list[int]]:
         """The ids that a model was trained to see before and after a text, as far as is known."""
-        ...
 
+    @abstractmethod
     def special_id(self, token: str) -> int | None:
         """The id of a special token, such as a language's; None where there is no such one."""
-        ...
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -169,7 +161,30 @@ def is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-class GPT2Tokenizer:
+class _FastTokenizer(Tokenizer):
+    """One of the `tokenizers` library's."""
+
+    _tokenizer: Any
+    _byte_level = True
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
+
+
+class GPT2Tokenizer(_FastTokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
 
     `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
@@ -196,27 +211,14 @@ class GPT2Tokenizer:
             special += [AddedToken(MASK, normalized=False, lstrip=True)]
             special = [token for token in special if bpe.token_to_id(token.content) is not None]
         self._tokenizer.add_special_tokens(special)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self.start_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
-        self.end_id: int | None = self.start_id
-        self.pad_id: int | None = None
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.start_id = self._tokenizer.token_to_id(END_OF_TEXT)
+        self.end_id = self.start_id
+        self.pad_id = None
         if fairseq:
             self.start_id, self.pad_id, self.end_id = ids[:3]
         self._said = _tokenizer_config(folder)
         self._named = _named_special_tokens(folder) or {}
-
-    def to_json(self) -> str:
-        """All of it, as tokenizer.json has it."""
-        return str(self._tokenizer.to_str())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return _token_bytes(self._tokenizer, token_id, byte_level=True)
 
     def around(self) -> tuple[list[int], list[int]]:
         """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
@@ -230,23 +232,18 @@ class GPT2Tokenizer:
             return [], []
         return [self.start_id], [self.end_id]
 
-    def special_id(self, token: str) -> int | None:
-        return _added_id(self._tokenizer, token)
 
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model from tokenizer.model; its own ids for start, end and padding.
 
     Ids past the pieces (a padded vocabulary) have no text.
     """
 
-    joined_bytes = None
-
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._processor = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size = self._processor.vocab_size()
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
@@ -289,7 +286,7 @@ class SentencePieceTokenizer:
         return found if found is not None and self._processor.is_control(found) else None
 
 
-class MBartTokenizer:
+class MBartTokenizer(Tokenizer):
     """mBART's SentencePiece model from sentencepiece.bpe.model, numbered as fairseq does.
 
     First the special tokens, then the pieces from the fourth on, one later than the model has them,
@@ -297,8 +294,6 @@ class MBartTokenizer:
     mBART-50, which has more languages and puts the source's before the text instead of after it,
     and by `src_lang` which one that is, else English. What looks like a special token is text.
     """
-
-    joined_bytes = None
 
     def __init__(self, folder: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -339,7 +334,7 @@ class MBartTokenizer:
         return self._special.get(token)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_FastTokenizer):
     """A fast tokenizer from tokenizer.json.
 
     special_tokens_map.json or tokenizer_config.json beside it say which tokens start, end and
@@ -357,7 +352,7 @@ class HuggingFaceTokenizer:
         self._byte_level = state is not None and b"ByteLevel" in state
         joins = state is not None and json.loads(state)["type"] == "ByteLevel"
         self.joined_bytes = partial(_joined_bytes, self._tokenizer) if joins else None
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.vocab_size = self._tokenizer.get_vocab_size()
         named = _named_special_tokens(folder)
         self.start_id = self._special_id(named, "bos_token", _USUAL_START)
         self.end_id = self._special_id(named, "eos_token", _USUAL_END)
@@ -373,19 +368,6 @@ class HuggingFaceTokenizer:
         ids = (self._tokenizer.token_to_id(token) for token in usual)
         return next((found for found in ids if found is not None), None)
 
-    def to_json(self) -> str:
-        """All of it, as tokenizer.json has it."""
-        return str(self._tokenizer.to_str())
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
-
     def around(self) -> tuple[list[int], list[int]]:
         """What the tokenizer's post-processor adds; transformers gives an mBART its own."""
         if _tokenizer_class(self._said).startswith(MBART):
@@ -394,9 +376,6 @@ class HuggingFaceTokenizer:
         inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
         first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
         return encoded.ids[:first], encoded.ids[last:]
-
-    def special_id(self, token: str) -> int | None:
-        return _added_id(self._tokenizer, token)
 
 
 def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:

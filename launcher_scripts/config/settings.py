@@ -125,6 +125,10 @@ class ServingOptions:
     interactive_sessions: int = option(32, "how many sessions at once", least=1)
 
 
+# Where a user names the checkpoint that is exported.
+CHECKPOINT_KEY = "export.model.checkpoint_path"
+
+
 @dataclass(frozen=True)
 class ExportSettings(ServingOptions, ModelOptions):
     """Turn one checkpoint into a model repository.

@@ -16,6 +16,7 @@ from launcher_scripts.contract.tensors import (
     GPT_INPUTS,
     GPT_OUTPUTS,
     GUIDED_GRAMMAR,
+    INPUT_IDS,
     IS_RETURN_PROGRESS,
     LOG_PROBS,
     MODEL_LOG_PROBS,
@@ -65,7 +66,7 @@ _T5_SHARED = (
 )
 
 _T5_ENCODED = (
-    array("input_ids", "UINT32", (-1,), "the encoder's token ids, right-padded", optional=False),
+    replace(INPUT_IDS, meaning="the encoder's token ids, right-padded"),
     scalar("sequence_length", "UINT32", None, "how many of the row's ids count", optional=False),
 )
 _IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use; -1: none")
@@ -116,7 +117,7 @@ T5_ENCODER_OUTPUTS = (
 
 # What other models take and Agm, of one fork of the FasterTransformer backend, does not.
 _NOT_IN_AGM = (
-    "input_ids",
+    INPUT_IDS.name,
     "input_lengths",
     "request_output_len",
     "is_return_context_embeddings",
@@ -128,7 +129,7 @@ _NOT_IN_AGM = (
     "lora_task_id",
 )
 AGM_INPUTS = (
-    array("input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False),
+    INPUT_IDS,
     scalar("sequence_length", "UINT32", None, "prompt length of the row", optional=False),
     scalar("max_output_len", "UINT32", None, "most tokens, the prompt's included", optional=False),
     *(tensor for tensor in GPT_INPUTS if tensor.name not in _NOT_IN_AGM),
@@ -159,7 +160,7 @@ GPT_TEXT = TextContract(
     ENSEMBLE_INPUTS,
     ENSEMBLE_OUTPUTS,
     {
-        "input_ids": "INPUT_ID",
+        INPUT_IDS.name: "INPUT_ID",
         "input_lengths": "REQUEST_INPUT_LEN",
         "request_output_len": "REQUEST_OUTPUT_LEN",
         **_GENERATING,
@@ -201,7 +202,7 @@ T5_TEXT = TextContract(
         *_named(T5_OUTPUTS, "sequence_length", "cum_log_probs", "output_log_probs"),
     ),
     {
-        "input_ids": "INPUT_ID",
+        INPUT_IDS.name: "INPUT_ID",
         "sequence_length": "REQUEST_INPUT_LEN",
         "max_output_len": "REQUEST_OUTPUT_LEN",
         **_GENERATING,
@@ -235,7 +236,7 @@ T5_ENCODER_TEXT = TextContract(
         *(tensor for tensor in T5_ENCODER_INPUTS if tensor.optional),
     ),
     T5_ENCODER_OUTPUTS,
-    {"input_ids": "INPUT_ID", "sequence_length": "REQUEST_INPUT_LEN"},
+    {INPUT_IDS.name: "INPUT_ID", "sequence_length": "REQUEST_INPUT_LEN"},
 )
 
 
@@ -273,7 +274,7 @@ class Contract:
 
     @cached_property
     def lengths(self) -> str:
-        """The input that says how many of a row's input_ids count."""
+        """The input that says how many of a row's ids count."""
         return "input_lengths" if "input_lengths" in self.known else "sequence_length"
 
     @cached_property

@@ -197,10 +197,10 @@ TEXT_START = array(
     "text_start", "INT32", (-1,), "[beam]: the first token that becomes text", extension=True
 )
 
+INPUT_IDS = array("input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False)
+
 GPT_INPUTS = (
-    array(
-        "input_ids", "UINT32", (-1,), "prompt token ids, right-padded", optional=False, ragged=True
-    ),
+    replace(INPUT_IDS, ragged=True),
     scalar("input_lengths", "UINT32", None, "prompt length of the row", optional=False),
     array("request_output_len", "UINT32", (-1,), "how many tokens to generate", optional=False),
     scalar("runtime_top_k", "UINT32", 0, "sample among the k likeliest tokens; 0: see top_p"),

@@ -16,6 +16,7 @@ from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
+from launcher_scripts.engine.core.prompts import prompt_in_session
 from launcher_scripts.engine.core.requests import (
     check_request,
     may_grow,
@@ -25,7 +26,7 @@ from launcher_scripts.engine.core.requests import (
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row import Progress, Row
 from launcher_scripts.engine.core.scheduler import Scheduler
-from launcher_scripts.engine.core.session import Session, prompt_in_session
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.distributed.heartbeat import DEVICE
 from launcher_scripts.engine.distributed.messages import RankInfo

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.rendering import align
 from launcher_scripts.evaluation.report_content import read_content, report_file
 from launcher_scripts.evaluation.report_difference import (
     Figure,
@@ -18,7 +19,6 @@ from launcher_scripts.evaluation.report_difference import (
     SectionDifference,
     explain,
 )
-from launcher_scripts.evaluation.tables import align
 
 SAME, OTHER, NOT_COMPARABLE = 0, 1, 2
 TOLERANCE = 1e-4

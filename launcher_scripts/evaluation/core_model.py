@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.evaluation.tasks.task import Reference
 
 # The core's fields that decide what a GPT computes; those of the training are left.
 FIELDS = (
@@ -74,7 +75,7 @@ _NAMES = (
 TABLE = "embedding.word_embeddings.weight"
 
 
-class CoreModel:
+class CoreModel(Reference):
     """Computes logits."""
 
     def __init__(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.exit_codes import VERDICTS
+from launcher_scripts.common.rendering import align
 from launcher_scripts.config.ladder import LadderRung
-from launcher_scripts.evaluation.tables import align, interval
+from launcher_scripts.evaluation.tables import interval
 from launcher_scripts.evaluation.tasks.task import Metric
 
 GO = VERDICTS[0]

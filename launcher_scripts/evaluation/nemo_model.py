@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model
+from launcher_scripts.evaluation.tasks.task import Model, Reference, refuse_tuned
 
 
-class NemoModel(Model):
+class NemoModel(Reference, Model):
     """Scores, and generates greedily; every token takes a pass over the whole row."""
 
     def __init__(self, path: Path, *, any_class: bool = False) -> None:
@@ -73,14 +73,6 @@ class NemoModel(Model):
     def device(self) -> str:
         return str(self._device)
 
-    def score(
-        self,
-        rows: Iterable[Sequence[int]],
-        in_flight: int = 8,  # noqa: ARG002
-    ) -> Iterator[NDArray[np.float32]]:
-        """The logits at every position of every row of ids, [len(row), padded vocabulary]."""
-        return map(self.logits, rows)
-
     def generate_each(
         self,
         rows: Iterable[GenerateRequest],
@@ -88,7 +80,7 @@ class NemoModel(Model):
     ) -> Iterator[GenerateOutput]:
         """What every row became, in order, up to its end token."""
         for row in rows:
-            _check(row)
+            refuse_tuned([row], "NeMo's model", beam_width=row.sampling.beam_width != 1)
             ids = list(row.input_ids)
             while len(ids) < len(row.input_ids) + row.output_len:
                 ids.append(int(self._logits(ids)[-1].argmax()))
@@ -113,18 +105,3 @@ class NemoModel(Model):
         square = torch.ones(1, 1, *2 * tokens.shape[1:], device=self._device)
         with torch.inference_mode():
             return self._model(tokens, positions, square.tril() < 0.5, None)[0]
-
-
-def _check(row: GenerateRequest) -> None:
-    """What only the served model knows cannot be compared with NeMo's."""
-    asked = {
-        "beam_width": row.sampling.beam_width != 1,
-        "prompt_task": row.prompt_task is not None,
-        "ia3_task": row.ia3_task is not None,
-        "lora_adapter": row.lora_adapter is not None,
-    }
-    wrong = [name for name, there in asked.items() if there]
-    if wrong:
-        raise ConfigError(
-            problem("NeMo's model is no reference for this", got=wrong, change=REFERENCE_KEY)
-        )

@@ -13,19 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
-from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.tasks import BenchmarkSettings
 from launcher_scripts.contract.requests import (
     GenerateOutput,
     GenerateRequest,
     SamplingParameters,
 )
-from launcher_scripts.evaluation.model_ini import read_model_ini
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]
 
@@ -118,24 +115,6 @@ def check_batch_sizes(settings: BenchmarkSettings, max_batch_size: int) -> None:
                 "export.triton_deployment.max_batch_size",
             )
         )
-
-
-def read_vocab_size(folder: Path) -> int:
-    """How many token ids the model in `folder` knows: config.ini's, else the tokenizer's."""
-    config = read_model_ini(folder)
-    for section in config.values():
-        if "vocab_size" in section:
-            return int(section["vocab_size"])
-    try:
-        return load_tokenizer(folder).vocab_size
-    except TokenizerError as error:
-        raise ConfigError(
-            problem(
-                f"{folder} says no vocabulary size, neither by a config.ini nor by a tokenizer: "
-                f"{error}",
-                change="evaluate.tokenizer_dir",
-            )
-        ) from error
 
 
 def _check_lengths(outputs: Sequence[GenerateOutput], output_len: int) -> None:

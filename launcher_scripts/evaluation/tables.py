@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from launcher_scripts.common.rendering import align
 from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.load.figures import LoadRun, Percentiles
 from launcher_scripts.evaluation.speed import SpeedRow
@@ -132,14 +133,3 @@ def _ends(metric: Metric) -> str:
     if metric.low is None or metric.high is None:
         return "-"
     return f"{_figure(metric, metric.low)} to {_figure(metric, metric.high)}"
-
-
-def align(rows: Sequence[Sequence[str]], *, left: bool = False) -> str:
-    """Columns as wide as they need: the first to the left, the others to the right or left."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    others_to = str.ljust if left else str.rjust
-    lines = []
-    for first, *others in rows:
-        cells = [others_to(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)

@@ -17,10 +17,16 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, States
+from launcher_scripts.evaluation.tasks.task import (
+    REFERENCE_KEY,
+    Model,
+    Reference,
+    States,
+    refuse_tuned,
+)
 
 
-class TransformersModel(Model):
+class TransformersModel(Reference, Model):
     """Generates greedily or by beams, and scores."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,15 +60,6 @@ class TransformersModel(Model):
         waiting = iter(rows)
         while batch := list(itertools.islice(waiting, in_flight)):
             yield from self._generate(batch)
-
-    def score(
-        self,
-        rows: Iterable[Sequence[int]],
-        in_flight: int = 8,  # noqa: ARG002
-    ) -> Iterator[NDArray[np.float32]]:
-        """The logits at every position of every row of ids."""
-        for row in rows:
-            yield self.logits(row)
 
     def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
@@ -99,7 +96,7 @@ class TransformersModel(Model):
             config.rope_parameters, body.rotary_emb = given, own
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
-        _check(rows)
+        refuse_tuned(rows, "transformers")
         torch = self._torch
         longest = max(len(row.input_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B, S]
@@ -140,7 +137,7 @@ class TransformersEncoder:
 
     def states(self, row: GenerateRequest) -> States:
         """float32 [tokens, hidden]: the last layer's, after its norm."""
-        _check([row])
+        refuse_tuned([row], "transformers")
         ids = self._torch.tensor([row.input_ids])
         with self._torch.inference_mode():
             found = self._model(ids).last_hidden_state[0]
@@ -239,17 +236,3 @@ def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:
     if width == 1:
         return {"num_beams": 1}
     return {"num_beams": width, "length_penalty": len_penalty, "early_stopping": True}
-
-
-def _check(rows: Sequence[GenerateRequest]) -> None:
-    """What only the served model knows cannot be compared with transformers."""
-    asked: dict[str, Any] = {
-        "prompt_task": any(row.prompt_task is not None for row in rows),
-        "ia3_task": any(row.ia3_task is not None for row in rows),
-        "lora_adapter": any(row.lora_adapter is not None for row in rows),
-    }
-    wrong = [name for name, there in asked.items() if there]
-    if wrong:
-        raise ConfigError(
-            problem("transformers is no reference for this", got=wrong, change=REFERENCE_KEY)
-        )

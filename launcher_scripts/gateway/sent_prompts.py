@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher_scripts.common.block_digests import block_digests
+from launcher_scripts.common.digests import block_digests
 
 BLOCK_TOKENS = 64
 MOST_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models

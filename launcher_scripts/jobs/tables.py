@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from launcher_scripts.common.rendering import align
 from launcher_scripts.jobs.status import Status
 
 if TYPE_CHECKING:
@@ -63,12 +64,7 @@ def cells(status: Status, columns: Sequence[str]) -> list[str]:
 def plain(statuses: Sequence[Status], columns: Sequence[str]) -> str:
     """Columns of equal width, for pipes: one job per line, `-` for nothing."""
     rows = [list(columns), *([text or "-" for text in cells(s, columns)] for s in statuses)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-    lines = (
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
+    return align(rows, left=True)
 
 
 def coloured(statuses: Sequence[Status], columns: Sequence[str]) -> Table:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
 # The dialect of the rows below.
 DIALECT = "adapters"
@@ -150,7 +150,7 @@ def adapters_of(config: object) -> Adapters:
     return parts
 
 
-class AdapterSizes:
+class AdapterSizes(ModelConfig):
     """Axes of the rows below, for a config with a field `parts`."""
 
     parts: Adapters

@@ -12,13 +12,19 @@ from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
+from launcher_scripts.models.family import (
+    ModelConfig,
+    Partition,
+    Source,
+    WeightSpec,
+    check_numbers,
+)
 
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
-class AgmConfig:
+class AgmConfig(ModelConfig):
     """Hyperparameters of an Agm.
 
     Attention scores are q.k * attention_scale + the layer's relative bias; buckets look backwards
@@ -53,17 +59,9 @@ class AgmConfig:
     def __post_init__(self) -> None:
         problems = Problems("the Agm hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
-        for name in (*sizes, "num_buckets", "max_distance"):
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
-        if not problems.messages and self.hidden_size % self.num_heads:
-            problems.add(
-                "num_heads must divide hidden_size",
-                got=self.num_heads,
-                choices=divisors(self.hidden_size),
-            )
-        if self.activation not in ACTIVATIONS:
-            problems.add("unknown activation", got=self.activation, choices=ACTIVATIONS)
+        buckets = ("num_buckets", "max_distance")
+        self.check_fields(problems, (*sizes, *buckets), {"activation": _ACTIVATIONS})
+        self.check_divides(problems, "num_heads", "hidden_size")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
@@ -79,16 +77,8 @@ class AgmConfig:
     def num_kv_heads(self) -> int:
         return self.num_heads
 
-    def window(self, _layer: int) -> int:
-        """Every layer attends to all tokens."""
-        return 0
-
     def tp_sizes(self) -> list[int]:
         return divisors(gcd(self.num_heads, self.ffn_size))
-
-    def local_size(self, axis: str, tp_size: int) -> int:
-        whole: int = getattr(self, axis)
-        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
 
 
 def weights(config: AgmConfig) -> list[WeightSpec]:

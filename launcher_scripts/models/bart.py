@@ -12,21 +12,29 @@ from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.models.family import Partition, Source, WeightSpec, check_numbers
+from launcher_scripts.models.family import (
+    ModelConfig,
+    Partition,
+    Source,
+    WeightSpec,
+    check_numbers,
+)
 
-NORM_PLACEMENTS = ("pre", "post")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
-class BartConfig:
+class BartConfig(ModelConfig):
     """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
     Texts begin with forced_bos_id, where there is one, right after start_id.
-    The properties say in T5Config's words what every BART is.
+    What has no type says in T5Config's words what every BART is, and so do the properties.
     """
 
+    position_embedding = "learned"
+    normalization = "layernorm"
+    gated = encoder_only = False
     attention_softcap = logits_softcap = embedding_scale = rotary_base = None
 
     vocab_size: int
@@ -52,19 +60,10 @@ class BartConfig:
         problems = Problems("the BART hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
         more = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
-        for name in (*sizes, *more):
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
+        choices = {"norm_placement": ("pre", "post"), "activation": _ACTIVATIONS}
+        self.check_fields(problems, (*sizes, *more), choices)
         for name in ("num_heads", "num_decoder_heads"):
-            if not problems.messages and self.hidden_size % getattr(self, name):
-                problems.add(
-                    f"{name} must divide hidden_size",
-                    got=getattr(self, name),
-                    choices=divisors(self.hidden_size),
-                )
-        for name, choices in (("norm_placement", NORM_PLACEMENTS), ("activation", ACTIVATIONS)):
-            if getattr(self, name) not in choices:
-                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+            self.check_divides(problems, name, "hidden_size")
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
             problems.add(
                 "forced_bos_id (forced_bos_token_id) is no id of the vocabulary",
@@ -96,18 +95,6 @@ class BartConfig:
         return float(self.decoder_head_size**-0.5)
 
     @property
-    def position_embedding(self) -> str:
-        return "learned"
-
-    @property
-    def normalization(self) -> str:
-        return "layernorm"
-
-    @property
-    def gated(self) -> bool:
-        return False
-
-    @property
     def kv_heads(self) -> int:
         return self.num_heads
 
@@ -115,21 +102,9 @@ class BartConfig:
     def decoder_kv_heads(self) -> int:
         return self.num_decoder_heads
 
-    def window(self, _layer: int) -> int:
-        """Every layer attends to all tokens."""
-        return 0
-
-    @property
-    def encoder_only(self) -> bool:
-        return False
-
     def tp_sizes(self) -> list[int]:
         heads = gcd(self.num_heads, self.num_decoder_heads)
         return divisors(gcd(heads, self.ffn_size, self.decoder_ffn_size))
-
-    def local_size(self, axis: str, tp_size: int) -> int:
-        whole: int = getattr(self, axis)
-        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
 
 
 def weights(config: BartConfig) -> list[WeightSpec]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.parallelism import Parallelism, divisors
 
+NORMALIZATIONS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 # What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
@@ -97,48 +100,52 @@ class WeightSpec:
         return self.name if layer is None else self.name.replace("*", str(layer))
 
 
-class ModelConfig(Protocol):
+class ModelConfig(ABC):
     """Hyperparameters every family has, in the project's own words; a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    @property
-    def vocab_size(self) -> int: ...
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    position_embedding: str
+    normalization: str
+    norm_eps: float
+    start_id: int
+    end_id: int
+    pad_id: int | None
+    sliding_window: int | None = None
+    full_attention_layers: str | None = None
 
-    @property
-    def hidden_size(self) -> int: ...
+    def window(self, layer: int) -> int:
+        """How many tokens attention of a layer covers, the token's own included; 0: all."""
+        full = (self.full_attention_layers or "").split(",")
+        return 0 if str(layer) in full else self.sliding_window or 0
 
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def position_embedding(self) -> str: ...
-
-    @property
-    def normalization(self) -> str: ...
-
-    @property
-    def norm_eps(self) -> float: ...
-
-    @property
-    def start_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int | None: ...
-
+    @abstractmethod
     def tp_sizes(self) -> list[int]:
         """The tensor-parallel sizes that can hold the model."""
-        ...
 
     def local_size(self, axis: str, tp_size: int) -> int:
         """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
-        ...
+        whole: int = getattr(self, axis)
+        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
+
+    def check_fields(
+        self, problems: Problems, sizes: Iterable[str], choices: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Note the sizes below 1, and the words that are none of their choices."""
+        for name in sizes:
+            problems.check_at_least(name, getattr(self, name), 1)
+        for name, known in choices.items():
+            problems.check_choice(name, getattr(self, name), known)
+
+    def check_divides(self, problems: Problems, part: str, whole: str) -> None:
+        """Note a size that does not divide another one, where nothing else is wrong."""
+        size, of = getattr(self, part), getattr(self, whole)
+        if not problems.messages and (size < 1 or of % size):
+            problems.add(f"{part} must divide {whole}", got=size, choices=divisors(of))
 
 
 def check_numbers(problems: Problems, config: Any) -> None:

@@ -15,13 +15,16 @@ from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models import adapters, gpt_dialects
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import Partition, WeightSpec, check_numbers
+from launcher_scripts.models.family import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    Partition,
+    WeightSpec,
+    check_numbers,
+)
 
-POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
-NORMALIZATIONS = ("layernorm", "rmsnorm")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
 
 _LONG = ("rotary_factors", "rotary_long_factors", "rotary_original_positions")
 _NEEDED_OF_SCALING = {
@@ -124,28 +127,22 @@ class GPTConfig(AdapterSizes):
     def __post_init__(self) -> None:
         problems = Problems("the GPT hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_size", "ffn_size", "max_positions"):
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
-        for name, choices in (
-            ("position_embedding", POSITION_EMBEDDINGS),
-            ("normalization", NORMALIZATIONS),
-            ("norm_placement", NORM_PLACEMENTS),
-            ("activation", ACTIVATIONS),
-        ):
-            if getattr(self, name) not in choices:
-                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        self.check_fields(
+            problems,
+            (*sizes, "head_size", "ffn_size", "max_positions"),
+            {
+                "position_embedding": ("learned", "rope", "alibi", "none"),
+                "normalization": NORMALIZATIONS,
+                "norm_placement": NORM_PLACEMENTS,
+                "activation": ACTIVATIONS,
+            },
+        )
         if not 0 < self.rotary_percentage <= 1:
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         self._check_rotary_scaling(problems)
         self._check_layers(problems)
         self._check_experts(problems)
-        if not problems.messages and self.num_heads % self.num_kv_heads:
-            problems.add(
-                "num_kv_heads must divide num_heads",
-                got=self.num_kv_heads,
-                choices=divisors(self.num_heads),
-            )
+        self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
@@ -209,11 +206,6 @@ class GPTConfig(AdapterSizes):
         if any(stem.startswith("mlp.") for stem in self.parts.lora_targets):
             problems.add("LoRA of experts can only be merged", got=self.parts.lora_targets)
 
-    def window(self, layer: int) -> int:
-        """How many tokens attention of a layer covers, the token's own included; 0: all."""
-        full = (self.full_attention_layers or "").split(",")
-        return 0 if str(layer) in full else self.sliding_window or 0
-
     @property
     def dense_bias(self) -> bool:
         """Whether the attention's output projection has a bias."""
@@ -261,10 +253,7 @@ class GPTConfig(AdapterSizes):
             return whole * self.kv_copies(tp_size) // tp_size
         if axis == "qkv_size":
             return self.local_size("q_size", tp_size) + 2 * self.local_size("kv_size", tp_size)
-        if axis == "vocab_size":
-            return -(-self.vocab_size // tp_size)
-        size: int = getattr(self, axis)
-        return size // tp_size
+        return super().local_size(axis, tp_size)
 
 
 def weights(config: GPTConfig) -> list[WeightSpec]:

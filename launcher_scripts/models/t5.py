@@ -15,11 +15,7 @@ from math import gcd
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import check_numbers
-
-POSITION_EMBEDDINGS = ("relative", "learned", "rope")
-NORMALIZATIONS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, check_numbers
 
 
 @dataclass(frozen=True)
@@ -83,28 +79,24 @@ class T5Config(AdapterSizes):
     def __post_init__(self) -> None:
         problems = Problems("the T5 hyperparameters")
         sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "head_size", "ffn_size")
-        for name in (*sizes, "num_buckets", "max_distance", "max_positions"):
-            if getattr(self, name) < 1:
-                problems.add(f"{name} must be at least 1", got=getattr(self, name))
-        if self.num_decoder_layers < (0 if self.encoder_only else 1):
-            problems.add("num_decoder_layers must be at least 1", got=self.num_decoder_layers)
-        for name, choices in (
-            ("position_embedding", POSITION_EMBEDDINGS),
-            ("normalization", NORMALIZATIONS),
-            ("activation", ACTIVATIONS),
-        ):
-            if getattr(self, name) not in choices:
-                problems.add(f"unknown {name}", got=getattr(self, name), choices=choices)
+        decoder = (
+            () if self.encoder_only and not self.num_decoder_layers else ("num_decoder_layers",)
+        )
+        self.check_fields(
+            problems,
+            (*sizes, "num_buckets", "max_distance", "max_positions", *decoder),
+            {
+                "position_embedding": ("relative", "learned", "rope"),
+                "normalization": NORMALIZATIONS,
+                "activation": ACTIVATIONS,
+            },
+        )
         if self.position_embedding == "relative":
             self._check_buckets(problems)
         if (self.position_embedding == "rope") != (self.rotary_base is not None):
             problems.add("rotary_base and rope belong together", got=self.rotary_base)
-        if not problems.messages and self.num_kv_heads not in (None, *divisors(self.num_heads)):
-            problems.add(
-                "num_kv_heads must divide num_heads",
-                got=self.num_kv_heads,
-                choices=divisors(self.num_heads),
-            )
+        if self.num_kv_heads is not None:
+            self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
@@ -140,11 +132,6 @@ class T5Config(AdapterSizes):
         """In GPTConfig's words."""
         return "sandwich" if self.sandwich_norms else "pre"
 
-    def window(self, layer: int) -> int:
-        """How many tokens attention of a layer covers, the token's own included; 0: all."""
-        full = (self.full_attention_layers or "").split(",")
-        return 0 if str(layer) in full else self.sliding_window or 0
-
     @property
     def num_decoder_heads(self) -> int:
         return self.num_heads
@@ -163,7 +150,3 @@ class T5Config(AdapterSizes):
 
     def tp_sizes(self) -> list[int]:
         return divisors(gcd(self.kv_heads, self.ffn_size, self.adapter_size))
-
-    def local_size(self, axis: str, tp_size: int) -> int:
-        whole: int = getattr(self, axis)
-        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size

@@ -15,7 +15,7 @@ from typing import IO
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.settings import write_settings
-from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, prepare_child
+from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, start_child
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin
@@ -91,21 +91,8 @@ class GatewayProcess:
         paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
         own = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
         module = "launcher_scripts.steps.start_gateway"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, "--settings", str(self._file)],
-            env={**os.environ, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=prepare_child(),
-        )
-        self._reader = threading.Thread(
-            target=self._repeat_log, args=(self._process.stdout,), daemon=True
-        )
-        self._reader.start()
+        arguments = [sys.executable, "-m", module, "--settings", str(self._file)]
+        self._process, self._reader = start_child(arguments, own, self._repeat_log)
 
     def _ended(self) -> str | None:
         """How it ended, with its last lines; None while it runs, or was not started."""

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 from launcher_scripts.common.cleanup import ServerLock, is_word
 from launcher_scripts.common.errors import ServerError
@@ -84,23 +84,13 @@ class ServerProcess:
         if settings.cloud_credentials is not None:
             own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)
-        self._process = subprocess.Popen(
+        self._process, self._reader = start_child(
             arguments,
-            env={**os.environ, **installation.environment(), **own, **env, **secrets},
+            {**installation.environment(), **own, **env, **secrets},
+            self._repeat_log,
             cwd=folder,  # the Python backend imports from here first
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
             pass_fds=self._lock.descriptors,
-            preexec_fn=prepare_child(),
         )
-        self._reader = threading.Thread(
-            target=self._repeat_log, args=(self._process.stdout,), daemon=True
-        )
-        self._reader.start()
 
     def _arguments(
         self, settings: DeploySettings, installation: Installation, ports: Ports
@@ -224,7 +214,31 @@ def ending(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def prepare_child() -> Callable[[], None]:
+def start_child(
+    arguments: Sequence[str], env: Mapping[str, str], repeat: Callable[[IO[str]], None], **more: Any
+) -> tuple[subprocess.Popen[str], threading.Thread]:
+    """A child process in a session of its own, and the thread in which `repeat` reads its log.
+
+    env: variables besides this program's;  more: arguments of Popen
+    """
+    process = subprocess.Popen(
+        arguments,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_prepare_child(),
+        **more,
+    )
+    reader = threading.Thread(target=repeat, args=(process.stdout,), daemon=True)
+    reader.start()
+    return process, reader
+
+
+def _prepare_child() -> Callable[[], None]:
     """What the child runs before the server: its limits, and SIGTERM when this program dies."""
     limits = server_limits()
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.hosts import ALONE, NodeRank
-from launcher_scripts.common.processes import StopRequest, is_suspended, process_name, start_of
+from launcher_scripts.common.hosts import (
+    ALONE,
+    ATTEMPT_VARIABLE,
+    INTERFACE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    NodeRank,
+)
+from launcher_scripts.common.processes import (
+    StopRequest,
+    is_suspended,
+    process_name,
+    process_stat,
+    seconds_since,
+    start_of,
+)
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
@@ -25,7 +39,6 @@ from launcher_scripts.server.addresses import (
     with_node_address,
 )
 from launcher_scripts.server.gateway_process import GatewayProcess
-from launcher_scripts.server.group import group_env
 from launcher_scripts.server.health import (
     ModelStatus,
     TritonClient,
@@ -39,7 +52,25 @@ from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, res
 from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
-from launcher_scripts.server.start_times import Event, process_started, start_table
+
+
+def rendezvous_folder(settings: DeploySettings) -> Path:
+    """Where the nodes of this server find rank 0 of each model."""
+    return Path(settings.job_folder or settings.results_dir) / "ranks"
+
+
+def group_env(settings: DeploySettings, node_rank: NodeRank, attempt: int) -> dict[str, str]:
+    """Variables for the backend: what it needs to know about the other nodes, if there are any."""
+    if node_rank.nodes == 1:
+        return {}
+    env = {
+        RENDEZVOUS_VARIABLE: str(rendezvous_folder(settings)),
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+    if settings.network_interface is not None:
+        env[INTERFACE_VARIABLE] = settings.network_interface
+    return env
+
 
 _POLL_SECONDS = 0.2
 # What a server needs to unload its models after its last request, and what one gets that is broken.
@@ -357,3 +388,27 @@ def _states(statuses: list[ModelStatus]) -> dict[str, str]:
 def _absolute(repository: str) -> str:
     """The repository for readers in other working directories."""
     return repository if is_remote(repository) else str(Path(repository).absolute())
+
+
+Event = tuple[str, float]
+
+
+def process_started() -> float:
+    """When this process was started, in seconds since 1970."""
+    return time.time() - seconds_since(process_stat(os.getpid()).started)
+
+
+def start_table(events: Iterable[Event]) -> str:
+    """Each event with the seconds since the first one and since the one before.
+
+    >>> print(start_table([("b", 12.5), ("a", 10.0)]))
+      0.00    +0.00  a
+      2.50    +2.50  b
+    """
+    lines = []
+    ordered = sorted(events, key=lambda event: event[1])
+    before = first = ordered[0][1]
+    for what, at in ordered:
+        lines.append(f"{at - first:6.2f}  {at - before:+6.2f}  {what}")
+        before = at
+    return "\n".join(lines)

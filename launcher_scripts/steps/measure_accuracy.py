@@ -13,7 +13,6 @@ if __name__ == "__main__":
     check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
 from launcher_scripts.common.errors import ConfigError, lookup, problem
-from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
@@ -30,6 +29,7 @@ from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import Asked, Progress, TaskResult
+from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
@@ -46,10 +46,7 @@ def measure(settings: EvaluateSettings) -> None:
     for task in settings.tasks:
         lookup(TASKS, task.name, "evaluate.tasks")
         check_packages(f"the task {task.name}", *PACKAGES.get(task.name, ()))
-    try:
-        tokenizer = load_tokenizer(Path(settings.tokenizer_dir))
-    except TokenizerError as error:
-        raise ConfigError(problem(str(error), change="evaluate.tokenizer_dir")) from error
+    tokenizer = read_tokenizer(Path(settings.tokenizer_dir))
     client, ready = connect(settings)
     tables = []
     with client:

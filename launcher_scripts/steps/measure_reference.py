@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher_scripts.common.errors import LauncherError, lookup
-from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
@@ -26,6 +25,7 @@ from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
 from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.measure_accuracy import log_progress
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(EvaluateSettings, given.settings)
         measure(settings, given.checkpoint.absolute(), given.results_dir.absolute())
-    except (LauncherError, TokenizerError) as error:
+    except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> None:
     """Every task of the settings; each is reported when it is done."""
     report = Report(results_dir, settings.model_name)
-    tokenizer = load_tokenizer(Path(settings.tokenizer_dir))
+    tokenizer = read_tokenizer(Path(settings.tokenizer_dir))
     model = NemoModel(checkpoint)
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}

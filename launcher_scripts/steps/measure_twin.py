@@ -31,8 +31,9 @@ from launcher_scripts.evaluation.provenance import files_of, set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import twin_table
+from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Rotary
+from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,
     Twins,

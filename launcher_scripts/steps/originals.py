@@ -15,7 +15,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository.text_models import TRANSFORMERS
 from launcher_scripts.checkpoint.sources import nemo_training
-from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from launcher_scripts.config.twin import TwinSettings
@@ -46,7 +46,7 @@ class Original:
     """A source checkpoint, opened by its reader.
 
     path:      as the reader takes it
-    source:    a plan.SourceCheckpoint
+    source:    a SourceCheckpoint
     num_heads: what the reader has to be told; None: nothing
     """
 

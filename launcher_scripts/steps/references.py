@@ -26,8 +26,8 @@ from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.core_model import CoreModel
 from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from launcher_scripts.evaluation.twin.diagnosis import Reference
 from launcher_scripts.models.gpt import GPTConfig
 
 ENGINE = "engine"
@@ -35,7 +35,7 @@ SECONDS = 3600.0
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-class EngineModel:
+class EngineModel(Reference):
     """An exported folder in the engine, with its reference kernels on the CPU; to be closed."""
 
     def __init__(
@@ -70,14 +70,6 @@ class EngineModel:
             return_context_logits=True,
         )
         return np.asarray(self._engine.submit(request).result(SECONDS).context_logits)
-
-    def score(
-        self,
-        rows: Iterable[Sequence[int]],
-        in_flight: int = 8,  # noqa: ARG002
-    ) -> Iterator[NDArray[np.float32]]:
-        """The logits at every position of every row of ids."""
-        return map(self.logits, rows)
 
     def generate_each(
         self,

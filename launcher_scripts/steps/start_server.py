@@ -35,8 +35,7 @@ from launcher_scripts.common.hosts import find_node_rank
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.engine.distributed.rank_host import NodeHost
-from launcher_scripts.server.group import rendezvous_folder
-from launcher_scripts.server.service import serve
+from launcher_scripts.server.service import rendezvous_folder, serve
 from launcher_scripts.steps.command import run_step
 
 # srun ends a step with its first failing task, and drops what that has only just said.

@@ -37,7 +37,7 @@ def requests(model: str, **more: Any) -> list[GenerateRequest]:
 
 def to_tensors(model: str, outputs: list[GenerateOutput], *names: str) -> dict[str, torch.Tensor]:
     contract = [tensor.name for tensor in CONTRACTS[model].outputs]
-    shape = Shape(3, 66, torch.float32, 67, names or contract)
+    shape = Shape(0, 66, torch.float32, 67, names or contract)
     return ANSWER_TENSORS[model](requests(model), outputs, shape)
 
 

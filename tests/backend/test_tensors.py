@@ -37,8 +37,8 @@ DTYPES = {
 to_requests = partial(request_tensors.to_requests, CONTRACTS["GPT"])
 
 
-def shape(width: int, end_id: int) -> Shape:
-    return Shape(width, end_id, torch.float32, prompt_start_id=100, wanted=WANTED)
+def shape(end_id: int, padding: int = 0) -> Shape:
+    return Shape(padding, end_id, torch.float32, prompt_start_id=100, wanted=WANTED)
 
 
 def tensors(**values: object) -> dict[str, torch.Tensor]:
@@ -167,7 +167,7 @@ def test_what_asks_for_nothing_is_no_problem():
 def test_output_ids_hold_prompt_generated_and_end_tokens():
     requests = [GenerateRequest((5, 6, 7, 8), 3), GenerateRequest((9, 3), 6, end_id=4)]
     outputs = [GenerateOutput((1, 2)), GenerateOutput((11, 12, 13, 14, 15, 16))]
-    answer = gpt_tensors(requests, outputs, shape(width=4, end_id=99))
+    answer = gpt_tensors(requests, outputs, shape(end_id=99))
     assert answer["output_ids"].tolist() == [
         [[5, 6, 7, 8, 1, 2, 99, 99, 99, 99]],
         [[9, 3, 11, 12, 13, 14, 15, 16, 4, 4]],
@@ -175,6 +175,11 @@ def test_output_ids_hold_prompt_generated_and_end_tokens():
     assert answer["sequence_length"].tolist() == [[6], [8]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]
     assert set(answer) == {"output_ids", "sequence_length", "response_input_lengths"}
+    wider = gpt_tensors(requests, outputs, shape(end_id=99, padding=1))["output_ids"]
+    assert wider.tolist() == [
+        [[5, 6, 7, 8, 1, 2, 99, 99, 99, 99, 99]],
+        [[9, 3, *range(11, 17), 4, 4, 4]],
+    ]
 
 
 def test_beams_are_an_axis_as_wide_as_the_widest_row():
@@ -187,7 +192,7 @@ def test_beams_are_an_axis_as_wide_as_the_widest_row():
         GenerateOutput(beams[0].output_ids, -1.5, (-0.5, -1.0), beams=beams),
         GenerateOutput((8, 7), -3.0, (-1.0, -2.0)),
     ]
-    answer = gpt_tensors(requests, outputs, shape(width=2, end_id=99))
+    answer = gpt_tensors(requests, outputs, shape(end_id=99))
     assert answer["output_ids"].tolist() == [
         [[5, 6, 1, 2], [5, 6, 3, 4]],
         [[9, 8, 7, 99], [99, 99, 99, 99]],
@@ -207,7 +212,7 @@ def test_context_embeddings_are_each_rows_own():
         GenerateRequest((7, 8), 1),
     ]
     outputs = [GenerateOutput((1,), context_embeddings=torch.ones(3)), GenerateOutput((2,))]
-    answer = gpt_tensors(requests, outputs, shape(width=2, end_id=99))
+    answer = gpt_tensors(requests, outputs, shape(end_id=99))
     assert answer["context_embeddings"].tolist() == [[[1, 1, 1]], [[0, 0, 0]]]
 
 
@@ -220,7 +225,7 @@ def test_log_probs_and_context_logits_come_when_asked():
         GenerateOutput((1, 2), -1.5, (-0.5, -1.0)),
         GenerateOutput((3,), context_logits=torch.ones(1, 3)),
     ]
-    answer = gpt_tensors(requests, outputs, shape(width=2, end_id=0))
+    answer = gpt_tensors(requests, outputs, shape(end_id=0))
     assert answer["cum_log_probs"].tolist() == [[-1.5], [0.0]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -1.0]], [[0.0, 0.0]]]
     assert answer["context_logits"].tolist() == [[[0, 0, 0]], [[1, 1, 1]]]

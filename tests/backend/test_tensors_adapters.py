@@ -114,7 +114,7 @@ def test_answers_leave_virtual_tokens_out() -> None:
         GenerateRequest((8,), 2, prompt_embedding=torch.ones(2, 4), soft_prompt=True),
     ]
     outputs = [GenerateOutput((1, 2, 3)), GenerateOutput((4, 5)), GenerateOutput((6,))]
-    answer = gpt_tensors(requests, outputs, Shape(5, 0, torch.float32, START, WANTED))
+    answer = gpt_tensors(requests, outputs, Shape(1, 0, torch.float32, START, WANTED))
     assert answer["response_input_lengths"].tolist() == [[2], [1], [1]]
     assert answer["sequence_length"].tolist() == [[5], [3], [2]]
     rows = answer["output_ids"].long().squeeze(1).tolist()

@@ -44,7 +44,7 @@ def test_the_prompt_counts() -> None:
 def test_answers_hold_prompt_and_output() -> None:
     requests = to_requests(sent(is_return_log_probs=[True, True]))
     outputs = [GenerateOutput((1, 2), -1.0, (-0.5, -0.5)), GenerateOutput((), 0.0, ())]
-    answer = agm_tensors(requests, outputs, Shape(4, 9, torch.float32, 0, WANTED))
+    answer = agm_tensors(requests, outputs, Shape(1, 9, torch.float32, 0, WANTED))
     assert answer["output_ids"].tolist() == [[[5, 6, 7, 8, 1, 2, 9]], [[9, 3, 9, 9, 9, 9, 9]]]
     assert answer["sequence_length"].tolist() == [[6], [2]]
     assert answer["response_input_lengths"].tolist() == [[4], [2]]

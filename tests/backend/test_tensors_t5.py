@@ -148,10 +148,10 @@ def test_encoder_rows_and_answers():
         GenerateOutput((), hidden_state=torch.ones(4, 3), attentions=torch.ones(2, 5, 4, 4)),
         GenerateOutput((), hidden_state=torch.ones(2, 3)),
     ]
-    answer = encoder_tensors(requests, outputs, Shape(4, 1, torch.bfloat16, 0, WANTED))
+    answer = encoder_tensors(requests, outputs, Shape(1, 1, torch.bfloat16, 0, WANTED))
     assert {tensor.dtype for tensor in answer.values()} == {torch.bfloat16}
     assert answer["output_hidden_state"].sum((1, 2)).tolist() == [12.0, 6.0]
-    assert answer["output_attentions"].shape == (2, 2, 5, 4, 4)
+    assert answer["output_attentions"].shape == (2, 2, 5, 5, 5)
     assert answer["output_attentions"].sum((1, 2, 3, 4)).tolist() == [160.0, 0.0]
 
 

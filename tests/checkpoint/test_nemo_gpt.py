@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.sources.nemo_gpt import NemoGPT, nemo_version, read_gpt
+from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
+from launcher_scripts.checkpoint.sources.nemo_options import NemoModel, nemo_version
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -18,7 +19,7 @@ LEAST = {
 }
 
 
-def read(core: bool = False, local_norms: bool = False, **raw: Any) -> NemoGPT:
+def read(core: bool = False, local_norms: bool = False, **raw: Any) -> NemoModel:
     return read_gpt({**LEAST, **raw}, core=core, local_norms=local_norms)
 
 

@@ -11,14 +11,15 @@ import pytest
 import sentencepiece
 
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds
-from launcher_scripts.checkpoint.sources.nemo_t5 import NemoT5, read_t5, t5_token_ids
+from launcher_scripts.checkpoint.sources.nemo_options import NemoModel
+from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.models.t5 import T5Config
 
 LEAST = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 
-def read(encoder: dict[str, Any] | None = None, **raw: Any) -> NemoT5:
+def read(encoder: dict[str, Any] | None = None, **raw: Any) -> NemoModel:
     stack = {**LEAST, **(encoder or {})}
     return read_t5({"encoder": stack, "decoder": stack, **raw})
 

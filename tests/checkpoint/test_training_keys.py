@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_nemo2,
     read_gpt,
 )
-from launcher_scripts.checkpoint.sources.hints import Hints
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.checkpoint.sources.training_keys import IRRELEVANT, Asked, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.test_megatron_core import ARGUMENTS

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from launcher_scripts.engine.model.layers import alibi_slopes
-from launcher_scripts.models.gpt import ACTIVATIONS, GPTConfig
+from launcher_scripts.models.family import ACTIVATIONS
+from launcher_scripts.models.gpt import GPTConfig
 from tests.engine.small_models import (
     context_logits,
     engine_for,

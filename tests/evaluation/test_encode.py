@@ -13,7 +13,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, RequestError
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.pace import TimedModel
+from launcher_scripts.evaluation.comparison import TimedModel
 from launcher_scripts.evaluation.speed import sweep
 from launcher_scripts.evaluation.tasks import encode
 from launcher_scripts.evaluation.tasks.task import Asked, States

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.comparison import compare, read_report, timed
-from launcher_scripts.evaluation.pace import TimedModel
+from launcher_scripts.evaluation.comparison import TimedModel, compare, read_report, timed
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
 from launcher_scripts.evaluation.tasks.task import Pace

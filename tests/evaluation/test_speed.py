@@ -11,9 +11,9 @@ from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.evaluation.speed import (
     check_batch_sizes,
     random_rows,
-    read_vocab_size,
     sweep,
 )
+from launcher_scripts.evaluation.tokenizer_dir import read_vocab_size
 
 SETTINGS = BenchmarkSettings(batch_sizes=(1, 4), lengths=((3, 2), (5, 6)), requests=4, warmup=1)
 

@@ -133,7 +133,7 @@ def test_a_step_that_breaks_leaves_no_verdict(job, capsys, monkeypatch):
         assert measure_accuracy.main(arguments) == 0
         assert judge.main(arguments) == 0
         assert (job / "results" / "verdict.json").exists()
-        monkeypatch.setattr(measure_accuracy, "load_tokenizer", lambda _: 1 / 0)
+        monkeypatch.setattr(measure_accuracy, "read_tokenizer", lambda _: 1 / 0)
         assert measure_accuracy.main(arguments) == 3
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert not (job / "results" / "verdict.json").exists()

@@ -12,9 +12,8 @@ import pytest
 from launcher_scripts.cluster.record import JobRecord, write_end
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.jobs.folders import KnownJob
-from launcher_scripts.jobs.status import Status
+from launcher_scripts.jobs.status import Status, badge
 from launcher_scripts.jobs.tables import STATUS_COLUMNS, plain
-from launcher_scripts.jobs.verdicts import badge
 from tests.jobs.conftest import Jobs
 from tests.jobs.test_folders import make_job
 

@@ -28,14 +28,14 @@ Requests = Sequence[GenerateRequest]
 class Shape:
     """What an answer's tensors depend on besides rows and outputs.
 
-    width:           columns of the request's input_ids
+    padding:         columns of the request behind those of its longest row
     end_id:          the model's, for rows that name none
     dtype:           the model's compute type
     prompt_start_id: the model's first id that is a virtual token in rows with a prompt
     wanted:          the tensors that the client asked for
     """
 
-    width: int
+    padding: int
     end_id: int
     dtype: torch.dtype
     prompt_start_id: int
@@ -47,13 +47,13 @@ def gpt_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str,
 
     Of output_ids, log-probabilities and context_logits only those that are wanted.
 
-    output_ids [B, beam, width + longest output]: prompt, then what was generated, then the row's
-    end id; the hypotheses of a row best first. A row with fewer has sequence_length 0 in the rest.
-    Virtual tokens, in rows with a prompt the ids from prompt_start_id on, are left out everywhere.
+    output_ids [B, beam, longest prompt + padding + longest output]: prompt, then what was
+    generated, then the row's end id; the hypotheses of a row best first. A row with fewer has
+    sequence_length 0 in the rest. Virtual tokens, in rows with a prompt the ids from
+    prompt_start_id on, are left out everywhere.
     """
     prompts = [real_ids(request, shape.prompt_start_id) for request in requests]
-    width = shape.width - max(len(request.input_ids) for request in requests)
-    width += max(map(len, prompts))
+    width = shape.padding + max(map(len, prompts))
     longest = max(request.output_len for request in requests)
     beams = beam_axis(outputs)
     lengths = np.zeros((len(requests), beams), dtype=np.uint32)
@@ -118,10 +118,11 @@ def t5_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, 
 def encoder_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, Tensor]:
     """The answer's tensors in shape.dtype, zeros after a row's tokens and for rows not asked.
 
-    output_hidden_state [B, width, hidden], output_attentions [B, layers, heads, width, width]
+    output_hidden_state [B, width, hidden], output_attentions [B, layers, heads, width, width]: as
+    wide as the request
     """
-    width, dtype = shape.width, shape.dtype
-    states = [output.hidden_state for output in outputs]
+    states, dtype = [output.hidden_state for output in outputs], shape.dtype
+    width = shape.padding + max(map(len, states))
     hidden = torch.zeros(len(outputs), width, states[0].shape[1], dtype=dtype)
     for row, state in enumerate(states):
         hidden[row, : state.shape[0]] = state
@@ -139,10 +140,11 @@ def encoder_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[
 
 def agm_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, Tensor]:
     """The answer's tensors as for a GPT, output_ids [B, beams, largest max_output_len]."""
-    whole = max(len(request.input_ids) + request.output_len for request in requests)
-    width = max(len(request.input_ids) for request in requests)
-    tensors = gpt_tensors(requests, outputs, replace(shape, width=width))
+    tensors = gpt_tensors(requests, outputs, replace(shape, padding=0))
     if "output_ids" in tensors:
+        prompts = [real_ids(request, shape.prompt_start_id) for request in requests]
+        pairs = zip(prompts, requests, strict=True)
+        whole = max(len(prompt) + request.output_len for prompt, request in pairs)
         tensors["output_ids"] = tensors["output_ids"][..., : max(1, whole)]
     for name in {"output_ids", "sequence_length"} & tensors.keys():
         tensors[name] = tensors[name].to(torch.int32).contiguous()

@@ -41,7 +41,7 @@ from launcher_scripts.backends.fastertransformer.nodes import (
     node_group,
 )
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings, model_type
-from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
+from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
@@ -164,7 +164,7 @@ class TritonPythonModel:
         rows = to_requests(self._contract, tensors)
         self._check_room(len(rows))
         answer = self._answer(
-            request, sender, rows, tensors, shown=rows, width=tensors["input_ids"].shape[1]
+            request, sender, rows, tensors, shown=rows, padding=padding(tensors, rows)
         )
         answer.start(self._submit)
 
@@ -212,7 +212,6 @@ class TritonPythonModel:
             rows,
             tensors,
             shown=turn.shown,
-            width=max(len(row.input_ids) for row in turn.shown),
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
         answer.start(self._submit, turn.sessions)
@@ -225,13 +224,13 @@ class TritonPythonModel:
         tensors: Mapping[str, torch.Tensor],
         *,
         shown: Sequence[GenerateRequest],
-        width: int,
+        padding: int = 0,
         **more: Any,
     ) -> Answer:
-        """shown, width: the rows as the client sees them, and the columns of their input_ids"""
+        """shown: the rows as the client sees them;  padding: see Shape"""
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
-        shape = self._shape(width, wanted)
+        shape = self._shape(padding, wanted)
         kind: Callable[..., Answer] = Answer
         shared = shared_id(request.request_id()) if self._streams else None
         if shared is not None and shared.number is not None:
@@ -259,9 +258,9 @@ class TritonPythonModel:
             return [()] * len(rows)
         return [real_ids(row, shape.prompt_start_id) for row in rows]
 
-    def _shape(self, width: int, wanted: Collection[str]) -> Shape:
+    def _shape(self, padding: int, wanted: Collection[str]) -> Shape:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
-        return Shape(width, config.end_id, dtype, prompt_start_id(config), wanted)
+        return Shape(padding, config.end_id, dtype, prompt_start_id(config), wanted)
 
     def _lost(self, error: ServerError) -> None:
         """Tell who watches this server; one that nobody watches ends itself."""

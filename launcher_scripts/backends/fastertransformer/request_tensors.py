@@ -86,6 +86,11 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     ]
 
 
+def padding(tensors: Mapping[str, Tensor], rows: Sequence[GenerateRequest]) -> int:
+    """Columns of a request's input_ids [B, M] behind those of its longest row."""
+    return tensors["input_ids"].shape[1] - max(len(row.input_ids) for row in rows)
+
+
 def _ids(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A tensor of ids [B, M]."""
     ids = tensors[name]

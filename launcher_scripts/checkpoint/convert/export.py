@@ -12,11 +12,10 @@ from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
 from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
+from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
-from launcher_scripts.checkpoint.convert.unfit import refuse_unfit
 from launcher_scripts.checkpoint.convert.verification import verify_export
-from launcher_scripts.checkpoint.convert.write_tasks import write_all
+from launcher_scripts.checkpoint.convert.write_tasks import refuse_unfit, write_all
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository import tokenizer_files
@@ -24,12 +23,12 @@ from launcher_scripts.checkpoint.repository.served_types import backend_model_ty
 from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
 from launcher_scripts.checkpoint.sources.adapters import with_adapters
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
 from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, SourceCheckpoint
 from launcher_scripts.common.errors import (
     CheckpointError,
     ConfigError,
@@ -38,7 +37,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
-from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.config.settings import CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, check_division
 
@@ -155,7 +154,7 @@ def _located(settings: ExportSettings) -> tuple[Path, str]:
             problem(
                 "the checkpoint does not exist",
                 got=str(path),
-                change="export.model.checkpoint_path",
+                change=CHECKPOINT_KEY,
             )
         )
     return nemo_training.locate(path, settings.training_checkpoint)
@@ -233,9 +232,7 @@ def open_source(
         if not name:
             lacking = nemo_training.without_sizes(archive) or _adapter_alone(archive)
             text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
-            raise CheckpointError(
-                problem(text, choices=sorted(SOURCES), change="export.model.checkpoint_path")
-            )
+            raise CheckpointError(problem(text, choices=sorted(SOURCES), change=CHECKPOINT_KEY))
         print(f"found a checkpoint of {name}", flush=True)
     checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)
     heads = checkpoint.config.num_heads

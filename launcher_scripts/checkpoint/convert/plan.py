@@ -18,63 +18,13 @@ from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
 from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
+from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
 # The dialect of tensors that have the table's own names and are as stored.
 STORED = "stored"
 _SHOWN = 20
-
-
-class SourceCheckpoint(Protocol):
-    """What a reader of some format offers to the export."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def dialects(self) -> tuple[str, ...]: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know about the model."""
-        ...
-
-    @property
-    def knows_token_ids(self) -> bool:
-        """Whether start, end and pad id of `config` are the model's own, not defaults."""
-        ...
-
-    @property
-    def token_rule(self) -> TokenRule | None:
-        """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
-        ...
-
-    def stored_name(self, name: str) -> str:
-        """What the checkpoint's files call a tensor, for errors."""
-        ...
-
-    @property
-    def adapters(self) -> Sequence[Any]:
-        """Adapters (merging.Adapter) that were saved together with their base."""
-        ...
-
-    def tokenizer_files(self) -> dict[str, bytes]:
-        """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
-        ...
-
-    def extra_files(self) -> dict[str, bytes]:
-        """Name -> content of other files to put beside the weights."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
-        ...
-
-    def names(self) -> set[str]: ...
-
-    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None: ...
 
 
 class Change(Protocol):

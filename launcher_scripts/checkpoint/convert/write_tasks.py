@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -20,21 +20,25 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.manifest import FileEntry
 from launcher_scripts.checkpoint.convert.plan import Task
 from launcher_scripts.checkpoint.convert.progress import Progress
 from launcher_scripts.checkpoint.convert.reshard import rank_columns
-from launcher_scripts.checkpoint.convert.streaming import UnfitValues, strips
+from launcher_scripts.checkpoint.convert.streaming import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import plain, widened
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings
 
 MOST_PROCESSES = 8
 LEAST_BYTES = 128 << 20  # of the files, for which processes are worth their start
+_SHOWN = 20
+_CHUNK = 1 << 20
 
 
 def write_all(
@@ -203,3 +207,44 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
+    """Raise one CheckpointError for all of `unfit`, if there are any.
+
+    unfit:  name of a task -> what is wrong with its values
+    origin: what the tasks are of
+    """
+    lines: dict[str, str | None] = {}  # with the key to change; a tensor may have several tasks
+    for task in tasks:
+        error = unfit.get(task.name)
+        found = list(_nonfinite(task)) if isinstance(error, NonfiniteValues) else []
+        lines |= dict.fromkeys(found, "export.model.allow_nonfinite")
+        if error is not None and not found:
+            lines[str(error)] = None
+    problems = Problems(origin)
+    for line, change in list(lines.items())[:_SHOWN]:
+        problems.add(line, change=change)
+    if len(lines) > _SHOWN:
+        problems.add(f"and {len(lines) - _SHOWN} more tensors")
+    problems.raise_if_any(CheckpointError)
+
+
+def _nonfinite(task: Task) -> Iterator[str]:
+    """A line per source tensor with values that are NaN or infinite; none if they become so."""
+    changed = [source for change in task.changes for source in change.sources()]
+    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *changed]:
+        values = tensor.read()
+        if count := _count(values):
+            yield f"{key} has {count} NaN or infinite values of {values.size}"
+
+
+def _count(values: NDArray[Any]) -> int:
+    """How many are not finite; only a part of them is copied at a time."""
+    rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
+    step = max(_CHUNK // max(rows.shape[1], 1), 1)
+    count = 0
+    for first in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[first : first + step]).view(values.dtype)
+        count += part.size - int(np.isfinite(widened(part)).sum())
+    return count

@@ -19,6 +19,7 @@ from launcher_scripts.checkpoint.fastertransformer.ini_keys import IniFormat, In
 from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, task_sections
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.common.untrusted import read_plain
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.family import ModelConfig
@@ -134,7 +135,7 @@ def random_config(path: Path) -> ModelConfig:
             problem(
                 f"random weights are made from a {FILE_NAME}",
                 got=str(path),
-                change="export.model.checkpoint_path",
+                change=CHECKPOINT_KEY,
             )
         )
     config = read_config(path.parent, tp_size=1).config

@@ -152,9 +152,9 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
     model_type = backend_model_type(settings.model_type, checkpoint.config)
     contract = served_contract(model_type, sessions=settings.interactive)
-    model_dir, checkpoint_path = Path(settings.triton_model_dir), checkpoint.folder
-    if checkpoint_path.is_relative_to(model_dir):
-        checkpoint_path = checkpoint_path.relative_to(model_dir)
+    model_dir, shards = Path(settings.triton_model_dir), checkpoint.folder
+    if shards.is_relative_to(model_dir):
+        shards = shards.relative_to(model_dir)
     return render(
         "model.pbtxt.j2",
         name=settings.model_name,
@@ -176,7 +176,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "pipeline_para_size": settings.parallelism.pp_size,
             "data_type": settings.data_type,
             "model_type": model_type,
-            "model_checkpoint_path": checkpoint_path.as_posix(),
+            "model_checkpoint_path": shards.as_posix(),
             "int8_mode": int(settings.quantization == "int8"),
             **({"quantization": "fp8"} if settings.quantization == "fp8" else {}),
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, make_plan
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.lora import LoRA
+from launcher_scripts.checkpoint.convert.plan import Task, make_plan
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
 from launcher_scripts.checkpoint.sources.nemo_options import section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
+from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import Adapters, PromptTask, ia3_keys, ia3_sites
+from launcher_scripts.models.family import Partition
 
 KEYS = {
     "prompt": "export.model.prompt_checkpoints",
@@ -37,7 +38,6 @@ class Collected:
     """
 
     shards: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
-    loras: dict[str, list[LoRA]] = field(default_factory=dict)
     folded: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     tasks: list[PromptTask] = field(default_factory=list)
     inserted: list[PartFile] = field(default_factory=list)
@@ -93,18 +93,12 @@ def _collect_ia3(
 def _collect_adapters(
     part: PartFile, _number: int, found: Collected, base: SourceCheckpoint, _in_place: bool
 ) -> None:
-    problems = Problems(str(part.path))
     if part.adapters:
         found.inserted.append(part)
         found.shards.update(part.adapters)
-    for name, sides in part.loras.items():
-        if set(sides) != {"in", "out"}:
-            problems.add(f"LoRA of {name} is incomplete", got=sorted(sides), choices=["in", "out"])
-            continue
-        found.loras.setdefault(name, []).append(LoRA(sides["in"], sides["out"], lora_scale(part)))
-    _check_layers(part, base, problems)
+    if part.loras:
+        found.adapters.append(_lora(part, base))
     found.notes += part.notes
-    problems.raise_if_any(CheckpointError)
 
 
 def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) -> None:
@@ -120,27 +114,46 @@ def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) ->
 
 
 def nemo_lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
-    """NeMo 1's LoRA as an adapter for the tensors of its base."""
+    """NeMo 1's LoRA as an adapter that stays beside the weights, of which there is nothing else."""
     problems = Problems(str(part.path))
     if part.adapters:
         problems.add("it holds adapters that are no LoRA", change=KEYS["adapter"])
-    found = Collected()
-    try:
-        _collect_adapters(part, 0, found, base, False)
-    except CheckpointError as error:
-        problems.merge(error)
     problems.raise_if_any(CheckpointError)
-    updates = {}
+    return _lora(part, base)
+
+
+def _lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
+    """NeMo 1's LoRA as an adapter for the tensors of its base."""
+    problems, scale = Problems(str(part.path)), lora_scale(part)
+    for name, sides in part.loras.items():
+        if set(sides) != {"in", "out"}:
+            problems.add(f"LoRA of {name} is incomplete", got=sorted(sides), choices=["in", "out"])
+    _check_layers(part, base, problems)
+    problems.raise_if_any(CheckpointError)
+    updates: dict[str, tuple[LowRank, ...]] = {}
     for task in make_plan(base, family_of(base.config).weights(base.config), "the base"):
-        for name in task.keys:
-            for lora in found.loras.get(name, ()):
-                whole = lora.whole(task.spec.partition, task.layout.sections)
-                updates[name] = (LowRank(whole.down, whole.up, whole.scale),)
-    missing = sorted(found.loras.keys() - updates.keys())
+        for name, tensor in zip(task.keys, task.tensors, strict=True):
+            if name in part.loras.keys() - updates.keys():
+                value = _low_rank(part.loras[name], scale, task)
+                updates[name] = (value,)
+                if value.problem() or value.shape != tensor.shape:
+                    got = [value.up.shape, value.down.shape]
+                    problems.add(f"LoRA of {name} does not fit", got=got, choices=[tensor.shape])
+    missing = sorted(part.loras.keys() - updates.keys())
     if missing:
         problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
     problems.raise_if_any(CheckpointError)
-    return Adapter(part.path, updates, [base.dialects], notes=part.notes)
+    return Adapter(part.path, updates, [base.dialects])
+
+
+def _low_rank(sides: Mapping[str, tuple[SourceTensor, ...]], scale: float, task: Task) -> LowRank:
+    """What training left on its tensor-parallel ranks. NeMo shares `out` by its rows always; `in`
+    by the rank's axis, or by its columns where the weight's own ranks share the inputs.
+    """
+    row_parallel = task.spec.partition is Partition.ROW_PARALLEL
+    down = concatenated(sides["in"], 1 if row_parallel else 0)
+    up = concatenated(sides["out"], 0, 1 if row_parallel else task.layout.sections)
+    return LowRank(down, up, scale)
 
 
 COLLECT: dict[str, Callable[[PartFile, int, Collected, SourceCheckpoint, bool], None]] = {

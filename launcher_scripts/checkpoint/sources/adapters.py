@@ -1,9 +1,8 @@
 """A source checkpoint together with the adapters that were trained on top of it.
 
-To the export it looks like any other source: NeMo's LoRA changes the tensors that are found, prompt
-tables, IA3 vectors and adapters are further tensors, for the rows that models/adapters.py
-adds to the weight table. Adapters of other tools change the stored form of the weights
-(merging.py), and so does IA3 that is folded in.
+To the export it looks like any other source: prompt tables, IA3 vectors and adapters are further
+tensors, for the rows that models/adapters.py adds to the weight table. LoRA and what else can be
+merged changes the stored form of the weights (merging.py), and so does IA3 that is folded in.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import Scale, SourceCheckpoint, Task
+from launcher_scripts.checkpoint.convert.plan import Scale, Task
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
-from launcher_scripts.checkpoint.sources import core_peft, huggingface_peft
+from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
 from launcher_scripts.checkpoint.sources.adapter_collect import (
     COLLECT,
     Collected,
@@ -28,12 +27,12 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
     nemo_lora,
     opened,
 )
-from launcher_scripts.checkpoint.sources.lora import LoRA, MergedTensor
 from launcher_scripts.checkpoint.sources.lora_stack import LoRAStack, stacked_lora
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
+from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
@@ -49,13 +48,12 @@ FAMILIES = ("gpt", "t5")
 
 
 @dataclass(frozen=True)
-class AdaptedCheckpoint:
-    """`base` with its adapters; a SourceCheckpoint itself.
+class AdaptedCheckpoint(SourceCheckpoint):
+    """`base` with its adapters.
 
     config:          base's hyperparameters with the parts in
     shards:          the rows of the parts, under their own names
-    loras:           name of one of base's tensors -> what is merged into it
-    adapters:        adapters of other makers, to be merged
+    adapters:        what is merged into the stored form
     folded:          name of a vector, behind its task's number -> shards, to be folded in
     sources:         kind of part -> its checkpoints, in order
     starts_with_pad: prompts were trained with a decoder that starts with the padding token
@@ -63,17 +61,13 @@ class AdaptedCheckpoint:
 
     base: SourceCheckpoint
     config: Any
+    dialects: tuple[str, ...]
     shards: Shards
-    loras: Mapping[str, Sequence[LoRA]]
     folded: Shards
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
     starts_with_pad: bool = False
     adapters: Sequence[Adapter] = ()
-
-    @property
-    def dialects(self) -> tuple[str, ...]:
-        return (DIALECT, *self.base.dialects)
 
     @property
     def knows_token_ids(self) -> bool:
@@ -100,14 +94,9 @@ class AdaptedCheckpoint:
         return self.base.names() | set(self.shards)
 
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
-        """As SourceCheckpoint.find; a tensor with LoRA is merged when it is read."""
         if name in self.shards:
             return find_whole(self.shards, name, partition, sections)
-        found = self.base.find(name, partition, sections)
-        for lora in self.loras.get(name, ()):
-            if found is not None:
-                found = MergedTensor.of(found, lora.whole(partition, sections), name)
-        return found
+        return self.base.find(name, partition, sections)
 
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
         """The tasks, with the adapters merged, and scaled by the IA3 vectors that are folded in.
@@ -190,15 +179,12 @@ def with_adapters(
     parts = found_parts(found, base, lists, settings.ia3_in_place, problems, loras.fields)
     config = dataclasses.replace(base.config, parts=parts)
     check_folded(found, config, family, len(settings.ia3_checkpoints), problems)
-    missing = sorted(set(found.loras) - base.names())
-    if missing:
-        problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
     problems.raise_if_any(CheckpointError)
     return AdaptedCheckpoint(
         base,
         config,
+        (DIALECT, *base.dialects),
         found.shards,
-        found.loras,
         found.folded,
         (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
         {kind: list(paths) for kind, paths in lists.items()}
@@ -240,7 +226,7 @@ def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
     readers = (
         (huggingface_peft.matches, huggingface_peft.read_adapter),
-        (core_peft.matches, core_peft.read_adapter),
+        (megatron_core.holds_adapter, megatron_core.read_adapter),
     )
     read = next((read for matches, read in readers if matches(path)), None)
     if read is None:

@@ -19,9 +19,9 @@ import numpy as np
 from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
-from launcher_scripts.checkpoint.sources.core_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
+from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -164,9 +164,10 @@ def adapter_of(
     problems.raise_if_any(CheckpointError)
     values = {name: (value,) for name, value in updates.items()}
     if family_of(config).name == "t5":
-        own_names = dialects if "nemo" in dialects else nemo_dialects(_gated(config), False)
+        if "nemo" not in dialects:
+            dialects = nemo_dialects(fused=_gated(config), plus_one=False)
         values = core_t5.renamed(values)
-        return Adapter(path, values, [own_names], ties=True, notes=tuple(sorted(notes)))
+        return Adapter(path, values, [dialects], ties=True, notes=tuple(sorted(notes)))
     core = dialects if "mcore" in dialects else core_dialects(_gated(config), "mcore", False)
     split = ("mcore_split_attention", "mcore_split_gate")
     ways = [core, (*split, *core), *((part, *core) for part in split)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.nemo_options import flag, size
+from launcher_scripts.checkpoint.sources.nemo_options import flag, refuse_others, size
 from launcher_scripts.common.errors import Problems
 
 # Megatron-LM's argument is called num_experts.
@@ -57,10 +57,7 @@ def read_experts(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
 
 def _refuse(raw: Mapping[str, Any], problems: Problems) -> None:
     """Note what the engine does not compute."""
-    for key, values in _KNOWN_VALUES.items():
-        if raw.get(key) not in values:
-            what = f"{key} of a model with experts is not supported"
-            problems.add(what, got=raw.get(key), choices=values)
+    refuse_others(raw, problems, _KNOWN_VALUES, " of a model with experts")
     balancing = raw.get("moe_router_load_balancing_type") or "none"
     kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
     if not set(map(str, kinds)) <= {*_BALANCING}:

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources import core_experts
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
-from launcher_scripts.checkpoint.sources.nemo_options import flag, real, size
+from launcher_scripts.checkpoint.sources.nemo_options import flag, real, refuse_others, size
 from launcher_scripts.checkpoint.sources.training_keys import Asked, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
@@ -188,9 +188,7 @@ def refuse_unknown(
     raw: Mapping[str, Any], problems: Problems, known_values: Mapping[str, tuple[Any, ...]]
 ) -> None:
     """Note fields that change the network in ways this project does not know."""
-    for key, values in {**_KNOWN_VALUES, **known_values}.items():
-        if raw.get(key) not in values:
-            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    refuse_others(raw, problems, {**_KNOWN_VALUES, **known_values})
 
 
 def activation_of(raw: Mapping[str, Any], name: str) -> str:
@@ -258,12 +256,6 @@ def _layers_without(skipped: Any, layers: int, problems: Problems) -> str | None
         problems.add("window_attn_skip_freq is not supported", got=skipped, choices=choices)
         return None
     return ",".join(str(layer) for layer, mark in enumerate(marks) if not mark) or None
-
-
-def nemo_dialects(gated: bool, plus_one: bool) -> tuple[str, ...]:
-    """Dialects of the weight table for tensors under NeMo's names, whose gate is fused."""
-    variants = (("nemo_fused_gate", gated), ("nemo_plus_one", plus_one))
-    return (*(name for name, there in variants if there), "nemo")
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:

@@ -17,10 +17,9 @@ from launcher_scripts.checkpoint.sources.core_options import (
     NORMALIZATIONS,
     CoreOptions,
     activation_of,
-    nemo_dialects,
     refuse_unknown,
 )
-from launcher_scripts.checkpoint.sources.nemo_options import flag, real, size
+from launcher_scripts.checkpoint.sources.nemo_options import flag, nemo_dialects, real, size
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.t5 import T5Config
 
@@ -122,7 +121,7 @@ def read_t5(
         logits_bias="tokens_head.bias" in tensors,
         tied_embeddings=options.tied_embeddings,
     )
-    return config, nemo_dialects(gated, options.plus_one)
+    return config, nemo_dialects(fused=gated, plus_one=options.plus_one)
 
 
 def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.nemo_writer import Weight
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models import gpt
 from launcher_scripts.models.gpt import GPTConfig

@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.sources.gguf_byte_pairs import byte_pairs
+from launcher_scripts.checkpoint.sources.gguf_byte_pairs import PRE_TOKENIZERS, byte_pairs
 from launcher_scripts.checkpoint.sources.gguf_pieces import CHARSMAP, pieces, unigram
-from launcher_scripts.checkpoint.sources.gguf_pre_tokenizers import PRE_TOKENIZERS
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import is_of_library

@@ -17,7 +17,6 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     KEY,
@@ -29,7 +28,7 @@ from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import GENERATION_FILE
 from launcher_scripts.common.untrusted import parse_json

@@ -15,6 +15,33 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 
+def plain_gpt(
+    raw: RawConfig,
+    hidden: int,
+    heads: int,
+    ids: tuple[int, int, int | None],
+    start: str = "bos_token_id",
+    **fields: Any,
+) -> GPTConfig:
+    """A decoder whose heads share its hidden size.
+
+    ids: start, end and pad token where the file names none;  start: the key of the first
+    fields: the other hyperparameters, and what is said otherwise
+    """
+    said: dict[str, Any] = {
+        "vocab_size": raw.size("vocab_size"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": raw.head_size(hidden, heads),
+        "tied_embeddings": "lm_head.weight" not in raw.keys,
+        "start_id": raw.token(start, ids[0]),
+        "end_id": raw.token("eos_token_id", ids[1]),
+        "pad_id": raw.token("pad_token_id", ids[2]),
+    }
+    return GPTConfig(**{**said, **fields})
+
+
 def gpt2(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     for name, value in (
@@ -23,43 +50,33 @@ def gpt2(raw: RawConfig) -> GPTConfig:
         ("add_cross_attention", False),
     ):
         raw.only(name, value)
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (50256, 50256, None),
         num_layers=raw.size("n_layer", "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=raw.head_size(hidden, heads),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
         activation=raw.activation("activation_function", "gelu_new"),
-        tied_embeddings="lm_head.weight" not in raw.keys,
-        start_id=raw.token("bos_token_id", 50256),
-        end_id=raw.token("eos_token_id", 50256),
-        pad_id=raw.token("pad_token_id", None),
     )
 
 
 def bloom(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
     raw.only("apply_residual_connection_post_layernorm", False)
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (1, 2, 3),
         num_layers=raw.size("n_layer", "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=raw.head_size(hidden, heads),
         ffn_size=4 * hidden,
         max_positions=raw.size("seq_length", default=2048),
         position_embedding="alibi",
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
         embedding_norm=True,
-        tied_embeddings="lm_head.weight" not in raw.keys,
-        start_id=raw.token("bos_token_id", 1),
-        end_id=raw.token("eos_token_id", 2),
-        pad_id=raw.token("pad_token_id", 3),
     )
 
 
@@ -68,13 +85,12 @@ def opt(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("enable_bias", default=True)
     raw.only("layer_norm_elementwise_affine", True)
     raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (2, 2, 1),
         num_layers=raw.size("num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=raw.head_size(hidden, heads),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
         norm_placement="pre" if raw.flag("do_layer_norm_before", default=True) else "post",
@@ -83,29 +99,23 @@ def opt(raw: RawConfig) -> GPTConfig:
         attention_bias=bias,
         mlp_bias=bias,
         tied_embeddings=False,
-        start_id=raw.token("bos_token_id", 2),
-        end_id=raw.token("eos_token_id", 2),
-        pad_id=raw.token("pad_token_id", 1),
     )
 
 
 def xglm(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
     raw.only("add_cross_attention", False)
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (2, 2, 1),
+        start="decoder_start_token_id",
         num_layers=raw.size("num_layers", "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=raw.head_size(hidden, heads),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
         activation=raw.activation("activation_function", "gelu"),
         tied_embeddings=False,
-        start_id=raw.token("decoder_start_token_id", 2),
-        end_id=raw.token("eos_token_id", 2),
-        pad_id=raw.token("pad_token_id", 1),
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from launcher_scripts.checkpoint.sources.huggingface_configs import plain_gpt
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
 from launcher_scripts.models.gpt import GPTConfig
@@ -248,13 +249,12 @@ def gptj(raw: RawConfig) -> GPTConfig:
         raw.only(name, True)
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     head_size = raw.head_size(hidden, heads)
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (50256, 50256, None),
         num_layers=raw.size("n_layer", "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_size=head_size,
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "max_position_embeddings"),
         position_embedding="rope",
@@ -264,10 +264,6 @@ def gptj(raw: RawConfig) -> GPTConfig:
         attention_bias=False,
         parallel_residual=True,
         logits_bias=True if "lm_head.bias" in raw.keys else None,
-        tied_embeddings=_HEAD not in raw.keys,
-        start_id=raw.token("bos_token_id", 50256),
-        end_id=raw.token("eos_token_id", 50256),
-        pad_id=raw.token("pad_token_id", None),
     )
 
 
@@ -286,13 +282,13 @@ def falcon(raw: RawConfig) -> GPTConfig:
     raw.unused("num_ln_in_parallel_attn")  # the tensors say it
     if new:
         raw.only("parallel_attn", True)
-    return GPTConfig(
-        vocab_size=raw.size("vocab_size"),
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (11, 11, None),
         num_layers=raw.size("num_hidden_layers", "n_layer"),
-        hidden_size=hidden,
-        num_heads=heads,
         num_kv_heads=groups,
-        head_size=head_size,
         ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),
         max_positions=raw.size("max_position_embeddings", default=2048),
         norm_eps=raw.real("layer_norm_epsilon", 1e-5),
@@ -300,9 +296,5 @@ def falcon(raw: RawConfig) -> GPTConfig:
         attention_bias=bias,
         mlp_bias=bias,
         parallel_residual=raw.flag("parallel_attn", True) or None,
-        tied_embeddings=_HEAD not in raw.keys,
-        start_id=raw.token("bos_token_id", 11),
-        end_id=raw.token("eos_token_id", 11),
-        pad_id=raw.token("pad_token_id", None),
         **positions,
     )

@@ -138,9 +138,9 @@ def check_keys(config: RawConfig, prefix: str = "") -> tuple[str, ...]:
     return tuple(notes)
 
 
-def irrelevant(key: str) -> bool:
-    """Whether a row of IRRELEVANT covers the key."""
-    return any(fnmatchcase(key, pattern) for keys in IRRELEVANT.values() for pattern in keys)
+def irrelevant(key: str, table: Mapping[str, tuple[str, ...]] = IRRELEVANT) -> bool:
+    """Whether a row of the table covers the key."""
+    return any(fnmatchcase(key, pattern) for keys in table.values() for pattern in keys)
 
 
 def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:

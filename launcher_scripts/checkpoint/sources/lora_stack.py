@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
-from launcher_scripts.checkpoint.convert.plan import SourceCheckpoint, float32, make_plan
+from launcher_scripts.checkpoint.convert.plan import float32, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Place, Update
+from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_TARGETS, LoRATarget

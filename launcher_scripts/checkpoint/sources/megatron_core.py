@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint.formats import distributed, torch_file
@@ -21,7 +21,6 @@ from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.megatron import (
     TABLE,
     Namespace,
@@ -29,10 +28,15 @@ from launcher_scripts.checkpoint.sources.megatron import (
     training_arguments,
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
-from launcher_scripts.checkpoint.sources.nemo_state import stripped
-from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
+from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
+from launcher_scripts.checkpoint.sources.source_checkpoint import (
+    Hints,
+    SourceCheckpoint,
+    WholeTensors,
+)
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_yaml
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 
 COMMON = "common.pt"
@@ -186,7 +190,7 @@ def _read_options(
                     f"{root}{RUN_CONFIG} (Megatron Bridge)",
                     f"{context} (NeMo 2)",
                 ],
-                change="export.model.checkpoint_path",
+                change=CHECKPOINT_KEY,
             )
         )
     return "Megatron-LM", args, core_options.of_arguments(args, f"the arguments in {archive.path}")
@@ -240,3 +244,30 @@ def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any]
         common = items[0] if isinstance(items, list) and items else None
     args = common.get("args") if isinstance(common, dict) else None
     return args.state if isinstance(args, Namespace) else None
+
+
+def holds_adapter(path: Path) -> bool:
+    """Whether a folder holds a distributed checkpoint that is none of NeMo 1."""
+    if not path.is_dir():
+        return False
+    archive = Archive(path)
+    return bool(roots(archive)) and not config_files(archive)
+
+
+def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
+    """The adapter, for `base`.
+
+    Raises CheckpointError for what is damaged, a whole model, or not supported.
+    """
+    archive = Archive(path)
+    root = the_latest(archive, roots(archive))
+    tensors = model_names(distributed.read_tensors(archive, root))
+    if TABLE in tensors:
+        raise CheckpointError(
+            f"{path} holds a whole model with its adapters: name it in {CHECKPOINT_KEY}"
+        )
+    settings = peft_settings(archive, root)
+    for name, tensor in tensors.items():
+        for piece in tensor.pieces:
+            archive.check(piece.values, name)
+    return core_adapters.adapter_of(path, tensors, settings, base.config, tuple(base.dialects))

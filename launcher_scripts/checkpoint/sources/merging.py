@@ -86,7 +86,8 @@ class LowRank:
         return None
 
     def arrays(self) -> Sequence[NDArray[Any]]:
-        update = float32(self.up.read()) * np.float32(self.scale) @ float32(self.down.read())
+        update = float32(self.up.read()) @ float32(self.down.read())
+        update *= np.float32(self.scale)
         laid = update.T if self.input_first else update
         return [laid] if self.magnitude is None else [laid, float32(self.magnitude.read())]
 

@@ -17,19 +17,19 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources import nemo_training
-from launcher_scripts.checkpoint.sources.hints import Hints
 from launcher_scripts.checkpoint.sources.nemo_files import (
+    chunked_stages,
     config_files,
     distributed_tensors,
     read_config,
+    stripped,
     weight_files,
 )
 from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
-from launcher_scripts.checkpoint.sources.nemo_state import chunked_stages, stripped
 from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.nemo_training import TrainingCheckpoint
 from launcher_scripts.checkpoint.sources.shards import Shards, merged_stages, rank_files
-from launcher_scripts.checkpoint.sources.source_checkpoint import TensorShards
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
 from launcher_scripts.checkpoint.sources.training_keys import Asked, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig

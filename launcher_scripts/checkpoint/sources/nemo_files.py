@@ -1,16 +1,23 @@
-"""What lies where in an archive of NeMo's: its settings, and the weights of its ranks."""
+"""What lies where in an archive of NeMo's: its settings, and the state dicts of its ranks.
+
+A run with virtual pipeline stages keeps several chunks of layers on one rank, each a nested state
+dict of its own (`model0`, `model1`, ...).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher_scripts.checkpoint.formats import distributed
+import numpy as np
+
+from launcher_scripts.checkpoint.formats import distributed, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.pickles import AnyGlobal
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
-from launcher_scripts.checkpoint.sources.shards import rank_files
+from launcher_scripts.checkpoint.sources.shards import StateDict, rank_files
 from launcher_scripts.common.errors import CheckpointError, problem
 
 WEIGHTS_NAME = "model_weights.ckpt"
@@ -27,6 +34,14 @@ _CHOICES = (
     f"tp_rank_00_pp_rank_000/{WEIGHTS_NAME}",
     DISTRIBUTED_FOLDER + distributed.METADATA,
 )
+_PREFIX = re.compile(
+    r"^(?:model\.(?:module\.)?(?:language_model\.)?)?(?:enc_dec_model\.(?:module\.)?)*"
+)
+# Buffers and states no inference needs, and the last stage's copy of a tied table.
+_IGNORED = re.compile(
+    r"(.+[./])?_extra_state(/.*)?|(.+\.)?inv_freq|word_embeddings(_for_head)?\.weight"
+)
+_CHUNK = re.compile(r"model(\d+)")
 
 
 def config_files(archive: Archive) -> list[str]:
@@ -60,3 +75,81 @@ def distributed_tensors(archive: Archive, root: str) -> dict[str, SourceTensor] 
 def weight_files(archive: Archive, root: str) -> list[list[str]]:
     """The files of the ranks below `root`, [pipeline stage][tensor-parallel rank]."""
     return rank_files(archive, root, _RANK_FOLDERS, _CHOICES)
+
+
+def stripped(tensors: StateDict) -> dict[str, SourceTensor]:
+    """Names without their common prefix, without what inference does not need."""
+    named = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if not _IGNORED.fullmatch(name)}
+
+
+def chunked_stages(
+    archive: Archive,
+    files: Sequence[Sequence[str]],
+    raw: Mapping[str, Any],
+    *,
+    lightning: bool = False,
+) -> list[list[StateDict]]:
+    """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
+
+    files:     names, [pipeline stage][tensor-parallel rank]
+    raw:       the hyperparameters
+    lightning: the files are PyTorch Lightning's, which also hold what only a training needs
+
+    Every rank holds one chunk of each round: first come the first chunks of all stages.
+    """
+    stages = [[_chunks(archive, name, lightning) for name in ranks] for ranks in files]
+    counts = {len(chunks) for ranks in stages for chunks in ranks}
+    virtual = raw.get("virtual_pipeline_model_parallel_size") or 1
+    if len(counts) != 1 or (len(stages) > 1 and virtual not in counts):
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not hold its virtual pipeline stages",
+                got=sorted(counts),
+                choices=[virtual],
+            )
+        )
+    return [
+        [chunks[number] for chunks in ranks] for number in range(counts.pop()) for ranks in stages
+    ]
+
+
+def _chunks(archive: Archive, name: str, lightning: bool) -> list[StateDict]:
+    """What one file holds: one state dict, or one for every virtual stage."""
+    origin = f"{name} of {archive.path}"
+    loaded = torch_file.load(archive.region(name), origin, AnyGlobal() if lightning else None)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{origin} holds no state dict")
+    numbers = {
+        int(match[1]): key for key in loaded if (match := _CHUNK.fullmatch(str(key))) is not None
+    }
+    if numbers:
+        # Nested dicts lack the name of the module that holds them.
+        chunks = [dict(_flattened(loaded[numbers[number]], "model.")) for number in sorted(numbers)]
+        return [_state_dict(chunk, origin) for chunk in chunks]
+    state = loaded.get("state_dict", loaded)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{origin} holds no state dict")
+    return [_state_dict(state, origin)]
+
+
+def _flattened(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(nested, dict):
+        yield prefix.removesuffix("."), nested
+        return
+    for key, value in nested.items():
+        yield from _flattened(value, f"{prefix}{key}.")
+
+
+def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
+    tensors = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
+    others = [str(key) for key in state if key not in tensors and not _IGNORED.fullmatch(str(key))]
+    if others:
+        raise CheckpointError(
+            problem(
+                f"{origin} holds something other than a model's weights; prompts and adapters are "
+                "no models of their own",
+                got=others[:3],
+            )
+        )
+    return stripped({str(key): SourceTensor.whole(value) for key, value in tensors.items()})

@@ -7,17 +7,19 @@ Absent keys take NeMo's own defaults. What changed between NeMo's releases is to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.nemo_options import (
     ACTIVATIONS,
     NORMALIZATIONS,
+    NemoModel,
     choice,
     flag,
     gelu,
+    nemo_dialects,
     nemo_version,
     real,
+    refuse_others,
     size,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -42,21 +44,7 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class NemoGPT:
-    """What a model_config.yaml says.
-
-    fields:   GPTConfig's fields but vocab_size (the table's rows) and the token ids
-    dialects: dialects of the weight table, the first that has a row wins
-    notes:    what a user should know about the model, if anything
-    """
-
-    fields: Mapping[str, Any]
-    dialects: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGPT:
+def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoModel:
     """Translate `raw`.
 
     core:        the weights are Megatron-LM core's
@@ -107,20 +95,15 @@ def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoGP
     problems.raise_if_any(CheckpointError)
     plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
     norms = "mcore_local" if local_norms else "mcore"
-    dialects = core_dialects(gated, norms, plus_one) if core else _dialects(raw, plus_one)
-    return NemoGPT(fields, dialects, tuple(notes))
-
-
-def _dialects(raw: Mapping[str, Any], plus_one: bool) -> tuple[str, ...]:
-    """Variants first: a row of theirs goes before the plain dialect's."""
-    found = []
-    if str(raw.get("activation") or "").startswith("fast-"):
-        found.append("nemo_fused_gate")
-    if flag(raw, "megatron_legacy", False) and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE:
-        found.append("nemo_legacy")
-    if plus_one:
-        found.append("nemo_plus_one")
-    return (*found, "nemo")
+    dialects = core_dialects(gated, norms, plus_one)
+    if not core:
+        dialects = nemo_dialects(
+            fused=str(raw.get("activation") or "").startswith("fast-"),
+            legacy=flag(raw, "megatron_legacy", False)
+            and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE,
+            plus_one=plus_one,
+        )
+    return NemoModel(fields, dialects, tuple(notes))
 
 
 def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
@@ -134,9 +117,7 @@ def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
 
 
 def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> None:
-    for key, values in _KNOWN_VALUES.items():
-        if raw.get(key) not in values:
-            problems.add(f"{key} is not supported", got=raw[key], choices=values)
+    refuse_others(raw, problems, _KNOWN_VALUES)
     groups, heads = raw.get("num_query_groups"), raw.get("num_attention_heads")
     if not core and groups not in (None, heads):
         problems.add("num_query_groups needs mcore_gpt", got=groups, choices=[None, heads])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.common.errors import Problems
@@ -37,6 +38,47 @@ def gelu(raw: Mapping[str, Any]) -> str:
     """The fused kernel and openai_gelu are the tanh form, torch's own is the exact one."""
     fused = flag(raw, "bias_activation_fusion", flag(raw, "bias_gelu_fusion", True))
     return "gelu" if fused or flag(raw, "openai_gelu", False) else "gelu_erf"
+
+
+@dataclass(frozen=True)
+class NemoModel:
+    """What a model_config.yaml says.
+
+    fields:   the family's hyperparameters, but vocab_size (the table's rows) and the token ids
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model, if anything
+    """
+
+    fields: Mapping[str, Any]
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def nemo_dialects(*, fused: bool, plus_one: bool, legacy: bool = False) -> tuple[str, ...]:
+    """Dialects of the weight table for tensors under NeMo's classic names.
+
+    Variants come first: a row of theirs goes before the plain dialect's.
+    fused:    a gate lies in one matrix with what it gates
+    plus_one: norms' scales are stored as their distance from one
+    legacy:   query, key and value lie in Megatron-LM's older order
+    """
+    variants = {"nemo_fused_gate": fused, "nemo_legacy": legacy, "nemo_plus_one": plus_one}
+    return (*(name for name, there in variants.items() if there), "nemo")
+
+
+def refuse_others(
+    raw: Mapping[str, Any],
+    problems: Problems,
+    known_values: Mapping[str, tuple[Any, ...]],
+    whose: str = "",
+) -> None:
+    """Note keys whose values change the network in ways this project does not know.
+
+    known_values: by key, those that it does know (None: absent or null);  whose: for the text
+    """
+    for key, values in known_values.items():
+        if raw.get(key) not in values:
+            problems.add(f"{key}{whose} is not supported", got=raw.get(key), choices=values)
 
 
 def choice(

@@ -7,17 +7,19 @@ the file's own keys before. Absent keys take NeMo's defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds
 from launcher_scripts.checkpoint.sources.nemo_options import (
     ACTIVATIONS,
     NORMALIZATIONS,
+    NemoModel,
     choice,
     flag,
     gelu,
+    nemo_dialects,
     real,
+    refuse_others,
     size,
 )
 from launcher_scripts.checkpoint.sources.nemo_options import section as section_of
@@ -57,19 +59,7 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
 _UNUSED_TOKENS = ("<cls>", "<sep>", "<mask>")
 
 
-@dataclass(frozen=True)
-class NemoT5:
-    """What a model_config.yaml says.
-
-    fields:   T5Config's fields but vocab_size (the table's rows) and the token ids
-    dialects: dialects of the weight table, the first that has a row wins
-    """
-
-    fields: Mapping[str, Any]
-    dialects: tuple[str, ...]
-
-
-def read_t5(raw: Mapping[str, Any]) -> NemoT5:
+def read_t5(raw: Mapping[str, Any]) -> NemoModel:
     """Translate `raw`; raises CheckpointError with everything that cannot be represented."""
     problems = Problems("model_config.yaml")
     stacks = []
@@ -94,14 +84,12 @@ def read_t5(raw: Mapping[str, Any]) -> NemoT5:
         "tied_embeddings": flag(raw, "share_decoder_tokens_head_embeddings", True),
         "shared_embeddings": flag(raw, "share_token_embeddings", True),
     }
-    return NemoT5(fields, encoder["dialects"])
+    return NemoModel(fields, encoder["dialects"])
 
 
 def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     """One stack's hyperparameters, with its own `section` and `dialects`."""
-    for key, values in _KNOWN_VALUES.items():
-        if section.get(key) not in values:
-            problems.add(f"{key} is not supported", got=section[key], choices=values)
+    refuse_others(section, problems, _KNOWN_VALUES)
     function, gated = choice(section, "activation", "gelu", ACTIVATIONS, problems)
     heads = size(section, "num_attention_heads", problems)
     hidden = size(section, "hidden_size", problems)
@@ -111,7 +99,11 @@ def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any
     scaled = flag(section, "normalize_attention_scores", True)
     return {
         "section": section,
-        "dialects": _dialects(section),
+        "dialects": nemo_dialects(
+            fused=str(section.get("activation") or "").startswith("fast-"),
+            legacy=flag(section, "megatron_legacy", False),
+            plus_one=str(section.get("normalization") or "").lower() == "layernorm1p",
+        ),
         "num_layers": size(section, "num_layers", problems),
         "hidden_size": hidden,
         "num_heads": heads,
@@ -129,18 +121,6 @@ def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any
         "bias": flag(section, "bias", True),
         "attention_scale": head_size**-0.5 if scaled else 1.0,
     }
-
-
-def _dialects(section: Mapping[str, Any]) -> tuple[str, ...]:
-    """Variants first: a row of theirs goes before the plain dialect's."""
-    found = []
-    if str(section.get("activation") or "").startswith("fast-"):
-        found.append("nemo_fused_gate")
-    if flag(section, "megatron_legacy", False):
-        found.append("nemo_legacy")
-    if str(section.get("normalization") or "").lower() == "layernorm1p":
-        found.append("nemo_plus_one")
-    return (*found, "nemo")
 
 
 def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:

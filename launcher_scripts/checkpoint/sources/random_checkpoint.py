@@ -15,8 +15,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import random_conf
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.sources.hints import Hints
-from launcher_scripts.checkpoint.sources.source_checkpoint import WholeTensors
+from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig

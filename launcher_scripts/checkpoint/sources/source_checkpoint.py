@@ -1,35 +1,56 @@
-"""What the readers of checkpoints have in common (plan.SourceCheckpoint): how tensors are found."""
+"""What the readers of checkpoints have in common, and what a user tells them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
 from launcher_scripts.models.family import Partition
 
 
-class ReadCheckpoint:
-    """A checkpoint that leaves the special ids to its tokenizer and has weights alone.
+@dataclass(frozen=True)
+class Hints:
+    """Answers to what a source may ask.
 
-    format: its row of SOURCES
+    num_heads:    attention heads, for a checkpoint without hyperparameters
+    encoder_only: of an encoder-decoder, export the encoder
+    training_checkpoint: of a training's checkpoints, the `last`, the `best`, or one by its name
+    """
+
+    num_heads: int | None = None
+    encoder_only: bool = False
+    training_checkpoint: str = "last"
+
+
+class SourceCheckpoint(ABC):
+    """What a reader of some format offers to the export.
+
+    By default it leaves the special ids to its tokenizer, and has weights alone.
+    format:   its row of SOURCES
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model
     """
 
     format: ClassVar[str]
     archive: Archive
-    dialects: Sequence[str]
+    config: Any
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
-    def token_rule(self) -> Any:
-        """Special ids are the tokenizer's or the configuration's."""
+    def token_rule(self) -> TokenRule | None:
+        """The ids the model was trained with, given its tokenizer; None: the tokenizer's own."""
         return None
 
     @property
     def knows_token_ids(self) -> bool:
-        """The ids are the tokenizer's."""
+        """Whether start, end and pad id of `config` are the model's own, not defaults."""
         return False
 
     def stored_name(self, name: str) -> str:
@@ -37,12 +58,16 @@ class ReadCheckpoint:
         return name
 
     @property
-    def adapters(self) -> Sequence[Adapter]:
-        """Adapters that were saved together with their base."""
+    def adapters(self) -> Sequence[Any]:
+        """Adapters (merging.Adapter) that were saved together with their base."""
         return ()
 
+    @abstractmethod
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
+
     def extra_files(self) -> dict[str, bytes]:
-        """Other files to put beside the weights."""
+        """Name -> content of other files to put beside the weights."""
         return {}
 
     def details(self) -> dict[str, Any]:
@@ -58,33 +83,37 @@ class ReadCheckpoint:
             "dialects": list(self.dialects),
         }
 
-
-class WholeTensors(ReadCheckpoint):
-    """Every tensor in one place, by its name."""
-
-    tensors: Mapping[str, SourceTensor]
-
+    @abstractmethod
     def names(self) -> set[str]:
         """Every tensor that must find its place in the target."""
-        return set(self.tensors)
 
-    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
-        """One tensor, which is never cut here; None if it is not there."""
-        return self.tensors.get(name)
-
-
-class TensorShards(ReadCheckpoint):
-    """Every tensor in parts of tensor-parallel ranks, by its name."""
-
-    shards: Shards
-
-    def names(self) -> set[str]:
-        """Every tensor that must find its place in the target."""
-        return set(self.shards)
-
+    @abstractmethod
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
         """One whole tensor, merged from its shards as `partition` says; None if it is not there.
 
         sections: see Layout. The source's weights are [out, in], the transpose of the stored form.
         """
+
+
+class WholeTensors(SourceCheckpoint):
+    """Every tensor in one place, by its name."""
+
+    tensors: Mapping[str, SourceTensor]
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def find(self, name: str, _partition: Partition, _sections: int = 1) -> SourceTensor | None:
+        return self.tensors.get(name)
+
+
+class TensorShards(SourceCheckpoint):
+    """Every tensor in parts of tensor-parallel ranks, by its name."""
+
+    shards: Shards
+
+    def names(self) -> set[str]:
+        return set(self.shards)
+
+    def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
         return find_whole(self.shards, name, partition, sections)

@@ -8,10 +8,10 @@ speak of the network: REFUSED ones change it wherever they have a value, others 
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.core_experts import NO_EXPERTS
+from launcher_scripts.checkpoint.sources.huggingface_keys import irrelevant
 from launcher_scripts.common.errors import Problems
 
 REFUSED = re.compile(
@@ -143,7 +143,7 @@ def check_keys(said: Asked, problems: Problems) -> tuple[str, ...]:
     unread = {
         key: value
         for key, value in said.items()
-        if key not in said.asked and value and not irrelevant(key)
+        if key not in said.asked and value and not irrelevant(key, IRRELEVANT)
         if not (dense and key.startswith("moe_"))
     }
     for key, value in unread.items():
@@ -157,8 +157,3 @@ def check_keys(said: Asked, problems: Problems) -> tuple[str, ...]:
     if not doubtful:
         return ()
     return (f"{problems.subject}: nothing reads {', '.join(doubtful)}",)
-
-
-def irrelevant(key: str) -> bool:
-    """Whether a row of IRRELEVANT covers the key."""
-    return any(fnmatchcase(key, pattern) for keys in IRRELEVANT.values() for pattern in keys)

@@ -37,8 +37,8 @@ class RowStart(Record, frozen=True, dict=True):
     start:  first cache token of the row's prompt and what it generates
     ids:    prompt, never empty (an empty one has become the start token); of a model with an
             encoder what the decoder is given
-    request: what the row asks for and how it chooses its tokens, without what other fields have:
-            input_ids, decoder_input_ids, guided_grammar, prompt_embedding
+    request: what the row asks for and how it chooses its tokens, without what other fields
+            have: its ids, its grammar and its own prompt table
     source: what the encoder reads, if there is one; its cache tokens lie right before `start`
     prompt_embedding: [virtual tokens, hidden], the row's own table
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
-from launcher_scripts.common.block_digests import block_digests
+from launcher_scripts.common.digests import block_digests
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.requests import ENCODER_DECODERS

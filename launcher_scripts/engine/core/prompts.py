@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.family import ModelConfig
 
@@ -30,6 +31,18 @@ def with_prompt(
         return (*range(-1, -1 - _length(request, config), -1), *ids)
     start = prompt_start_id(config)
     return tuple(start - 1 - token if token >= start else token for token in ids)
+
+
+def prompt_in_session(
+    session: Session, request: GenerateRequest, prompt: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What the request adds to the cache: the token left over from before, and its own prompt.
+
+    A request without ids goes on where the session is, be it after an end token.
+    """
+    if request.input_ids or not session.positions:
+        return (*session.pending, *prompt)
+    return session.pending or session.ended
 
 
 def check_adapters(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:

@@ -11,6 +11,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
 from launcher_scripts.engine.core.prompts import (
     check_adapters,
+    prompt_in_session,
     prompt_start_id,
     real_ids,
     with_prompt,
@@ -19,7 +20,6 @@ from launcher_scripts.engine.core.session import (
     Session,
     check_session,
     learned_positions,
-    prompt_in_session,
 )
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
@@ -104,6 +104,8 @@ def check_request(
         _check_lengths(problems, request, config, cache_tokens)
     else:
         prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
+        if not prompt:
+            problems.add("input_ids is empty, and the session has no token to go on from")
         check_session(problems, session, request, prompt, config, cache_tokens)
     _check_sampling(problems, request.sampling)
     _check_biases(problems, request, config)

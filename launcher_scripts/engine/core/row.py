@@ -132,6 +132,11 @@ class Row:
         return self.request.sampling.beam_width if self.request.output_len else 1
 
     @property
+    def given(self) -> int:
+        """How many ids the caller sent, of the encoder's input where there is one."""
+        return len(self.request.input_ids)
+
+    @property
     def stopped(self) -> bool:
         """Whether an end token, a stop word or the guide ended the row; of a beam search its best
         text.
@@ -341,7 +346,7 @@ def _callers_first(row: Row) -> int:
     """The first token of the prompt that is the caller's: the start token of an empty prompt is
     not, nor is a table of virtual tokens in front, but a decoder's first input.
     """
-    return 0 if row.source else len(row.prompt) - len(row.request.input_ids)
+    return 0 if row.source else len(row.prompt) - row.given
 
 
 def _context_logits(row: Row) -> Tensor:

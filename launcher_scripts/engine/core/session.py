@@ -88,18 +88,6 @@ class Session:
         self.closed = self.closed or self.cached < 0
 
 
-def prompt_in_session(
-    session: Session, request: GenerateRequest, prompt: tuple[int, ...]
-) -> tuple[int, ...]:
-    """What the request adds to the cache: the token left over from before, and its own prompt.
-
-    A request without ids goes on where the session is, be it after an end token.
-    """
-    if request.input_ids or not session.positions:
-        return (*session.pending, *prompt)
-    return session.pending or session.ended
-
-
 def learned_positions(config: ModelConfig) -> int | None:
     """How many positions a model with a table of them has; None for one without."""
     learned = config.position_embedding == "learned"
@@ -125,8 +113,6 @@ def check_session(
         problems.add("Interactive Generations cannot work with prefix_soft_prompt !")
     if request.sampling.beam_width != 1:
         problems.add("a session has one beam", got=request.sampling.beam_width)
-    if not prompt:
-        problems.add("input_ids is empty, and the session has no token to go on from")
     if session.session_len < 1 or session.memory_len < 1:
         got = (session.session_len, session.memory_len)
         problems.add("session_len and memory_len must be at least 1", got=got)

@@ -80,7 +80,7 @@ class Statistics:
             return
         row.placed_at = now
         self._queue.observe(now - row.came_at)
-        self._prompt_tokens += len(row.request.input_ids)
+        self._prompt_tokens += row.given
 
     def find_prefix(self, tokens: int, found: int) -> None:
         """A prompt of so many tokens began after those that were found in the cache."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError, problem
 from launcher_scripts.common.ready_file import replica_files
-from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
@@ -23,7 +23,7 @@ from launcher_scripts.evaluation.load.saturation import Saturation, find_saturat
 from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.validity import invalid_reasons
 from launcher_scripts.evaluation.load.workers import run_plan
-from launcher_scripts.evaluation.speed import read_vocab_size
+from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer, read_vocab_size
 
 Noted = Callable[[LoadRun], None]
 
@@ -47,7 +47,7 @@ class LoadTest:
         self._settings, self._load, self._client, self._noted = settings, load, client, noted
         self._deadline = time.monotonic() + load.time_limit
         folder = Path(settings.tokenizer_dir)
-        self._tokenizer = None if load.prompts.data_file is None else _tokenizer(folder)
+        self._tokenizer = None if load.prompts.data_file is None else read_tokenizer(folder)
         self._prompts = _prompts(load, read_vocab_size(folder), self._tokenizer)
         self._targets = make_targets(settings, load, client)
         if "gateway" in load.paths and load.generator == "guidellm":
@@ -168,13 +168,6 @@ def _api_key(load: LoadSettings) -> str | None:
     except OSError as error:
         change = "evaluate.load.api_key_file"
         raise ConfigError(problem(f"cannot read the key: {error}", change=change)) from error
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    try:
-        return load_tokenizer(folder)
-    except TokenizerError as error:
-        raise ConfigError(problem(str(error), change="evaluate.tokenizer_dir")) from error
 
 
 def _prompts(load: LoadSettings, vocab_size: int, tokenizer: Tokenizer | None) -> Prompts:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError
 from launcher_scripts.config.tasks import TaskSettings
-from launcher_scripts.evaluation.model_ini import read_model_ini
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
     Asked,
@@ -34,6 +33,7 @@ from launcher_scripts.evaluation.tasks.task import (
     fraction,
     mean_95,
 )
+from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,40 @@ class Model(Protocol):
         """
         what = f"{type(self).__name__} gives no states of its encoder"
         raise ConfigError(problem(what, change=REFERENCE_KEY))
+
+
+class Reference(ABC):
+    """What computes the logits of an original, in this process.
+
+    name: of what, and of which files
+    """
+
+    name: str
+
+    @abstractmethod
+    def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
+        """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
+
+    def score(
+        self,
+        rows: Iterable[Sequence[int]],
+        in_flight: int = 8,  # noqa: ARG002
+    ) -> Iterator[NDArray[np.float32]]:
+        """See Model.score."""
+        return map(self.logits, rows)
+
+
+def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> None:
+    """What only the served model knows cannot be compared with what `who` answers.
+
+    asked: what else of the rows it does not know
+    """
+    wrong = [name for name, there in asked.items() if there]
+    for name in ("prompt_task", "ia3_task", "lora_adapter"):
+        wrong += [name] if any(getattr(row, name) is not None for row in rows) else []
+    if wrong:
+        what = f"{who} is no reference for this"
+        raise ConfigError(problem(what, got=wrong, change=REFERENCE_KEY))
 
 
 # Called with the number of items done and the number of all.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.twin.finding import (
     ADDED_BOS,
     LOST_BOS,
@@ -33,16 +34,6 @@ _LEAST_SCALE = 0.01
 _RESIDUALS = 5.0
 _SHOWN = 20
 Rotary = Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]]
-
-
-class Reference(Protocol):
-    """What computes the logits of an original."""
-
-    name: str
-
-    def logits(
-        self, ids: Sequence[int], decoder_ids: Sequence[int] = ()
-    ) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from launcher_scripts.evaluation.tasks.task import (
     Metric,
     Model,
     Progress,
+    Reference,
     average,
     fraction,
     from_the_first,
 )
-from launcher_scripts.evaluation.twin.diagnosis import Inspection, Reference, Sample, diagnose
+from launcher_scripts.evaluation.twin.diagnosis import Inspection, Sample, diagnose
 from launcher_scripts.evaluation.twin.finding import TOKENIZER, Finding
 from launcher_scripts.evaluation.twin.logits import (
     PositionRange,
