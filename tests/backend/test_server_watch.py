@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher_scripts.backends.fastertransformer.server_watch import started_by
+import pytest
+
+from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch, started_by
 from tests.processes import wait_for
 
 SERVER = """
@@ -18,11 +20,11 @@ print(child.stdout.readline().strip(), flush=True)
 child.wait()
 """
 MODEL = """
-import os, threading
+import ctypes, os
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 watch = ServerWatch()
-print(os.getpid(), flush=True)
-threading.Event().wait()
+print(os.getpid(), watch.pid, flush=True)
+ctypes.PyDLL(None).pause()
 """
 
 
@@ -42,15 +44,25 @@ def test_a_server_that_died_before_its_model_began_is_known() -> None:
     assert started_by([b"python3", b"-c", b"pass", b"1", b"2", b"3"]) == os.getppid()
 
 
-def test_a_killed_server_takes_its_models_along(checkout: Path) -> None:
+@pytest.mark.parametrize("killed", ["server", "model"])
+def test_a_killed_server_takes_its_models_along(checkout: Path, killed: str) -> None:
+    """Also where the model waits with Python's lock; and nobody looks after one that has ended."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, MODEL], cwd=checkout, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        model = int(server.stdout.readline())
-        os.kill(model, 0)
-        server.send_signal(signal.SIGKILL)
-    wait_for(lambda: not _lives(model))
+        model, watch = map(int, server.stdout.readline().split())
+        assert _lives(model)
+        assert _lives(watch)
+        os.kill(server.pid if killed == "server" else model, signal.SIGKILL)
+    wait_for(lambda: not _lives(model) and not _lives(watch))
+
+
+def test_a_watch_that_is_closed_has_ended() -> None:
+    watch = ServerWatch()
+    assert _lives(watch.pid)
+    watch.close()
+    assert not _lives(watch.pid)
 
 
 def _lives(pid: int) -> bool:
