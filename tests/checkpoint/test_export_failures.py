@@ -314,7 +314,9 @@ def test_an_interrupted_export_leaves_no_checkpoint(number: int, tmp_path: Path)
     assert process.poll() is None, "the export was over before it could be stopped"
     os.kill(process.pid, number)
     _, error = process.communicate(timeout=240)
-    assert process.returncode == 128 + number
+    # As a shell sees it: Python itself may end by SIGINT after it has unwound.
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    assert status == 128 + number, error
     assert b"Traceback" not in error
     assert [path.name for path in partial.parent.iterdir()] == ["1-gpu.partial"]
     assert convert_checkpoint.main(["--settings", str(settings)]) == 0

@@ -171,7 +171,8 @@ def step(scheduler: Scheduler, token: int = 5) -> Plan:
     plan = scheduler.plan()
     assert plan is not None
     complete = {row.slot for row in scheduler.rows if row.slots and row.launched}
-    slots = [part.slot for part in plan.prefill if part.slot in complete] + list(plan.decode)
+    slots = [part.slot for part in plan.prefill if part.slot in complete]
+    slots += [*plan.decode, *plan.apart]
 
     class Known(StepResult):
         def read(self):

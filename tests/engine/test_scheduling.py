@@ -194,7 +194,7 @@ def answer(plan: Plan, ends: Collection[int] = (), unfinished: Collection[int] =
     unfinished: slots of prompts that go on, which get none
     """
     slots = [part.slot for part in plan.prefill if part.slot not in unfinished]
-    slots += plan.decode
+    slots += [*plan.decode, *plan.apart]
     tokens = [TokenResult(slot, 1000 if slot in ends else 5, None) for slot in slots]
 
     class Known(StepResult):

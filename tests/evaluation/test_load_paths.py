@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -47,22 +48,20 @@ def closed(clients: int, requests: int, output: int = 5) -> Plan:
 @pytest.fixture
 def exact() -> Iterator[str]:
     """The address of an exact server in a thread."""
-    loop, ready, stopped = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    addresses: list[str] = []
+    started: SimpleQueue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = SimpleQueue()
 
     async def serve() -> None:
+        stopped = asyncio.Event()
         async with exact_server(FIRST, NEXT) as address:
-            addresses.append(address)
-            ready.set()
+            started.put((address, asyncio.get_running_loop(), stopped))
             await stopped.wait()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    assert ready.wait(30)
-    yield addresses[0]
+    address, loop, stopped = started.get(timeout=30)
+    yield address
     loop.call_soon_threadsafe(stopped.set)
     thread.join()
-    loop.close()
 
 
 def test_what_the_gateway_streams_is_counted_and_timed(exact: str) -> None:

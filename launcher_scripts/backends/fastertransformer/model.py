@@ -117,6 +117,7 @@ class TritonPythonModel:
             self._engine.warm_up()
         except LauncherError as error:
             self._status.write("failed", reason=str(error))
+            self._watch.close()
             raise pb_utils.TritonModelException(str(error)) from error
         self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
@@ -307,7 +308,7 @@ def with_parameters(
         return tensors
     kinds = contract.parameters
     values = parameter_values(request.parameters(), kinds, tensors)
-    rows = len(tensors["input_ids"])
+    rows = len(next(iter(tensors.values())))
     made = {
         name: torch.full((rows, 1), value, dtype=_TYPES[kinds[name]])
         for name, value in values.items()

@@ -32,7 +32,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import plain, widened
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.processes import signal_when_parent_dies
+from launcher_scripts.common.processes import StopRequest, signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings
 
 MOST_PROCESSES = 8
@@ -158,13 +158,17 @@ def _in_processes(work: _Work, count: int, take: Taken) -> None:
     turns = context.Value("q", 0)
     with _ended() as processes:
         results = {}
-        for _ in range(count):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=work.serve, args=(turns, sender), daemon=True)
-            process.start()
-            sender.close()
-            processes.append(process)
-            results[receiver] = process
+        stop = StopRequest()
+        with stop.listening():  # Python drops what a handler raises in the midst of a fork
+            for _ in range(count):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=work.serve, args=(turns, sender), daemon=True)
+                process.start()
+                sender.close()
+                processes.append(process)
+                results[receiver] = process
+        if stop.received is not None:
+            signal.raise_signal(stop.received)
         while results:
             ready = wait(list(results))
             for receiver in [each for each in results if each in ready]:
