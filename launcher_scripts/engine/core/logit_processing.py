@@ -43,11 +43,6 @@ class Processing:
     longest_ngram: int
 
     @property
-    def has_lists(self) -> bool:
-        """Whether any row has what is made with the batch."""
-        return bool(self.words or self.biases or self.guided is not None)
-
-    @property
     def has_rules(self) -> bool:
         """Whether any row needs Ops.process."""
         return self.listed or self.penalized or self.forbids

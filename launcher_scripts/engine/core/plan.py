@@ -48,6 +48,7 @@ class RowStart(Record, frozen=True, dict=True):
     past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
             it that are no longer there
     window: how many of the last tokens attention covers; 0: all
+    general: whether the row needs the general path, for its window or for IA3
     """
 
     slot: int
@@ -64,6 +65,7 @@ class RowStart(Record, frozen=True, dict=True):
     past: int = 0
     dropped: int = 0
     window: int = 0
+    general: bool = False
 
     @property
     def prompt(self) -> Prompt | None:
@@ -85,11 +87,6 @@ class RowStart(Record, frozen=True, dict=True):
         """Whether the columns of row_state.py have room for the row's lists."""
         words = sum(map(len, self.request.bad_words))
         return max(words, len(self.request.logit_bias)) <= MOST_LISTED
-
-    @property
-    def general(self) -> bool:
-        """Whether the row needs the general path: for a window, or for IA3."""
-        return self.window > 0 or self.ia3_task != NO_TASK
 
     @cached_property
     def choice(self) -> Choice:

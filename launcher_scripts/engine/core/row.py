@@ -69,6 +69,8 @@ class Row:
     its place for a row that came before it; what it had is computed again later, its first
     `resumed` tokens as a prompt.
 
+    general: whether the row needs the general path, for a window or for IA3.
+
     lookup makes drafts of tokens, where they are asked for; draft is what a step tries that was
     launched and has not been seen. waits_for_tokens: a step depends on the tokens of all before.
 
@@ -105,6 +107,7 @@ class Row:
     session: Session | None = None
     guide: Guide | None = None
     prefix: Prefix | None = None
+    general: bool = field(init=False)
     lookup: PromptLookup | None = field(init=False, default=None)
     waits_for_tokens: bool = field(init=False)
     draft: tuple[int, ...] = ()
@@ -116,6 +119,7 @@ class Row:
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
+        self.general = self.window > 0 or self.request.ia3_task is not None
         if self.request.num_speculative_tokens:
             self.lookup = PromptLookup(self.request.num_speculative_tokens, self.prompt)
         self.waits_for_tokens = self.guide is not None or self.lookup is not None
@@ -192,11 +196,6 @@ class Row:
         return 0 if self.session is None else self.session.window
 
     @property
-    def general(self) -> bool:
-        """See RowStart."""
-        return self.window > 0 or self.request.ia3_task is not None
-
-    @property
     def cached(self) -> int:
         """Tokens in the cache once everything launched has run."""
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
@@ -244,6 +243,7 @@ class Row:
             past=self.past,
             dropped=0 if self.session is None else self.session.dropped,
             window=self.window,
+            general=self.general,
         )
 
 

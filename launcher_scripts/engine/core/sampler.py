@@ -74,8 +74,9 @@ class SamplingBatch:
 
     def wanted(self, sampled: Sampled) -> Sampled:
         """Without the log-probabilities of tokens, where no row wants them."""
-        asked = any(row.request.return_log_probs for row in self.rows)
-        return sampled if asked or sampled.log_probs is None else replace(sampled, log_probs=None)
+        if sampled.log_probs is None or any(row.request.return_log_probs for row in self.rows):
+            return sampled
+        return replace(sampled, log_probs=None)
 
 
 @dataclass(frozen=True)
