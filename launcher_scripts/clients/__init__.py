@@ -1,5 +1,11 @@
 """Commands that talk to a running server: `python3 -m launcher_scripts.clients NAME ...`."""
 
+import os
+
+# A fork of this process runs another program. gRPC's handlers of forks, which would let the child
+# use gRPC, can abort it before that. gRPC reads this when it is imported, which happens in here.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # name of a module here, and of the command -> what it does
 CLIENTS = {
     "issue_request": "send the request of a JSON file and print every output",
