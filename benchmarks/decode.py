@@ -1,6 +1,7 @@
 """Single steps on one GPU: decode by model, batch and context, prefill, and T5; floors beside.
 
     python3 -m benchmarks.decode --out decode.json [--shapes 126m 5b t5-base ...]
+    python3 -m benchmarks.decode --shapes 8b-modern --cases 128x2048 --kv-cache-dtype fp8
 
 Floors are the bytes a step has to read (weights, and the keys and values of the context) over the
 read bandwidth measured in the same run; of a prefill, its operations over the rate of a large
@@ -14,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -23,18 +25,18 @@ from torch import Tensor
 from benchmarks.generate import (
     DEVICE,
     bandwidths,
+    engine_over,
     engine_settings,
     machine,
     random_weights,
     release,
 )
 from benchmarks.shapes import CONFIGS
-from benchmarks.steps import step_ms
-from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
+from benchmarks.steps import STEPS, beam_step_ms, step_ms
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, Quantization
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.model_weights import sublayers_of
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
@@ -53,8 +55,16 @@ CHOICES = {
     ),
 }
 CHOICE_CASES = ((1, 80), (128, 80))
+BEAM_CASES = ((1, 4, 80), (8, 4, 80))  # searches, width, context
 T5_CASES = ((1, 40, 200), (32, 64, 128))  # rows, context, source
-T5_REQUESTS = ((1, 60, 20), (32, 128, 64))  # rows, input, output
+# rows, lengths of their inputs, output; the last ones are what TensorRT-LLM was published with
+T5_REQUESTS = (
+    (1, (60, 60), 20),
+    (32, (128, 128), 64),
+    (32, (260, 440), 128),
+    (64, (260, 440), 128),
+    (128, (260, 440), 128),
+)
 PREFILL_TOKENS = 2048
 PREFILL_SHAPE = "5b"
 QUANTIZED = ("5b", "20b", "8b-modern", "t5-3b")  # also with the weights of their layers in bytes
@@ -67,6 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument(
+        "--cases", nargs="+", type=case, help="ROWSxCONTEXT of a GPT's steps, and nothing else"
+    )
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("there is no CUDA device; the shapes are far beyond a CPU", file=sys.stderr)
@@ -75,14 +89,21 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine(),
         "bandwidth": bandwidths(),
         "matrix_tflops": round(matrix_tflops(), 1),
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "rows": [],
     }
     release()
     print(json.dumps({key: report[key] for key in ("bandwidth", "matrix_tflops")}), flush=True)
     for name in arguments.shapes:
         config = MODELS[name]
-        measure = measure_t5 if isinstance(config, T5Config) else measure_gpt
-        for row in measure(name, config, report):
+        found: Iterable[dict]
+        if arguments.cases:
+            found = step_rows(name, config, report, arguments.cases)
+        elif isinstance(config, T5Config):
+            found = measure_t5(name, config, report)
+        else:
+            found = measure_gpt(name, config, report)
+        for row in found:
             report["rows"].append(row)
             print(json.dumps(row), flush=True)
         release()
@@ -91,19 +112,43 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def case(text: str) -> tuple[int, int]:
+    """Rows and context of ROWSxCONTEXT."""
+    rows, context = map(int, text.split("x"))
+    return rows, context
+
+
 def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
     weights = random_weights(config, quantization=quantization_in(name))
-    runner = runner_over(weights, rows=128, tokens=16384)
-    token_bytes = 2 * config.num_layers * 2 * config.num_kv_heads * config.head_size
-    rows = []
-    for count, context in GPT_CASES:
-        needed = weights.bytes() + count * context * token_bytes
-        ms = step_ms(runner, count, context)
-        rows.append(_row(name, report, needed, ms, rows=count, context=context))
+    runner = runner_over(weights, 128, 16384, report["kv_cache_dtype"])
+    rows = [
+        gpt_row(name, report, runner, weights.bytes(), count, context)
+        for count, context in GPT_CASES
+    ]
     rows += choice_rows(name, runner)
     if name == PREFILL_SHAPE:
         rows.append(prefill_row(name, runner, weights.bytes() // 2, report))
     return rows
+
+
+def step_rows(
+    name: str, config: GPTConfig, report: dict, cases: Sequence[tuple[int, int]]
+) -> Iterator[dict]:
+    """Steps of such rows and contexts."""
+    weights = random_weights(config, quantization=quantization_in(name))
+    most = max(count for count, _ in cases)
+    tokens = max(count * (context + STEPS + 1) for count, context in cases)
+    runner = runner_over(weights, most, tokens, report["kv_cache_dtype"])
+    for count, context in cases:
+        yield gpt_row(name, report, runner, weights.bytes(), count, context)
+
+
+def gpt_row(
+    name: str, report: dict, runner: Runner, weight_bytes: int, count: int, context: int
+) -> dict:
+    needed = weight_bytes + count * context * runner.decoder.cache.token_bytes
+    ms = step_ms(runner, count, context)
+    return _row(name, report, needed, ms, rows=count, context=context)
 
 
 def choice_rows(name: str, runner: Runner) -> list[dict]:
@@ -118,22 +163,37 @@ def choice_rows(name: str, runner: Runner) -> list[dict]:
             more = round(own / ms["greedy"] - 1, 3)
             shape = {"model": name, "rows": count, "context": context}
             rows.append({**shape, "choice": choice, "ms": round(own, 4), "over_greedy": more})
+    return rows + beam_rows(name, runner)
+
+
+def beam_rows(name: str, runner: Runner, source: int = 0) -> list[dict]:
+    """Steps of beam searches, beside greedy ones of as many rows."""
+    rows = []
+    for searches, width, context in BEAM_CASES:
+        own = beam_step_ms(runner, searches, width, context, source)
+        greedy = step_ms(runner, searches * width, context, source)
+        shape = {"model": name, "rows": searches * width, "context": context}
+        shape |= {"source": source} if source else {}
+        more = round(own / greedy - 1, 3)
+        ms = round(own, 4)
+        rows.append({**shape, "choice": f"{width} beams", "ms": ms, "over_greedy": more})
     return rows
 
 
 def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     weights = random_weights(config, quantization=quantization_in(name))
-    runner = runner_over(weights, rows=32, tokens=16384)
+    runner = runner_over(weights, 32, 16384, report["kv_cache_dtype"])
     read = [weights.head.weight]
     for part in sublayers_of(weights.decoder.layers.values()):
         linears = (part.in_proj, part.out_proj, getattr(part, "gate", None))
         read += [linear.weight for linear in linears if linear is not None]
-    token_bytes = 2 * config.num_decoder_layers * 2 * config.num_heads * config.head_size
     rows = []
     for count, context, source in T5_CASES:
-        needed = sum(map(_bytes, read)) + count * (context + source) * token_bytes
+        cached = count * (context + source) * runner.decoder.cache.token_bytes
+        needed = sum(map(_bytes, read)) + cached
         ms = step_ms(runner, count, context, source)
         rows.append(_row(name, report, needed, ms, rows=count, context=context, source=source))
+    rows += beam_rows(name, runner, T5_CASES[0][2])
     del runner
     release()
     return rows + end_to_end(name, weights)
@@ -160,8 +220,10 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def runner_over(weights: object, rows: int, tokens: int) -> Runner:
-    settings = engine_settings(max_batch_size=rows, max_tokens=tokens)
+def runner_over(weights: object, rows: int, tokens: int, kv_cache_dtype: str = "auto") -> Runner:
+    settings = engine_settings(
+        max_batch_size=rows, max_tokens=tokens, kv_cache_dtype=kv_cache_dtype
+    )
     prepare_process(settings, DEVICE)
     with torch.inference_mode():
         return assemble_runner(weights, settings, Communicator(), DEVICE)
@@ -195,26 +257,23 @@ def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dic
 
 def end_to_end(name: str, weights: object) -> list[dict]:
     """Whole requests through the engine, all of one call at the same time."""
-    settings = engine_settings(max_batch_size=32, max_tokens=16384)
-
-    def build() -> Runner:
-        prepare_process(settings, DEVICE)
-        return assemble_runner(weights, settings, Communicator(), DEVICE)
-
-    engine = Engine.from_runner(settings, build)
+    engine = engine_over(weights, 128, 128 * 640)
     rows = []
-    for count, given, wanted in T5_REQUESTS:
-        prompt = tuple((37 * index + 11) % 32000 for index in range(given))
+    for count, (least, most), wanted in T5_REQUESTS:
+        lengths = [least + (most - least) * row // count for row in range(count)]
+        prompts = [
+            tuple((37 * at + row) % 32000 for at in range(n)) for row, n in enumerate(lengths)
+        ]
         times = []
         for _ in range(6):
             start = time.perf_counter()
-            wait([engine.submit(GenerateRequest(prompt, wanted)) for _ in range(count)])
+            wait([engine.submit(GenerateRequest(prompt, wanted)) for prompt in prompts])
             times.append((time.perf_counter() - start) * 1e3)
         rows.append(
             {
                 "model": name,
                 "rows": count,
-                "input": given,
+                "input": least if least == most else f"{least}-{most}",
                 "output": wanted,
                 "engine_ms": round(statistics.median(times[2:]), 2),
             }

@@ -136,8 +136,8 @@ def headline() -> list[str]:
         f" {batch['peers']['ctranslate2'] / batch['ms']:.1f} times CTranslate2's rate,"
         f" {batch['peers']['transformers'] / batch['ms']:.1f} times transformers'.",
         f"{CLIENTS} clients stream {small['tokens_per_s']:,} tokens/s of GPT 1.3B through the"
-        f" OpenAI gateway, {times[0]:.2f} times vLLM's rate, and {large['tokens_per_s']:,} of an 8B"
-        f" of Llama-3.1's shape, {times[1]:.2f} times.",
+        f" OpenAI gateway, {times[0]:.2f} times the rate of vLLM's server, and"
+        f" {large['tokens_per_s']:,} of an 8B of Llama-3.1's shape, {times[1]:.2f} times.",
         f"A decode step of one row takes {step['ms']:.2f} ms with GPT 5B. Reading its weights, keys"
         f" and values alone takes {step['share_of_floor']:.0%} of that.",
     )
@@ -298,7 +298,8 @@ def _gateway() -> list[str]:
             "`benchmarks.gateway`: the same mixed requests to `/v1/completions`, streamed, one",
             "event per token. `tokens per response` are those that arrived together. `whole",
             "answers` are clients of the token model over gRPC, without a gateway. vLLM is",
-            f"{report['vllm']}; x is the gateway's tokens per second over vLLM's{mark('gateway')}.",
+            f"{report['vllm']} (`benchmarks.vllm_server`); x is the gateway's tokens per second",
+            f"over vLLM's{mark('gateway')}.",
         ),
         joined(tables.gateway_table(report["rows"])),
     ]

@@ -84,6 +84,16 @@ LLAMA_8B = replace(
     ffn_size=14336,
 )
 
+# The sizes of Llama 3.2 1B, which may be a draft model of the one above.
+LLAMA_1B = replace(
+    LLAMA_8B,
+    hidden_size=2048,
+    num_layers=16,
+    head_size=64,
+    ffn_size=8192,
+    tied_embeddings=True,
+)
+
 # The sizes of NeMo's GPT of 43 billion weights, but for its activation.
 GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
 GPT_175B = Shape(12288, 96, 96).config()  # of Brown et al. 2020
@@ -96,6 +106,7 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
 }
+DRAFTS = {"8b-modern": LLAMA_1B}  # draft models by the names of their models
 # For trying a benchmark out where there is no GPU.
 TINY: dict[str, GPTConfig | T5Config] = {
     "tiny": Shape(64, 2, 4).config(),

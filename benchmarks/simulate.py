@@ -38,6 +38,7 @@ from benchmarks.load_clients import SECONDS, settle_seconds
 from benchmarks.recorded import result
 from benchmarks.serving import INPUTS, OUTPUTS
 from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.results import StepResult, TokenResult
@@ -88,9 +89,11 @@ class StepTimes:
     exchange: Callable[[int], float] = lambda _: 0.0
 
     @classmethod
-    def of(cls, config: GPTConfig, shape: str, tp_size: int = 1) -> StepTimes:
+    def of(
+        cls, config: GPTConfig, shape: str, tp_size: int = 1, kv_cache_dtype: str = "auto"
+    ) -> StepTimes:
         """At the rates of results/decode-h200.json, a decode step at the share of its floor that
-        was measured for `shape`."""
+        was measured for `shape`, with keys and values in bfloat16."""
         report = result("decode")
         read_bytes = report["bandwidth"]["read_tb_per_s"] * 1e12
         (prefill,) = (row for row in report["rows"] if "prefill_tokens" in row)
@@ -107,7 +110,7 @@ class StepTimes:
             config,
             layers,
             head,
-            cached,
+            cached / BYTES if kv_cache_dtype == "fp8" else cached,
             tuple(shares),
             tuple(read[rows] / read_bytes / share for rows, share in shares.items()),
             read_bytes,
@@ -289,16 +292,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="GPUs")
     parser.add_argument("--asked", type=int, help="tokens that requests ask for")
     parser.add_argument("--cache-tokens", type=int, help="default: as many as all requests need")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     rows = []
     for shape, tp_size in itertools.product(arguments.shapes, arguments.tp):
-        times = StepTimes.of(*MODELS[shape], tp_size)
+        times = StepTimes.of(*MODELS[shape], tp_size, arguments.kv_cache_dtype)
         for clients in arguments.clients:
             asked, cache = arguments.asked, arguments.cache_tokens
             found = Simulation(times, clients, asked=asked, cache_tokens=cache).run()
             rows.append({"model": shape, "tp_size": tp_size, "clients": clients, **found})
-            if not (asked or cache):
+            if not (asked or cache) and arguments.kv_cache_dtype == "auto":
                 rows[-1] |= beside_measured(rows[-1])
             print(json.dumps(rows[-1]), flush=True)
     if arguments.out:

@@ -9,13 +9,15 @@ from dataclasses import replace
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.core.beam_search import beam_batches
 from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
-from launcher_scripts.engine.runner.graphs import bucket_bounds
+from launcher_scripts.engine.runner.graphs import SMALLEST_REORDER, bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 
 STEPS = 8
+FILLED_TOKENS = 4096  # at once
 GREEDY = SamplingParameters()
 
 
@@ -34,49 +36,86 @@ def step_ms(
     encoder's input, too. sampling: what a CUDA graph can do;  adapters: the LoRA adapter of each
     row, where they have any
     """
-    with torch.inference_mode():
-        return _step_ms(runner, rows, context, source, repeat, sampling, adapters)
-
-
-def _step_ms(
-    runner: Runner,
-    rows: int,
-    context: int,
-    source: int,
-    repeat: int,
-    sampling: SamplingParameters,
-    adapters: Sequence[int],
-) -> float:
-    extent = source + context + STEPS + 1
-    starts = [
-        RowStart(
-            slot,
-            slot * extent + source,
-            (1,),
-            -1,
-            GenerateRequest(
-                (),
-                0,
-                replace(sampling, random_seed=slot),
-                lora_adapter=adapters[slot] if adapters else None,
-            ),
-            source=(0,) * source,
+    requests = [
+        GenerateRequest(
+            (),
+            0,
+            replace(sampling, random_seed=slot),
+            lora_adapter=adapters[slot] if adapters else None,
         )
         for slot in range(rows)
     ]
-    if rows * extent > runner.decoder.cache.capacity:
-        raise ValueError(f"{rows} rows of {extent} tokens do not fit the cache")
+    extent = _extent(context, source)
+    starts = [
+        RowStart(slot, slot * extent + source, (1,), -1, request, source=(0,) * source)
+        for slot, request in enumerate(requests)
+    ]
+    bounds = bucket_bounds(Bounds(context + STEPS, source, lora=bool(adapters)))
+    with torch.inference_mode():
+        batch = SamplingBatch(starts, runner.device)
+        return _rows_ms(
+            runner,
+            starts,
+            context,
+            lambda: runner.token_step(batch.slots, bounds, batch.choice),
+            repeat,
+        )
+
+
+def beam_step_ms(
+    runner: Runner, searches: int, width: int, context: int, source: int = 0, repeat: int = 20
+) -> float:
+    """Median milliseconds of a step of so many beam searches; see `step_ms`."""
+    extent = _extent(context, source)
+    request = GenerateRequest((), 0, SamplingParameters(beam_width=width))
+    starts = [
+        RowStart(
+            search * width,
+            search * (source + width * extent) + source,
+            (1,),
+            -1,
+            request,
+            source=(0,) * source,
+            beams=tuple(range(search * width, (search + 1) * width)),
+            stride=extent,
+        )
+        for search in range(searches)
+    ]
+    bounds = bucket_bounds(Bounds(context + STEPS, source))
+    with torch.inference_mode():
+        (batch,) = beam_batches(starts, runner.device)
+        return _rows_ms(
+            runner,
+            starts,
+            context,
+            lambda: runner.beam_step(batch.slots, batch, bounds, SMALLEST_REORDER),
+            repeat,
+        )
+
+
+def _extent(context: int, source: int) -> int:
+    return source + context + STEPS + 1
+
+
+def _rows_ms(
+    runner: Runner,
+    starts: Sequence[RowStart],
+    context: int,
+    step: Callable[[], object],
+    repeat: int,
+) -> float:
+    """Of a step over these rows, each with `context` tokens cached."""
+    slots = [slot for row in starts for slot, _ in row.places]
+    ends = [start + context + STEPS for row in starts for _, start in row.places]
+    if max(ends) > runner.decoder.cache.capacity:
+        raise ValueError(f"{len(slots)} rows of {context} tokens do not fit the cache")
     _fill(runner)
     runner.states.join(starts)
-    batch = SamplingBatch(starts, runner.device)
-    bounds = bucket_bounds(Bounds(context + STEPS, source, lora=bool(adapters)))
 
     def rewind() -> None:
-        runner.states.length[:rows] = context - STEPS // 2
+        runner.states.length[slots] = context - STEPS // 2
 
-    return _replayed_ms(
-        lambda: runner.token_step(batch.slots, bounds, batch.choice), rewind, repeat
-    )
+    return _replayed_ms(step, rewind, repeat)
 
 
 def encode_ms(runner: Runner, tokens: int, repeat: int = 20) -> float:
@@ -116,5 +155,6 @@ def _fill(runner: Runner) -> None:
     """Texts, and keys and values that are no zeros: those can be faster to read."""
     runner.decoder.cache.ids.random_(runner.decoder.config.vocab_size)
     for layer in runner.decoder.cache.layers.values():
-        layer.keys.normal_()
-        layer.values.normal_()
+        for part in (layer.keys, layer.values):
+            for tokens in part.split(FILLED_TOKENS, 1):
+                tokens.copy_(torch.randn(tokens.shape, device=tokens.device))

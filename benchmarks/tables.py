@@ -113,17 +113,17 @@ def step_table(rows: list[dict]) -> list[str]:
 
 def whole_request_table(rows: list[dict]) -> list[str]:
     """Requests in the engine's process, beside the floor of their decode steps alone."""
-    floors = {(row["model"], row["rows"]): row["floor_ms"] for row in rows if "source" in row}
-    lines = [
-        [
-            model_name(row["model"]),
-            f"{row['rows']} x {row['input']}/{row['output']}",
-            f"{row['engine_ms']:.1f}",
-            f"{row['output'] * floors[row['model'], row['rows']]:.1f}",
-        ]
-        for row in rows
-        if "engine_ms" in row
-    ]
+    steps = [row for row in rows if "source" in row and "floor_ms" in row]
+    floors = {(row["model"], row["rows"]): row["floor_ms"] for row in steps}
+    lines = []
+    for row in rows:
+        if "engine_ms" not in row:
+            continue
+        floor = floors.get((row["model"], row["rows"]))
+        known = floor is not None and isinstance(row["input"], int)
+        cells = [model_name(row["model"]), f"{row['rows']} x {row['input']}/{row['output']}"]
+        cells += [f"{row['engine_ms']:.1f}", f"{row['output'] * floor:.1f}" if known else ""]
+        lines.append(cells)
     return table(["model", "rows x tokens in/out", "ms", "floor of the steps, ms"], lines)
 
 

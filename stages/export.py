@@ -9,7 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
+from launcher_scripts.checkpoint.fastertransformer.config_ini import (
+    check_draft_folder,
+    random_config,
+)
 from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
@@ -19,6 +22,7 @@ from launcher_scripts.config.options import values_of
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
     CHECKPOINT_KEY,
+    DRAFT_MODEL_KEY,
     ExportSettings,
     ModelOptions,
     ServingOptions,
@@ -83,6 +87,7 @@ class Export(Stage):
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
         said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
         said |= {name: _absolute(said[name]) for name in ADAPTERS}
+        said["draft_model_dir"] = said["draft_model_dir"] and absolute(said["draft_model_dir"])
         said["quantization"] = quantization_of(
             int(deployment.int8_mode), deployment.quantization, "export.triton_deployment.{}"
         )
@@ -120,7 +125,8 @@ class Export(Stage):
 
     def paths(self) -> list[Path]:
         tokenizer = self.settings.tokenizer
-        files = (tokenizer.model, tokenizer.vocab_file, tokenizer.merge_file)
+        draft = self.settings.draft_model_dir
+        files = (tokenizer.model, tokenizer.vocab_file, tokenizer.merge_file, draft)
         return [
             Path(self.settings.checkpoint_path),
             Path(self.settings.triton_model_dir),
@@ -140,6 +146,12 @@ class Export(Stage):
         self._check_folder()
         if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY):
             self._check_sizes()
+        draft = settings.draft_model_dir
+        if draft is not None and checks.exists("the draft model", draft, DRAFT_MODEL_KEY):
+            with checks.problems.collecting():
+                check_draft_folder(
+                    checks.problems, checks.on_host(draft), None, settings.parallelism
+                )
         for name, paths in self._adapters().items():
             for path in paths:
                 checks.exists("the checkpoint of adapters", path, f"export.model.{name}")

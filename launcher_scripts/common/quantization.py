@@ -1,4 +1,4 @@
-"""How a model's weights can be quantized when it is loaded, and how a configuration asks for it."""
+"""How a model's weights and cache can be quantized at load, and how a configuration asks for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from launcher_scripts.common.errors import ConfigError, lookup, problem
 Quantization = Literal["int8", "fp8"]
 # What can be made of the layers' matrices at load; fp8 is e4m3.
 QUANTIZATIONS: dict[str, Quantization] = {"int8": "int8", "fp8": "fp8"}
+# What the cache of keys and values is kept in, as vLLM names it; auto: in data_type, fp8: in e4m3.
+KV_CACHE_DTYPES = {name: name for name in ("auto", "fp8")}
 # int8_mode of config.pbtxt -> what it means
 INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 
@@ -42,3 +44,11 @@ def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantizatio
             )
         )
     return "int8" if int8_mode else found
+
+
+def kv_cache_dtype_of(said: str | None, place: str) -> str:
+    """A row of KV_CACHE_DTYPES; "" and None are auto. Raises ConfigError for another one.
+
+    place: as in quantization_of
+    """
+    return lookup(KV_CACHE_DTYPES, said or "auto", place.format("kv_cache_dtype"))

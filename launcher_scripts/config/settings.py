@@ -17,7 +17,7 @@ from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import QUANTIZATIONS
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS
 from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
@@ -115,9 +115,17 @@ class ServingOptions:
     quantization: str | None = option(
         None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
     )
+    kv_cache_dtype: str = option(
+        "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
+    )
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = option(
         False, "compute what prompts of a decoder-only model have in common once"
+    )
+    draft_model_dir: str | None = option(
+        None,
+        "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
+        metavar="FOLDER",
     )
     data_type: str = option("fp32", "what the engine computes in", choices=DATA_TYPES)
     decoupled: bool = option(False, "tokens are sent as they come")
@@ -125,8 +133,9 @@ class ServingOptions:
     interactive_sessions: int = option(32, "how many sessions at once", least=1)
 
 
-# Where a user names the checkpoint that is exported.
+# Where a user names the checkpoint that is exported, and its draft model's files.
 CHECKPOINT_KEY = "export.model.checkpoint_path"
+DRAFT_MODEL_KEY = "export.triton_deployment.draft_model_dir"
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,15 @@ class ExportSettings(ServingOptions, ModelOptions):
                 got=self.model_type,
                 choices=("gpt3",),
                 change="export.triton_deployment.interactive",
+            )
+        if self.draft_model_dir is not None and (
+            self.interactive or self.model_type not in ("", "gpt3", "agm")
+        ):
+            problems.add(
+                "a draft model needs a decoder-only model without sessions",
+                got=self.model_type + " with sessions" * self.interactive,
+                choices=("gpt3", "agm"),
+                change=DRAFT_MODEL_KEY,
             )
         if self.interactive and self.max_batch_size != 1:
             problems.add(

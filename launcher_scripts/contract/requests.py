@@ -125,7 +125,8 @@ class GenerateRequest:
     input_ids instead. ia3_task is the number of a loaded IA3 adapter; None: the model as it is.
     lora_adapter is the number of a loaded LoRA adapter; None: none.
     Keys and values of a prompt are shared with requests of the same cache_salt only.
-    num_speculative_tokens is how many tokens a step may try at once where the text repeats itself.
+    num_speculative_tokens is how many tokens a step may try at once: drafts of the text so far, or
+    of the draft model.
     """
 
     input_ids: tuple[int, ...]

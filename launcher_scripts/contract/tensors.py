@@ -250,7 +250,7 @@ GPT_INPUTS = (
         "num_speculative_tokens",
         "UINT32",
         0,
-        f"tokens of a draft where text repeats itself, {MOST_SPECULATIVE_TOKENS} at most; 0: none",
+        f"tokens that a step may try at once (drafts), {MOST_SPECULATIVE_TOKENS} at most; 0: none",
         extension=True,
     ),
     IS_RETURN_PROGRESS,

@@ -38,8 +38,8 @@ from launcher_scripts.engine.runner.loading import (
     PREFILL_TOKENS,
     EngineSettings,
     assemble_runner,
-    load_weights,
-    open_checkpoint,
+    load_both,
+    open_checkpoints,
     prepare_process,
     rank_device,
 )
@@ -88,20 +88,20 @@ class Engine:
         CheckpointError, ConfigError or ServerError.
         """
         settings = replace(settings, nodes=settings.parallelism.spread(group.node_rank.nodes))
-        checkpoint = open_checkpoint(settings, verify=False)
+        checkpoints = open_checkpoints(settings, verify=False)
         rank_device(settings, settings.parallelism.world_size - 1)
         device = rank_device(settings, 0)
-        precompiler = KernelPrecompiler(settings, checkpoint.config, device)
+        precompiler = KernelPrecompiler(settings, *checkpoints.configs, device)
         if settings.verify:
-            open_checkpoint(settings, verify=True)
+            open_checkpoints(settings, verify=True)
 
         def build(engine: Engine) -> Runner:
             prepare_process(settings, device)
             engine._ranks.start(group)
-            weights = load_weights(settings, checkpoint, 0, device)
+            weights, draft = load_both(settings, checkpoints, 0, device)
             communicator = engine._ranks.meet(device)
             precompiler.wait(engine._ranks.timeline)
-            return assemble_runner(weights, settings, communicator, device)
+            return assemble_runner(weights, settings, communicator, device, draft=draft)
 
         return cls._ready(cls(settings, build))
 
@@ -282,6 +282,7 @@ class Engine:
             PREFILL_TOKENS[runner.device.type],
             self.statistics,
             mixed_tokens=runner.mixed_tokens,
+            draft_model=runner.draft is not None,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -14,7 +14,7 @@ from launcher_scripts.clients.connection import MOST_IN_FLIGHT, Tensors
 from launcher_scripts.clients.models import find_models, parameter
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, lookup, problem
-from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -200,13 +200,15 @@ class Client:
         return [int(each) for each in made["INPUT_ID"][0, : int(made["REQUEST_INPUT_LEN"][0, 0])]]
 
     def precision(self, weight_data_type: str) -> str:
-        """The coarsest of the types that the model is stored and computed in.
+        """The coarsest of the types that the model is stored, computed and cached in.
 
         weight_data_type: of its files
         """
         config = self._server.model_config(self.model_name)
         computed = parameter(config, "data_type") or "fp32"
         mode, said = (parameter(config, name) for name in ("int8_mode", "quantization"))
+        if kv_cache_dtype_of(parameter(config, "kv_cache_dtype"), "{}") == "fp8":
+            return "fp8"
         if quantization := quantization_of(int(mode or 0), said, "{}"):
             return quantization
         return max(weight_data_type, computed, key=("fp32", "fp16", "bf16").index)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
 from launcher_scripts.models.repository import config_parameters, served_models
 
@@ -39,13 +39,14 @@ def step_reads(ready: Mapping[str, Any], model_name: str) -> dict[str, float] | 
         mode, said = int(parameters.get("int8_mode", "0")), parameters.get("quantization")
         if quantization_of(mode, said, "{}") or _PARTIAL & set(_section(ini, "extension")):
             return None
+        in_bytes = kv_cache_dtype_of(parameters.get("kv_cache_dtype"), "{}") == "fp8"
         weights, cached = _gpt(ini, model.checkpoint_dir) if "gpt" in ini else _t5(ini)
         main = ini["gpt" if "gpt" in ini else "decoder"]
         stored = ITEM_BYTES[main["weight_data_type"]]
         files = (path for path in model.checkpoint_dir.glob("*.bin") if weights.match(path.name))
         return {
             "step_bytes": sum(path.stat().st_size for path in files) / stored * item_bytes,
-            "token_bytes": float(cached * item_bytes),
+            "token_bytes": float(cached * (1 if in_bytes else item_bytes)),
             "ranks": model.parallelism.tp_size,
         }
     except (LauncherError, OSError, KeyError, ValueError, StopIteration):

@@ -21,7 +21,7 @@ class RowRequest:
     grammar:          what the text has to be, as guided_grammar says it; None: anything
     cache_salt:       prompts share keys and values with those of the same salt
     lora_adapter:     the number of one; None: none
-    num_speculative_tokens: how many tokens a step may try at once where the text repeats itself
+    num_speculative_tokens: how many tokens a step may try at once (drafts)
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens

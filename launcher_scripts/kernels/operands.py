@@ -176,6 +176,20 @@ class SamplingColumns(Protocol):
     word_lengths: Tensor
 
 
+class BeamColumns(Protocol):
+    """How the hypotheses of beam searches stand, [slots + 1] each; see SamplingColumns.
+
+    beam_score: float32, cumulative log-probability
+    """
+
+    start: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    token: Tensor
+    end_id: Tensor
+    beam_score: Tensor
+
+
 @dataclass(frozen=True)
 class EmbeddingTables:
     """tokens: [held, hidden], ids from first_id on; positions: [max_positions, hidden] or None."""
@@ -242,7 +256,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values of every row: [kv_heads, tokens, head_size].
+    """One layer's keys and values of every row: [kv_heads, tokens, head_size], in the compute type
+    or in e4m3.
 
     A row owns a run of consecutive tokens (its extent). arrivals: int32, zeros, at least one per
     row and query head of a step, where kernels count who has ended; all layers may share them.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import (
+    BeamColumns,
     EmbeddingTables,
     HeadNorms,
     Heads,
@@ -29,6 +30,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
     VarlenBatch,
 )
+from launcher_scripts.kernels.reference_beams import BeamShape
 
 Rotary: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -184,6 +186,28 @@ class Ops(Protocol):
     def sample(
         self, logits: Tensor, slots: Tensor, columns: SamplingColumns
     ) -> tuple[Tensor, Tensor]: ...
+
+    def rank_beams(
+        self,
+        logits: Tensor,
+        allowed: Tensor,
+        slots: Tensor,
+        columns: BeamColumns,
+        shape: BeamShape,
+        completed: Tensor | None = None,
+        bonus: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def reorder_beams(
+        self,
+        pool: Tensor,
+        ids: Tensor,
+        slots: Tensor,
+        parents: Tensor,
+        columns: BeamColumns,
+        width: int,
+        count: int,
+    ) -> None: ...
 
     # Decode steps
 

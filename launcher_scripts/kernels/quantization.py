@@ -1,4 +1,4 @@
-"""Weights of eight bits, made of whole ones when a model is loaded."""
+"""Numbers of eight bits: weights, made of whole ones when a model is loaded; keys and values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ByteType(NamedTuple):
     largest: int
 
 
-# fp8 is e4m3 (Micikevicius et al. 2022): 4 bits of exponent, 3 of mantissa.
+FP8 = torch.float8_e4m3fn  # (Micikevicius et al. 2022): 4 bits of exponent, 3 of mantissa
 BYTE_TYPES: dict[Quantization, ByteType] = {
     "int8": ByteType(torch.int8, 127),
-    "fp8": ByteType(torch.float8_e4m3fn, 448),
+    "fp8": ByteType(FP8, 448),
 }
 
 
@@ -46,6 +46,14 @@ def quantized_rows(values: Tensor, quantization: Quantization) -> tuple[Tensor, 
     scale = torch.where(largest > 0, largest, 1.0) / most
     scaled = (values / scale[:, None]).clamp(-most, most)
     return (scaled.round() if quantization == "int8" else scaled).to(dtype), scale
+
+
+def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of `dtype` keeps them: e4m3 has no infinity, so what is beyond its
+    largest number becomes that. There is no scale: those of usual models are well within.
+    """
+    most = BYTE_TYPES["fp8"].largest
+    return (values.clamp(-most, most) if dtype == FP8 else values).to(dtype)
 
 
 def dequantized(weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels import reference_attention, reference_sampling
+from launcher_scripts.kernels import reference_attention, reference_beams, reference_sampling
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     HeadNorms,
@@ -28,6 +28,7 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     StepRows,
 )
+from launcher_scripts.kernels.quantization import saturated
 
 attend_spans = reference_attention.attend_spans
 context_attention = reference_attention.context_attention
@@ -35,6 +36,8 @@ decode_attention = reference_attention.decode_attention
 prompt_attention = reference_attention.prompt_attention
 source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
+rank_beams = reference_beams.rank_beams
+reorder_beams = reference_beams.reorder_beams
 process = reference_sampling.process
 sample = reference_sampling.sample
 
@@ -248,16 +251,18 @@ def store_kv(
     """Rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache tokens slots [N].
 
     Rotary positions rotate the first dimensions of a head by halves (Su et al. 2021, in the form of
-    GPT-NeoX). Returns the queries [N, heads, head_size].
+    GPT-NeoX). The cache may have another type than qkv; see quantization.saturated. Returns the
+    queries [N, heads, head_size].
     """
     tokens = qkv.shape[0]
     split = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     parts: tuple[Tensor, ...] = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
     query, key, value = parts
     if rotary is not None:
-        query, key = _rotate(query, *rotary), _rotate(key, *rotary)
-    cache.keys[:, slots] = key.transpose(0, 1)  # [kv_heads, N, head_size]
-    cache.values[:, slots] = value.transpose(0, 1)
+        query, key = _rotate(query, *rotary).to(qkv.dtype), _rotate(key, *rotary)
+    dtype = cache.keys.dtype
+    cache.keys[:, slots] = saturated(key, dtype).transpose(0, 1)  # [kv_heads, N, head_size]
+    cache.values[:, slots] = saturated(value, dtype).transpose(0, 1)
     return query
 
 
@@ -267,15 +272,17 @@ def apply_rotary(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor]) -> Te
     """
     parts = qkv.unflatten(1, (-1, heads.head_size))
     count = heads.num_heads + heads.num_kv_heads
-    return torch.cat((_rotate(parts[:, :count], *rotary), parts[:, count:]), 1).flatten(1)
+    rotated = _rotate(parts[:, :count], *rotary).to(qkv.dtype)
+    return torch.cat((rotated, parts[:, count:]), 1).flatten(1)
 
 
 def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """float32"""
     half = cosines.shape[-1]
     first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
     cosines, sines = cosines[:, None], sines[:, None]
     rotated = (first * cosines - second * sines, second * cosines + first * sines, rest)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+    return torch.cat(rotated, dim=-1)
 
 
 def project_heads(

@@ -46,7 +46,8 @@ def context_attention(
         bias = _causal_bias(piece, past, first, slopes, relative, window)
         whole = past + piece.shape[0]
         key, value = (
-            _for_heads(part[:, start + first : start + whole], query) for part in _parts(cache)
+            _for_heads(part[:, start + first : start + whole], query)
+            for part in (cache.keys, cache.values)
         )
         outputs.append(_attended(piece, key, value, bias, scale, softcap))
         past = whole
@@ -182,7 +183,9 @@ def source_attention(
 
 
 def _for_all_heads(part: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [B, kv_heads, T, head_size], so that every head of the query has its own."""
+    """Keys or values [B, kv_heads, T, head_size] in the query's type, with those of every head of
+    the query."""
+    part = part.to(query.dtype)
     group = query.shape[2] // part.shape[1]
     return part if group == 1 else part.repeat_interleave(group, dim=1)
 
@@ -323,10 +326,8 @@ def _scale(scale: float | None, head_size: int) -> float:
     return head_size**-0.5 if scale is None else scale
 
 
-def _parts(cache: LayerCache) -> tuple[Tensor, Tensor]:
-    return cache.keys, cache.values
-
-
 def _for_heads(part: Tensor, query: Tensor) -> Tensor:
-    """Keys or values [kv_heads, T, head_size], repeated so that every query head has its own."""
+    """Keys or values [kv_heads, T, head_size] in the query's type, repeated so that every query
+    head has its own."""
+    part = part.to(query.dtype)
     return part.repeat_interleave(query.shape[1] // part.shape[0], dim=0)

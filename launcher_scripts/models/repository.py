@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import CheckpointError, ServerError, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(
@@ -69,7 +69,7 @@ def served_models(repository: Path) -> list[ServedModel]:
     """The models of a repository whose config.pbtxt names the fastertransformer backend.
 
     Raises CheckpointError when a configuration lacks the sizes, ConfigError where it asks for a
-    quantization that there is not.
+    quantization or a kv_cache_dtype that there is not.
     """
     models = []
     for config in sorted(repository.glob("*/config.pbtxt")):
@@ -104,6 +104,7 @@ def _served_model(config: Path, text: str) -> ServedModel:
     if int8_mode.isdecimal():  # the server says what is wrong with anything else
         said = parameters.get("quantization", "").strip()
         quantization_of(int(int8_mode), said, f"{{}} in {config}")
+    kv_cache_dtype_of(parameters.get("kv_cache_dtype", "").strip(), f"{{}} in {config}")
     default = _DEFAULT_FILE.search(text)
     versions = [path.name for path in config.parent.iterdir() if path.name.isdecimal()]
     folder = checkpoint_folder(

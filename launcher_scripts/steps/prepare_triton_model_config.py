@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher_scripts.checkpoint.convert.export import check_parallelism
+from launcher_scripts.checkpoint.convert.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import QUANTIZATIONS, quantization_of
+from launcher_scripts.common.quantization import (
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    quantization_of,
+)
 from launcher_scripts.config.options import described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.repository import (
@@ -66,8 +70,14 @@ class ModelConfigSettings:
     quantization: str | None = option(
         None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
     )
+    kv_cache_dtype: str = option(
+        "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
+    )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
+    draft_model_dir: str | None = option(
+        None, "the converted files of a small model that proposes tokens", metavar="FOLDER"
+    )
     decoupled: bool = option(False, "tokens are sent as they come")
     interactive: bool = option(False, "requests belong to sessions")
     interactive_sessions: int = option(32, "how many at once")
@@ -108,7 +118,7 @@ def prepare(given: ModelConfigSettings) -> None:
             )
         )
     settings = settings_of(given, checkpoint)
-    check_parallelism(settings, checkpoint.config)
+    check_serving(settings, checkpoint.config)
     models = ModelRepository(path.parent.parent).write(settings, checkpoint)
     print(f"model repository {path.parent.parent}: {', '.join(models)}", flush=True)
 
@@ -126,8 +136,10 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
         max_batch_size=given.max_batch_size,
         quantization=quantization_of(int(given.int8_mode), given.quantization, "--{}"),
+        kv_cache_dtype=given.kv_cache_dtype,
         enable_custom_all_reduce=given.enable_custom_all_reduce,
         enable_prefix_caching=given.enable_prefix_caching,
+        draft_model_dir=given.draft_model_dir and str(Path(given.draft_model_dir).absolute()),
         data_type=given.data_type or checkpoint.weight_data_type,
         decoupled=given.decoupled or says_decoupled(template),
         interactive=given.interactive or "sequence_batching" in template,

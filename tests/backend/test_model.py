@@ -326,9 +326,18 @@ def test_parameters_become_settings(tmp_path):
     assert got.enable_custom_all_reduce
     assert got.enable_prefix_caching
     assert not settings(tmp_path).enable_prefix_caching
+    assert settings(tmp_path).draft_checkpoint_dir is None
+    draft = tmp_path.parent / "draft" / "1" / "1-gpu"
+    draft.mkdir(parents=True)
+    for path in ("../draft/1/1-gpu", str(draft)):
+        named = settings(tmp_path, draft_model_checkpoint_path=path).draft_checkpoint_dir
+        assert named is not None
+        assert named.samefile(draft)
     assert settings(tmp_path).quantization is None
     assert settings(tmp_path, int8_mode="1").quantization == "int8"
     assert settings(tmp_path, int8_mode="0", quantization="fp8").quantization == "fp8"
+    assert settings(tmp_path).kv_cache_dtype == "auto"
+    assert settings(tmp_path, kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
     assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
     assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
 
@@ -430,6 +439,7 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
         ({"quantization": "fp4"}, "unknown quantization .*got 'fp4'; choices: fp8, int8"),
+        ({"kv_cache_dtype": "int8"}, "unknown kv_cache_dtype .*got 'int8'; choices: auto, fp8"),
         ({"int8_mode": "1", "quantization": "fp8"}, "int8_mode 1 and quantization fp8 exclude"),
     ],
 )

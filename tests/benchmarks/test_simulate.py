@@ -51,3 +51,12 @@ def test_a_step_takes_longer_with_more_of_anything() -> None:
     assert times.mixed(65, 1, 0, 0) == times.mixed(128, 1, 0, 0) < times.mixed(2000, 1, 0, 0)
     assert times.mixed(65, 1, 0, 0) < times.mixed(65, 1, 128, 12_800)
     assert times.mixed(300, 2, 128, 0) < times.mixed(300, 2, 0, 0) + times.decode(128, 0)
+
+
+def test_keys_and_values_of_one_byte_take_half_of_their_time() -> None:
+    wide, small = (
+        StepTimes.of(*MODELS["8b-modern"], kv_cache_dtype=kept) for kept in ("auto", "fp8")
+    )
+    assert small.decode(8, 0) == wide.decode(8, 0)
+    more = wide.decode(8, 80_000) - wide.decode(8, 0)
+    assert small.decode(8, 80_000) - small.decode(8, 0) == pytest.approx(more / 2)

@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide(source: Path, tmp_path: Path) -> None:
     assert "choices: 1, 2, 4" in refused(source, tmp_path, "4 attention heads", 3)
     settings = ExportSettings("m", "gpt3", str(source), str(tmp_path / "m"), Parallelism(1, 5))
     with pytest.raises(ConfigError, match="layers, fewer than pipeline stages"):
-        export_module.check_parallelism(settings, small_config())
+        export_module.check_serving(settings, small_config())
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:

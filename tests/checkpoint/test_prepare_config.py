@@ -14,9 +14,9 @@ from launcher_scripts.models.repository import config_parameters, served_models
 from launcher_scripts.steps import convert_checkpoint, write_example_models
 from launcher_scripts.steps import prepare_triton_model_config as prepare
 from launcher_scripts.steps.flags import fields
-from tests.engine.small_models import small_config, write_checkpoint
+from tests.engine.small_models import random_tensors, small_config, write_checkpoint
 from tests.engine.small_t5 import t5_config, t5_tensors
-from tests.server.repositories import export_settings, write_weights
+from tests.server.repositories import VOCAB_SIZE, export_settings, text_config, write_weights
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,13 +72,32 @@ def test_a_quantization_is_written_or_refused(
 ) -> None:
     settings = export_settings(tmp_path)
     write_weights(settings)
-    argv = flags(Path(settings.triton_model_dir), "--quantization", "fp8")
+    argv = flags(
+        Path(settings.triton_model_dir), "--quantization", "fp8", "--kv-cache-dtype", "fp8"
+    )
     assert prepare.main([*argv, "--int8-mode"]) != 0
     assert "int8_mode 1 and quantization fp8 exclude each other" in capsys.readouterr().err
     assert prepare.main(argv) == 0
     (model,) = served_models(settings.model_repository)
     config = settings.model_repository / model.name / "config.pbtxt"
-    assert config_parameters(config.read_text())["quantization"] == "fp8"
+    parameters = config_parameters(config.read_text())
+    assert parameters["quantization"] == parameters["kv_cache_dtype"] == "fp8"
+
+
+def test_a_draft_model_is_named_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = export_settings(tmp_path)
+    write_weights(settings)
+    others = {size: text_config(vocab_size=size) for size in (VOCAB_SIZE, VOCAB_SIZE + 1)}
+    for size, config in others.items():
+        write_checkpoint(tmp_path / str(size), config, random_tensors(config), 1)
+    argv = flags(Path(settings.triton_model_dir), "--draft-model-dir")
+    assert prepare.main([*argv, str(tmp_path / str(VOCAB_SIZE + 1))]) != 0
+    assert "the draft model has another vocabulary than the model" in capsys.readouterr().err
+    assert prepare.main([*argv, str(tmp_path / str(VOCAB_SIZE))]) == 0
+    text = (Path(settings.triton_model_dir) / "config.pbtxt").read_text()
+    assert config_parameters(text)["draft_model_checkpoint_path"] == str(tmp_path / str(VOCAB_SIZE))
 
 
 def test_the_template_says_what_kind_of_model_is_meant(tmp_path: Path) -> None:

@@ -139,12 +139,17 @@ def runner_for(
     max_batch_size: int = 8,
     max_tokens: int | None = None,
     quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = False,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
     communicator: Communicator = ALONE,
+    draft: tuple[ModelConfig, Mapping[str, Stored]] | None = None,
 ) -> tuple[EngineSettings, Runner]:
-    """One rank over tensors in memory, of which it takes its part."""
+    """One rank over tensors in memory, of which it takes its part.
+
+    draft: the draft model, and its tensors
+    """
     parallelism, rank = communicator.parallelism, communicator.rank
     settings = EngineSettings(
         NOWHERE,
@@ -154,32 +159,27 @@ def runner_for(
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=enable_prefix_caching,
     )
     place = torch.device(device)
 
-    def read(spec: WeightSpec, layer: int | None) -> Stored:
-        whole = tensors[spec.tensor_name(layer)]
-        if parallelism.tp_size == 1:
-            return whole
-        return rank_part(spec, config, whole, parallelism.tp_size, rank)
+    def loaded(config: ModelConfig, tensors: Mapping[str, Stored]) -> object:
+        def read(spec: WeightSpec, layer: int | None) -> Stored:
+            whole = tensors[spec.tensor_name(layer)]
+            if parallelism.tp_size == 1:
+                return whole
+            return rank_part(spec, config, whole, parallelism.tp_size, rank)
+
+        loader, dtype = engine_family(config).loader, DTYPES[data_type]
+        return loader(
+            config, parallelism, rank, dtype, place, read, quantization=quantization
+        ).load()
 
     if graphs is not None:
         launches = Launches(kernels_for(device), graphs)
-    loaded = (
-        engine_family(config)
-        .loader(
-            config,
-            parallelism,
-            rank,
-            DTYPES[data_type],
-            place,
-            read,
-            quantization=quantization,
-        )
-        .load()
-    )
-    return settings, assemble_runner(loaded, settings, communicator, place, launches)
+    weights, drafting = loaded(config, tensors), draft and loaded(*draft)
+    return settings, assemble_runner(weights, settings, communicator, place, launches, drafting)
 
 
 def engine_for(config: ModelConfig, tensors: Mapping[str, np.ndarray], **options: object) -> Engine:

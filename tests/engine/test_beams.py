@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from launcher_scripts.contract.requests import (
     GenerateRequest,
     SamplingParameters,
 )
-from launcher_scripts.engine.core.beam_search import BeamSearch
 from launcher_scripts.engine.core.hypotheses import Hypotheses
 from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
+from launcher_scripts.kernels import reference
 from tests.engine.reference_beams import Settings, Text, search
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_models import (
@@ -149,19 +150,41 @@ def test_searches_of_all_widths_and_other_rows_run_together(engine, max_tokens):
     assert together == alone
 
 
-def test_as_on_a_device(engine, monkeypatch):
-    """A step is launched before the last is read, rows are padded, nothing looks at the cache."""
-    rows = mixed_requests()
-    wanted = [texts(engine.submit(row).result(60)) for row in rows]
+def on_a_device(
+    rows: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch, max_batch_size: int
+) -> tuple[list[list[Text]], EagerGraphs]:
+    """What rows get that come together, and the graphs that were asked for."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
-    monkeypatch.setattr("launcher_scripts.engine.core.kv_cache.looking_is_free", lambda _: False)
+    monkeypatch.setattr("launcher_scripts.kernels.reference_beams.looking_is_free", lambda _: False)
     graphs = EagerGraphs()
-    settings, runner = runner_for(GPT, random_tensors(GPT), max_batch_size=16, graphs=graphs)
+    settings, runner = runner_for(
+        GPT, random_tensors(GPT), max_batch_size=max_batch_size, graphs=graphs
+    )
     device = Engine.from_runner(settings, lambda: runner)
     futures = [device.submit(row) for row in rows]
     got = [texts(future.result(60)) for future in futures]
     device.close()
+    return got, graphs
+
+
+def test_as_on_a_device(engine, monkeypatch):
+    """A step is launched before the last is read, rows are padded, nothing looks at the cache."""
+    rows = mixed_requests()
+    wanted = [texts(engine.submit(row).result(60)) for row in rows]
+    got, _ = on_a_device(rows, monkeypatch, 16)
     assert got == wanted
+
+
+def test_searches_of_one_kind_are_a_graph_with_their_ranking(engine, monkeypatch):
+    """Whole searches fill it up; one that ends leaves the others in another graph."""
+    rules = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "temperature": 0.7}
+    prompts = (PROMPT, (9, 4), (1, 2, 3, 4, 60, 61))
+    rows = [request(ids, 9 + 3 * len(ids), 4, **rules) for ids in prompts]
+    wanted = [texts(engine.submit(row).result(60)) for row in rows]
+    got, graphs = on_a_device(rows, monkeypatch, 17)
+    assert got == wanted
+    ranked = {key[0] for key in graphs.asked if len(key) == 4}
+    assert {4, 16} <= ranked
 
 
 def test_a_search_of_width_one_is_greedy(engine):
@@ -252,7 +275,7 @@ def test_prompts_longer_than_a_step_are_shared_by_all_hypotheses(monkeypatch):
     wanted = texts(run(whole, prompt, 8, 5))
     whole.close()
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
-    monkeypatch.setattr("launcher_scripts.engine.core.kv_cache.COPIED_TOKENS", 16)
+    monkeypatch.setattr("launcher_scripts.kernels.reference_beams.COPIED_TOKENS", 16)
     pieces = engine_for(GPT, random_tensors(GPT))
     assert texts(run(pieces, prompt, 8, 5)) == wanted
     pieces.close()
@@ -262,13 +285,13 @@ def test_tokens_that_all_hypotheses_share_are_not_copied(monkeypatch):
     """Long searches copy few of their tokens, and find the same."""
     config = small_config(end_id=67)
     copied: list[int] = []
-    original = BeamSearch._reorder
+    original = reference.reorder_beams
 
-    def counting(self: BeamSearch, slots: torch.Tensor, parents: torch.Tensor, count: int) -> None:
-        copied.append(count)
-        original(self, slots, parents, count)
+    def counting(*arguments: Any) -> None:
+        copied.append(arguments[-1])
+        original(*arguments)
 
-    monkeypatch.setattr(BeamSearch, "_reorder", counting)
+    monkeypatch.setattr(reference, "reorder_beams", counting)
     engine = engine_for(config, random_tensors(config))
     got = texts(run(engine, PROMPT, 80, 4))
     less, copied[:] = sum(copied), []

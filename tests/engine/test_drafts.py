@@ -40,25 +40,25 @@ SAMPLINGS = (
 
 
 def test_a_draft_is_what_followed_the_last_tokens() -> None:
-    lookup = PromptLookup(3, (1, 2, 3, 4, 5, 6, 9, 2, 3))
-    assert lookup.draft(8) == (4, 5, 6)
+    lookup = PromptLookup((1, 2, 3, 4, 5, 6, 9, 2, 3))
+    assert lookup.draft(3) == (4, 5, 6)
     assert lookup.draft(2) == (4, 5)
-    assert lookup.draft(0) == lookup.draft(-1) == ()
+    assert lookup.draft(0) == ()
     lookup.add((4,))
-    assert lookup.draft(8) == (5, 6, 9)
+    assert lookup.draft(3) == (5, 6, 9)
     lookup.add((7,))
     assert lookup.draft(8) == ()
 
 
 def test_the_longest_and_latest_text_counts() -> None:
-    lookup = PromptLookup(1, (1, 2, 3, 7, 8, 2, 3, 5, 2, 3))
+    lookup = PromptLookup((1, 2, 3, 7, 8, 2, 3, 5, 2, 3))
     assert lookup.draft(1) == (5,)
-    lookup = PromptLookup(1, (1, 2, 3, 7, 8, 2, 3, 5, 1, 2, 3))
+    lookup = PromptLookup((1, 2, 3, 7, 8, 2, 3, 5, 1, 2, 3))
     assert lookup.draft(1) == (7,)
 
 
 def test_virtual_tokens_are_not_foretold() -> None:
-    assert PromptLookup(4, (1, 2, 8, -1, 3, 1, 2)).draft(4) == (8,)
+    assert PromptLookup((1, 2, 8, -1, 3, 1, 2)).draft(4) == (8,)
 
 
 def requests_of(seed: int, count: int) -> list[GenerateRequest]:
@@ -81,8 +81,10 @@ def requests_of(seed: int, count: int) -> list[GenerateRequest]:
     return made
 
 
-def check_same(plain: Engine, drafting: Engine, seed: int, count: int = 24) -> None:
-    """Every second row drafts, beside those that do not."""
+def check_same(
+    plain: Engine, drafting: Engine, seed: int, count: int = 24, *, least: int = 20
+) -> None:
+    """Every second row drafts, beside those that do not; more than `least` tokens come so."""
     draw = random.Random(seed)
     requests = requests_of(seed, count)
     wanted = [plain.submit(request) for request in requests]
@@ -96,7 +98,7 @@ def check_same(plain: Engine, drafting: Engine, seed: int, count: int = 24) -> N
     for want, got in same_answers(wanted, futures):
         if want.token_log_probs is not None:
             assert got.token_log_probs.ranks.tolist() == want.token_log_probs.ranks.tolist()
-    assert accepted(drafting) > 20
+    assert accepted(drafting) > least
     assert tried(drafting) > accepted(drafting)
     assert drafting.cache_tokens_used == 0
     plain.close()

@@ -92,8 +92,9 @@ def prompt_logits(communicator: Communicator, name: str) -> tuple[Tensor, list[o
         for slot, ids in enumerate(PROMPTS)
     ]
     parts = [PrefillPart(row.slot, 0, len(row.ids)) for row in rows]
-    logits = runner._prefill.logits(rows, parts)
-    alone = runner._prefill.logits(rows[1:2], parts[1:2])
+    ids = [torch.tensor(prompt) for prompt in PROMPTS]
+    logits = runner._prefill.logits(rows, parts, torch.cat(ids))
+    alone = runner._prefill.logits(rows[1:2], parts[1:2], ids[1])
     return torch.cat([logits, alone]), graphs.asked
 
 

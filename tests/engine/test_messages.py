@@ -18,9 +18,11 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import (
     Choice,
+    Draft,
     Move,
     Plan,
     PrefillPart,
+    Proposal,
     RowStart,
     StepShape,
     TokenMask,
@@ -56,6 +58,8 @@ WHOLE_PLAN = Plan(
     encode=(1, 2),
     prefill=(PrefillPart(3, 0, 3),),
     decode=(0, 7),
+    drafts=(Draft(4, 30, (8,), 2), Draft(5, 30, (8, 9))),
+    proposals=(Proposal(4, 29, (7, 8), 2),),
     longest=40,
     moves=(Move(0, 1, 2, 3),),
     masks=(TokenMask(3, b"\0\xff\n"),),
@@ -63,6 +67,7 @@ WHOLE_PLAN = Plan(
 )
 EXAMPLES = [
     RankSetup(EngineSettings(Path("a folder/2-gpu"), parallelism=Parallelism(2, 3), nodes=2)),
+    RankSetup(EngineSettings(Path("a/1-gpu"), draft_checkpoint_dir=Path("b/1-gpu"))),
     WHOLE_PLAN,
     Plan(),
     Ready(RankInfo(1, 4321, "nœud", "cpu")),

@@ -18,7 +18,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerE
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.runner.loading import open_checkpoint
+from launcher_scripts.engine.runner.loading import open_checkpoints
 from tests.engine.small_models import (
     context_logits,
     engine_for,
@@ -211,11 +211,11 @@ def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
     target = folder / "model.layers.1.mlp.dense_h_to_4h.weight.1.bin"
 
     def open_then_remove(settings, *, verify):
-        checkpoint = open_checkpoint(settings, verify=verify)
+        checkpoints = open_checkpoints(settings, verify=verify)
         target.unlink()
-        return checkpoint
+        return checkpoints
 
-    monkeypatch.setattr("launcher_scripts.engine.engine.open_checkpoint", open_then_remove)
+    monkeypatch.setattr("launcher_scripts.engine.engine.open_checkpoints", open_then_remove)
     with pytest.raises(ServerError, match=rf"(?s)rank 1 .*{target.name}"):
         settings = EngineSettings(folder, parallelism=Parallelism(2), device="cpu", verify=False)
         Engine.load(settings)

@@ -16,9 +16,8 @@ from triton import knobs
 
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine import engine as engine_module
-from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.core.plan import Choice, Plan
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner import kernel_precompiler as precompile
 from launcher_scripts.engine.runner.kernel_precompiler import (
@@ -99,24 +98,46 @@ def traced(model: ModelConfig, **more: object) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
-@pytest.mark.parametrize("name", ["126m", "1.3b-modern", "t5-base"])
+INT8, FP8 = {"quantization": "int8"}, {"quantization": "fp8"}
+KEPT_FP8 = {"kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("126m", {}),
+        ("126m", KEPT_FP8),
+        ("1.3b-modern", INT8),
+        ("1.3b-modern", FP8),
+        ("t5-base", {}),
+    ],
+)
 def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
-    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, name: str, quantization: Quantization | None
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, name: str, kind: dict[str, str]
 ) -> None:
-    few = traced(CONFIGS[name], quantization=quantization)
+    few = traced(CONFIGS[name], **kind)
     assert len(few) > 20
-    for layers, tokens in ((2, 4095), (3, 2000)):
-        monkeypatch.setattr(precompile, "TRACED_LAYERS", layers)
-        assert traced(CONFIGS[name], max_tokens=tokens, quantization=quantization) == few
+    monkeypatch.setattr(precompile, "TRACED_LAYERS", 3)
+    assert traced(CONFIGS[name], max_tokens=2000, **kind) == few
     assert not hopper.loaded
 
 
-@pytest.mark.parametrize("data_type", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "data_type"), [*((name, "bf16") for name in SMALL), ("windows", "fp32")]
+)
 @pytest.mark.usefixtures("hopper")
 def test_all_kinds_of_models(name: str, data_type: str) -> None:
     assert len(traced(SMALL[name], data_type=data_type, max_batch_size=80)) >= 5
+
+
+@pytest.mark.usefixtures("hopper")
+def test_those_of_a_draft_model() -> None:
+    draft = SMALL["wide heads"]
+    with launches_noted() as found:
+        record_all(traced_runner(settings(), SMALL["LoRA adapters"], draft))
+    assert found > traced(SMALL["LoRA adapters"])
+    shapes = traced_runner(settings(), SMALL["ALiBi"], draft).shapes_to_record()
+    assert {shape.choice for shape in shapes if shape.draft_model} == {Choice.GREEDY}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -146,16 +167,16 @@ def named(launches: set[tuple[str, str]]) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in launches}
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+@pytest.mark.parametrize("kind", [{}, INT8, FP8, KEPT_FP8], ids=str)
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 @pytest.mark.usefixtures("hopper")
 def test_tensors_with_values_need_the_same_kernels(
-    monkeypatch: pytest.MonkeyPatch, family: str, quantization: Quantization | None
+    monkeypatch: pytest.MonkeyPatch, family: str, kind: dict[str, str]
 ) -> None:
     """All that a rank records, and nothing else, is compiled beforehand."""
     config = small_config(num_layers=3) if family == "gpt" else t5_config()
     tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
-    options = {"data_type": "bf16", "max_batch_size": 8, "quantization": quantization}
+    options = {"data_type": "bf16", "max_batch_size": 8, **kind}
     foreseen = traced(config, **options)
     monkeypatch.setattr(device_traits, "INTERPRETER", traits_of(torch.device("meta")))
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what kernels would have written
@@ -189,7 +210,7 @@ def test_an_engine_waits_for_its_kernels(
     hopper: Hopper, compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(
-        engine_module, "KernelPrecompiler", lambda *known: KernelPrecompiler(*known[:2], GPU)
+        engine_module, "KernelPrecompiler", lambda *known: KernelPrecompiler(*known[:3], GPU)
     )
     engine = Engine.load(few_kernels(tmp_path / "1-gpu"))
     try:
@@ -212,7 +233,7 @@ def test_a_failure_is_said_and_nothing_waits(monkeypatch: pytest.MonkeyPatch, ca
         raise RuntimeError("no such operation")
 
     monkeypatch.setattr(precompile, "traced_runner", fails)
-    KernelPrecompiler(settings(), CONFIG, GPU).wait(Timeline())
+    KernelPrecompiler(settings(), CONFIG, None, GPU).wait(Timeline())
     said = "kernels are compiled when they are needed: RuntimeError: no such operation\n"
     assert capsys.readouterr().out == said
 
@@ -223,5 +244,5 @@ def test_a_failure_is_said_and_nothing_waits(monkeypatch: pytest.MonkeyPatch, ca
 def test_where_nothing_is_compiled(device: str, parallelism: Parallelism) -> None:
     timeline = Timeline()
     wanted = settings(parallelism=parallelism)
-    KernelPrecompiler(wanted, CONFIG, torch.device(device)).wait(timeline)
+    KernelPrecompiler(wanted, CONFIG, None, torch.device(device)).wait(timeline)
     assert timeline.events == []

@@ -18,11 +18,12 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core import kv_cache
 from launcher_scripts.engine.core.kv_cache import ExtentAllocator, KVCache
 from launcher_scripts.engine.core.plan import Copy, Plan
-from launcher_scripts.engine.core.prefix_cache import Prefix, PrefixCache, prefix_of
+from launcher_scripts.engine.core.prefix_cache import Found, Prefix, PrefixCache, prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Scheduler
 from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_models import (
@@ -78,7 +79,7 @@ def test_a_kept_extent_is_cut_to_its_blocks_and_counts_as_free() -> None:
     first = kept(cache, text(40), 60)
     assert (first.tokens, cache.free_tokens) == (32, 100)
     assert cache.allocate(68) == 32  # beside it
-    assert cache.find(prefix(text(80)).digests) == (0, 32, 32)
+    assert cache.find(prefix(text(80)).digests) == Found(0, 32, 32)
     cache.free(32, 68)
     assert cache.allocate(100) == 0  # and in its place
     assert cache.find(first.digests).tokens == 0
@@ -402,10 +403,13 @@ def test_an_encoder_decoder_shares_nothing() -> None:
     assert prefix_of(request, text(40), 44, t5_config(**GOOGLE)) is None
 
 
-def test_runs_are_copied_in_order_and_over_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_runs_are_copied_in_order_and_over_themselves(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 8)
-    cache = KVCache(range(2), Heads(2, 2, 4), 100, torch.float32, torch.device("cpu"))
-    cache._pool.normal_()
+    cache = KVCache(range(2), Heads(2, 2, 4), 100, dtype, torch.device("cpu"))
+    cache.pool.copy_(torch.randn(cache.pool.shape))
     cache.ids[:] = torch.arange(101)
     before = {layer: pools.keys.clone() for layer, pools in cache.layers.items()}
     cache.copy_runs([Copy(50, 45, 30), Copy(45, 10, 20), Copy(80, 45, 3), Copy(90, 90, 5)])
@@ -415,4 +419,4 @@ def test_runs_are_copied_in_order_and_over_themselves(monkeypatch: pytest.Monkey
     expected[45:48] = torch.arange(80, 83)
     assert torch.equal(cache.ids, expected)
     for layer, pools in cache.layers.items():
-        assert torch.equal(pools.keys, before[layer][:, expected])
+        assert torch.equal(pools.keys.float(), before[layer][:, expected].float())

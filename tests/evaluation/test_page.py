@@ -286,6 +286,8 @@ def test_a_step_of_a_gpt_reads_its_layers_and_its_head(tmp_path):
     assert step_reads(ready, "tiny") == expected
     ready = repository(tmp_path / "head", GPT_INI, files | {"model.lm_head.weight.bin": 40})
     assert step_reads(ready, "tiny") == {"step_bytes": 420.0, "token_bytes": 384.0, "ranks": 2}
+    ready = repository(tmp_path / "kept", GPT_INI, files, kv_cache_dtype="fp8")
+    assert step_reads(ready, "tiny") == {"step_bytes": 440.0, "token_bytes": 192.0, "ranks": 2}
 
 
 def test_a_step_of_a_t5_reads_its_decoder(tmp_path):

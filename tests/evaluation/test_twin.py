@@ -117,6 +117,7 @@ def test_a_twin_of_another_set_up_begins_anew(
         ("fp16", {"data_type": "fp16"}, "fp16"),
         ("fp32", {"data_type": "fp16", "quantization": "int8"}, "int8"),
         ("fp32", {"data_type": "fp16", "quantization": "fp8"}, "fp8"),
+        ("fp32", {"data_type": "fp32", "kv_cache_dtype": "fp8"}, "fp8"),
     ],
 )
 def test_rounding_is_no_finding(

@@ -157,6 +157,8 @@ class InProcess(EngineModel):
         """There is no served preprocessing."""
 
     def precision(self, weight_data_type: str) -> str:
+        if self.more.get("kv_cache_dtype") == "fp8":
+            return "fp8"
         return self.more.get("quantization") or self.more.get("data_type", weight_data_type)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import (
     context_logits,
     engine_for,
@@ -190,15 +191,38 @@ def test_quantized_weights_give_the_tokens_of_the_cpu(changes, quantization, nea
         assert generate(engine, prompt, length) == generate(reference, prompt, length)
     engine.close()
     half = engine_for(config, tensors, quantization=quantization, device="cuda", data_type="bf16")
-    futures = [half.submit(GenerateRequest(prompt, 12)) for prompt in PROMPTS]
-    likely = []
+    assert likely(half, reference) >= near
+    half.close()
+    reference.close()
+
+
+def likely(engine: Engine, reference: Engine) -> float:
+    """The share of the engine's tokens that the reference finds likely, too."""
+    futures = [engine.submit(GenerateRequest(prompt, 12)) for prompt in PROMPTS]
+    found = []
     for prompt, future in zip(PROMPTS, futures, strict=True):
         tokens = list(future.result().output_ids)
         logits = context_logits(reference, (*prompt, *tokens))[len(prompt) - 1 : -1]
         picked = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        likely += (logits.max(-1).values - picked < 0.3 * logits.std()).tolist()
-    assert sum(likely) >= near * len(likely)
-    half.close()
+        found += (logits.max(-1).values - picked < 0.3 * logits.std()).tolist()
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, *VARIANTS[6:7], *VARIANTS[-1:], MODERN], ids=str)
+def test_keys_and_values_in_fp8_give_the_tokens_of_the_cpu(changes, data_type):
+    """Numbers that differ in their last bits may be neighbours in e4m3."""
+    config = wider(**changes)
+    tensors = random_tensors(config)
+    reference = engine_for(config, tensors, kv_cache_dtype="fp8")
+    engine = engine_for(
+        config, tensors, device="cuda", data_type=data_type, kv_cache_dtype="fp8", max_tokens=2000
+    )
+    assert likely(engine, reference) >= (0.97 if data_type == "fp32" else 0.85)
+    want = context_logits(reference, PROMPTS[6])
+    error = (context_logits(engine, PROMPTS[6]) - want).norm() / want.norm()
+    assert error < {"fp32": 0.02, "fp16": 0.1, "bf16": 0.15}[data_type]
+    engine.close()
     reference.close()
 
 

@@ -26,10 +26,15 @@ compiled = []
 knobs.compilation.listener = lambda *, src, cache_hit, **_: compiled.append(
     (src.name, cache_hit, threading.current_thread().name)
 )
-folder, quantization = Path(sys.argv[1]), sys.argv[2] or None
+folder, quantization, kv_cache_dtype = Path(sys.argv[1]), sys.argv[2] or None, sys.argv[3]
 engine = Engine.load(
     EngineSettings(
-        folder, data_type="bf16", device="cuda", max_batch_size=20, quantization=quantization
+        folder,
+        data_type="bf16",
+        device="cuda",
+        max_batch_size=20,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
 )
 engine.warm_up()
@@ -43,17 +48,19 @@ GPT = small_config(**SIZES, num_kv_heads=4, vocab_size=512, max_positions=1100)
 T5 = t5_config(**SIZES, vocab_size=512)
 
 
-@pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("quantization", "kept"), [("", "auto"), ("int8", "auto"), ("fp8", "auto"), ("", "fp8")]
+)
 @pytest.mark.parametrize("config", [GPT, T5], ids=["gpt", "t5"])
 def test_a_rank_compiles_nothing_itself(
-    tmp_path: Path, checkout: Path, config: ModelConfig, quantization: str
+    tmp_path: Path, checkout: Path, config: ModelConfig, quantization: str, kept: str
 ) -> None:
     tensors = random_tensors(config) if config is GPT else t5_tensors(config)
     folder = write_checkpoint(tmp_path / "1-gpu", config, tensors, 1)
     variables = {"PYTHONPATH": str(checkout), "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
     for start in ("first", "second"):
         done = subprocess.run(
-            [sys.executable, "-c", RANK, str(folder), quantization],
+            [sys.executable, "-c", RANK, str(folder), quantization, kept],
             env={**os.environ, **variables},
             capture_output=True,
             text=True,

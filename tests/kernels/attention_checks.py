@@ -10,7 +10,7 @@ from launcher_scripts.kernels.cuda.decode_attention import AttentionShape, atten
 from launcher_scripts.kernels.operands import Heads
 from tests.kernels import kernel_checks as checks
 from tests.kernels.kernel_checks import (
-    DOT_TYPES,
+    CACHES,
     pytestmark,  # noqa: F401 - pytest reads it
     seeded,  # noqa: F401 - a fixture
 )
@@ -26,22 +26,22 @@ def grouped(request, monkeypatch):
 
 @grouped_only
 @pytest.mark.parametrize(("longest", "alibi"), [(70, False), (300, True)])
-@pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_grouped_attention(dtype, longest, alibi):
-    checks.test_decode_attention(dtype, longest, alibi)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_grouped_attention(dtype, kept, longest, alibi):
+    checks.test_decode_attention(dtype, kept, longest, alibi)
 
 
 @grouped_only
-@pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_grouped_attention_with_a_relative_bias(dtype):
-    checks.test_decode_attention_with_a_relative_bias(dtype, 300)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_grouped_attention_with_a_relative_bias(dtype, kept):
+    checks.test_decode_attention_with_a_relative_bias(dtype, kept, 300)
 
 
 @grouped_only
 @pytest.mark.parametrize("rotary_size", [0, 8])
-@pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_grouped_attention_stores(dtype, rotary_size):
-    checks.test_attend_own(3, dtype, 300, rotary_size)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_grouped_attention_stores(dtype, kept, rotary_size):
+    checks.test_attend_own(3, dtype, kept, 300, rotary_size)
 
 
 @grouped_only

@@ -30,14 +30,19 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     StepRows,
     span_blocks,
 )
+from launcher_scripts.kernels.quantization import FP8  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SIZES = ((48, 40), (33, 21), (1030, 3)) if INTERPRETED else ((768, 2304), (1000, 515), (6144, 700))
 # The reference rounds, too: in float16 it is up to 2.3e-3 from float32 itself.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2}
+# Numbers that differ in their last bits may be neighbours in e4m3.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1.6e-2, FP8: 5e-2}
+COMPUTE_TYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The interpreter cannot multiply matrices of bfloat16.
 DOT_TYPES = [torch.float32, torch.float16 if INTERPRETED else torch.bfloat16]
+# Compute types, and those of the cache.
+CACHES = [(dtype, kept) for dtype in DOT_TYPES for kept in (dtype, FP8)]
 
 pytestmark = pytest.mark.skipif(
     not (INTERPRETED or torch.cuda.is_available()), reason="neither interpreter nor CUDA device"
@@ -81,6 +86,20 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> N
     assert got.dtype == want.dtype
     error = (got.float() - want.float()).norm() / want.float().norm()
     assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+def coarser(dtype: torch.dtype, kept: torch.dtype) -> torch.dtype:
+    """Which of the compute type and the cache's decides how near results are."""
+    return dtype if dtype == torch.float32 else kept
+
+
+def assert_alike(got: LayerCache, want: LayerCache, written: list[int], dtype: torch.dtype) -> None:
+    """The same tokens are written, with nearly the same numbers."""
+    for mine, theirs in zip(parts(got), parts(want), strict=True):
+        assert mine.dtype == theirs.dtype
+        mine, theirs = mine.float(), theirs.float()
+        assert_close(mine[:, written], theirs[:, written], dtype)
+        assert mine.isnan().any(-1).tolist() == theirs.isnan().any(-1).tolist()
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
@@ -161,38 +180,39 @@ def test_argmax_takes_the_first_of_equal_ones(vocab):
 
 
 @pytest.mark.parametrize("rotary_size", [0, 4, 12])
+@pytest.mark.parametrize("kept", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_store_kv(dtype, rotary_size):
+def test_store_kv(dtype, kept, rotary_size):
     heads, tokens = Heads(4, 2, 12), 3
     qkv = random(tokens, 8 * 12, dtype=dtype)
+    qkv[:, ::5] *= 300  # more than e4m3 holds
     slots = torch.tensor([5, 0, 3], device=DEVICE)
     rotary = None
     if rotary_size:
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.tensor([2, 9, 4], device=DEVICE), frequencies)
-    caches = [poisoned_cache(heads, 7, dtype) for _ in range(2)]
+    caches = [poisoned_cache(heads, 7, kept or dtype) for _ in range(2)]
     queries = [
         kernels.store_kv(qkv, heads, rotary, slots, cache)
         for kernels, cache in zip((fused, reference), caches, strict=True)
     ]
     assert_close(queries[0], queries[1], dtype)
-    written = sorted(slots.tolist())
-    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
-        assert_close(got[:, written], want[:, written], dtype)
-        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+    assert_alike(*caches, sorted(slots.tolist()), dtype)
 
 
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("longest", [70, 300] if INTERPRETED else [70, 300, 1500])
+@pytest.mark.parametrize("kept", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_attention(dtype, longest, alibi):
+def test_decode_attention(dtype, kept, longest, alibi):
     heads, tokens = Heads(6, 2, 12), 1600
-    cache = poisoned_cache(heads, tokens, dtype)
+    kept = kept or dtype
+    cache = poisoned_cache(heads, tokens, kept)
     lengths = torch.tensor([1, longest, min(65, longest)], device=DEVICE)
     starts = torch.tensor([1599, 90, 0], device=DEVICE)
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         for part in parts(cache):
-            part[:, start : start + length] = random(2, length, 12, dtype=dtype)
+            part[:, start : start + length] = random(2, length, 12, dtype=kept)
     query = random(3, 6, 12, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
     arguments = (query, cache, starts, lengths, longest, slopes)
@@ -220,16 +240,18 @@ def test_decode_attention_of_many_heads(longest, many, monkeypatch):
 
 
 @pytest.mark.parametrize("longest", [70, 300])
+@pytest.mark.parametrize("kept", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_attention_with_a_relative_bias(dtype, longest):
+def test_decode_attention_with_a_relative_bias(dtype, kept, longest):
     """Own tokens, and others' that the row's position lies among, before and behind."""
     heads, tokens = Heads(4, 4, 12), 400
-    cache = poisoned_cache(heads, tokens, dtype)
+    kept = kept or dtype
+    cache = poisoned_cache(heads, tokens, kept)
     lengths = torch.tensor([1, longest, 65], device=DEVICE)
     starts = torch.tensor([399, 90, 0], device=DEVICE)
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         for part in parts(cache):
-            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+            part[:, start : start + length] = random(4, length, 12, dtype=kept)
     query = random(3, 4, 12, dtype=dtype)
     more = {
         "scale": 1.0,
@@ -411,9 +433,9 @@ def test_largest(rows, dtype, held):
 
 
 @pytest.mark.parametrize("rotary_size", [0, 4, 12])
-@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_project_heads(rows, dtype, rotary_size):
+def test_project_heads(rows, dtype, kept, rotary_size):
     heads, size = Heads(4, 2, 12), SIZES[1][0]
     linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
     positions = torch.tensor([3, 0, 7][:rows], device=DEVICE)
@@ -424,14 +446,11 @@ def test_project_heads(rows, dtype, rotary_size):
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.arange(12, device=DEVICE), frequencies)
     mine, theirs = hidden_pair(rows, linear)
-    caches = [poisoned_cache(heads, 18, dtype) for _ in range(2)]
+    caches = [poisoned_cache(heads, 18, kept) for _ in range(2)]
     got = fused.project_heads(mine, fused.prepare(linear), heads, rotary, step, caches[0])
     want = reference.project_heads(theirs, linear, heads, rotary, step, caches[1])
     assert_close(got, want, dtype)
-    written = sorted((starts + positions).tolist())
-    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
-        assert_close(got[:, written], want[:, written], dtype)
-        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+    assert_alike(*caches, sorted((starts + positions).tolist()), coarser(dtype, kept))
 
 
 @pytest.fixture(params=[1, 2])
@@ -444,9 +463,9 @@ def in_parts(request, monkeypatch):
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("longest", [70, 300])
-@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_attend_source(rows, dtype, longest, relative):
+def test_attend_source(rows, dtype, kept, longest, relative):
     heads, size = Heads(4, 4, 12), SIZES[1][0]
     linear = make_linear(4 * 12, size, make_norm("rmsnorm", size), True, dtype)
     positions, lengths, starts = (
@@ -454,10 +473,10 @@ def test_attend_source(rows, dtype, longest, relative):
         for values in ([3, 0, 90], [longest, 1, 66], [2, 399, 310])
     )
     step = StepRows(starts + lengths, positions, positions + 1, starts, lengths)
-    cache = poisoned_cache(heads, 400, dtype)
+    cache = poisoned_cache(heads, 400, kept)
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         for part in parts(cache):
-            part[:, start : start + length] = random(4, length, 12, dtype=dtype)
+            part[:, start : start + length] = random(4, length, 12, dtype=kept)
     mine, theirs = hidden_pair(rows, linear)
     more = {
         "scale": 1.0,
@@ -472,9 +491,9 @@ def test_attend_source(rows, dtype, longest, relative):
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("rotary_size", [0, 8])
 @pytest.mark.parametrize("longest", [70, 300])
-@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_attend_own(rows, dtype, longest, rotary_size):
+def test_attend_own(rows, dtype, kept, longest, rotary_size):
     """The new token is stored, turned, and attended to; a row may have no other."""
     heads, size = Heads(4, 2, 12), SIZES[1][0]
     linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
@@ -486,20 +505,17 @@ def test_attend_own(rows, dtype, longest, rotary_size):
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.arange(400, device=DEVICE), frequencies)
     mine, theirs = hidden_pair(rows, linear)
-    caches = [poisoned_cache(heads, 400, dtype) for _ in range(2)]
+    caches = [poisoned_cache(heads, 400, kept) for _ in range(2)]
     for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
-        filled = [random(2, length, 12, dtype=dtype) for _ in range(2)]
+        filled = [random(2, length, 12, dtype=kept) for _ in range(2)]
         for cache in caches:
             for part, values in zip(parts(cache), filled, strict=True):
                 part[:, start : start + length] = values
     more = (heads, rotary, step)
     got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], longest, None)
     want = reference.attend_own(theirs, linear, *more, caches[1], longest, None)
-    assert_close(got, want, dtype)
-    written = (starts + positions).tolist()
-    for got, want in zip(parts(caches[0]), parts(caches[1]), strict=True):
-        assert_close(got[:, written], want[:, written], dtype)
-        assert got.isnan().any(-1).tolist() == want.isnan().any(-1).tolist()
+    assert_close(got, want, coarser(dtype, kept))
+    assert_alike(*caches, (starts + positions).tolist(), coarser(dtype, kept))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

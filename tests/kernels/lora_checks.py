@@ -8,9 +8,9 @@ import torch
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import LoRA
 from tests.kernels.kernel_checks import (
+    COMPUTE_TYPES,
     DEVICE,
     INTERPRETED,
-    TOLERANCE,
     assert_close,
     fused,
     pytestmark,  # noqa: F401 - pytest reads it
@@ -46,7 +46,7 @@ def operands(dtype: torch.dtype, adapters: tuple[int, ...], inputs: int, *widths
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize(("inputs", "widths", "rank"), SIZES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", COMPUTE_TYPES)
 def test_add_lora(dtype, inputs, widths, rank, adapters):
     lora = lora_of(inputs, widths, rank, dtype)
     chosen, x, out = operands(dtype, adapters, inputs, sum(widths))
@@ -61,7 +61,7 @@ def test_add_lora(dtype, inputs, widths, rank, adapters):
 @pytest.mark.parametrize("adapters", ADAPTERS)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", COMPUTE_TYPES)
 def test_activate_with_lora(dtype, gated, activation, adapters):
     inputs, width, rank = (48, 21, 3) if INTERPRETED else (4096, 1400, 16)
     lora = lora_of(inputs, (width,) * (1 + gated), rank, dtype)
@@ -71,7 +71,7 @@ def test_activate_with_lora(dtype, gated, activation, adapters):
     assert_close(fused.activate_with_lora(up.clone(), *given), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", COMPUTE_TYPES)
 def test_lora_of_many_rows(dtype):
     lora = lora_of(48, (16, 8, 8), 3, dtype)
     adapters = tuple(number % (COUNT + 1) - 1 for number in range(80))

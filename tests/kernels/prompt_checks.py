@@ -10,8 +10,8 @@ import torch
 from launcher_scripts.engine.model.layers import alibi_slopes
 from launcher_scripts.kernels.operands import Heads, RelativeBias, VarlenBatch
 from tests.kernels.kernel_checks import (
+    CACHES,
     DEVICE,
-    DOT_TYPES,
     assert_close,
     fused,
     parts,
@@ -46,9 +46,9 @@ def with_tiles(spans: VarlenBatch) -> VarlenBatch:
 @pytest.mark.parametrize(
     "heads", [Heads(4, 2, 12), Heads(2, 2, 16), Heads(2, 1, 160)], ids=["grouped", "plain", "wide"]
 )
-@pytest.mark.parametrize("dtype", DOT_TYPES)
-def test_prompt_attention(dtype, heads, kind):
-    cache = filled_cache(heads, dtype)
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_prompt_attention(dtype, kept, heads, kind):
+    cache = filled_cache(heads, kept)
     spans = VarlenBatch(SPANS)
     query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)

@@ -100,11 +100,15 @@ def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "kept"), [*((name, "auto") for name in MODELS), ("gemma3", "fp8"), ("lora", "fp8")]
+)
 @torch.inference_mode()
-def test_prompts_and_steps(name, rows):
+def test_prompts_and_steps(name, kept, rows):
     config = small_config(**MODELS[name])
-    _, runner = runner_for(config, random_tensors(config), max_tokens=8 * EXTENT)
+    _, runner = runner_for(
+        config, random_tensors(config), max_tokens=8 * EXTENT, kv_cache_dtype=kept
+    )
     theirs = runner.decoder
     shared = (theirs.weights, theirs.cache, fused, theirs.communicator, theirs.device)
     want = logits_of(theirs, runner, rows)

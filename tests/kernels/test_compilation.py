@@ -14,6 +14,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from launcher_scripts.kernels.cuda import (  # noqa: E402
     activation,
     argmax,
+    beams,
     decode_attention,
     dot,
     embedding,
@@ -34,6 +35,8 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = ("fp32", "bf16", "fp16")
+# Compute type and that of the cache.
+CACHES = [(dtype, kept) for dtype in TYPES for kept in (dtype, "fp8e4nv")]
 
 
 def compile_kernel(kernel, pointers: dict[str, str], numbers: dict[str, str], constants) -> str:
@@ -78,9 +81,11 @@ def test_gemv(dtype, held, gated, rolled):
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
-def test_gemv_heads(dtype, half):
-    pointers = dict.fromkeys(("x", "weight", "query", "keys", "values"), dtype)
+@pytest.mark.parametrize("half", [0, 8, 32])
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_gemv_heads(dtype, kept, half):
+    pointers = dict.fromkeys(("x", "weight", "query"), dtype)
+    pointers |= dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums"), "fp32")
     pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
     pointers |= dict.fromkeys(("starts", "positions"), "i64")
@@ -196,6 +201,37 @@ def test_look_up_and_argmax():
 
 
 @pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (beams.find_likeliest, {"COUNT": 8, "ALL_ALLOWED": False, "BLOCK": 1024}),
+        (
+            beams.rank_search,
+            {"WIDTH": 4, "COUNT": 8, "KEPT": 8}
+            | {"ROWS": 4, "PARTS": 64, "PLACES": 512, "ORDER": 8},
+        ),
+        (
+            beams.copy_hypotheses,
+            {"WIDTH": 4, "ROWS": 4, "AT_ONCE": 8, "SIZE": 128, "HEAD": 128},
+        ),
+    ],
+)
+def test_beam_searches(kernel, constants):
+    types = {"pool": "i16", "tokens": "i32"}
+    types |= dict.fromkeys(("logits", "allowed", "found", "sums", "beam_score", "scores"), "fp32")
+    constants = constants | {"USE_PDL": True}
+    numbers = {"stride", "allowed_stride", "size", "parts", "count"}
+    if kernel is beams.copy_hypotheses:
+        numbers.add("tokens")
+    numbers = dict.fromkeys(numbers & {*kernel.arg_names}, "i32")
+    pointers = {
+        name: types.get(name, "i64") for name in kernel.arg_names if name not in numbers | constants
+    }
+    ptx = compile_kernel(kernel, pointers, numbers, constants)
+    assert "griddepcontrol.wait" in ptx
+    assert "st.local" not in ptx
+
+
+@pytest.mark.parametrize(
     "kernel",
     [shares.find_maxima, shares.add_shares, sampling.choose_tokens, penalties.process_rows],
 )
@@ -227,23 +263,29 @@ def test_normalize(kind):
     assert compile_kernel(norm.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
-@pytest.mark.parametrize(("dtype", "half"), list(itertools.product(TYPES, (0, 8, 32))))
-def test_rotate_and_store(dtype, half):
-    pointers = dict.fromkeys(("qkv", "query", "keys", "values"), dtype)
+@pytest.mark.parametrize("half", [0, 8, 32])
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_rotate_and_store(dtype, kept, half):
+    pointers = dict.fromkeys(("qkv", "query"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
     assert compile_kernel(rotary.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "splits", "relative"), list(itertools.product(TYPES, (1, 4), (False, True)))
-)
-def test_attention(dtype, splits, relative):
-    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype)
+@pytest.mark.parametrize(("splits", "relative"), list(itertools.product((1, 4), (False, True))))
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_attention(dtype, kept, splits, relative):
+    pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
     pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
-    constants = shape | {"GROUP": 4, "ALIBI": splits > 1, "RELATIVE": relative, "TILE": 64}
+    constants = shape | {
+        "GROUP": 4,
+        "ALIBI": splits > 1,
+        "RELATIVE": relative,
+        "TILE": 64,
+        "PTX": True,
+    }
     constants |= {"SPLIT_BLOCK": splits, "USE_PDL": True, "FRESH": not relative}
     constants |= {"SOFTCAP": 50.0 if relative else 0.0}
     constants |= {"STORE": splits > 1 and not relative, "HALF": 16, "PARTS": splits}
@@ -258,15 +300,17 @@ def test_attention(dtype, splits, relative):
 
 
 @pytest.mark.parametrize("size", [48, 256])
-@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
-def test_attention_of_prompts(dtype, relative, size):
-    pointers = dict.fromkeys(("query", "keys", "values", "out"), dtype) | {"tiles": "i64"}
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+def test_attention_of_prompts(dtype, kept, relative, size):
+    pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
+    pointers["tiles"] = "i64"
     pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
     constants = {"HEADS": 8, "GROUP": 4, "SIZE": size, "ALIBI": not relative}
     constants |= {"BLOCK": triton.next_power_of_2(size), "TILE": 16 if dtype == "fp32" else 64}
     constants |= {"RELATIVE": relative, "QUERIES": 64}
     constants |= {"WINDOW": 100 if relative else 0, "SOFTCAP": 0.0 if relative else 50.0}
-    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32"}
+    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32", "PTX": True}
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
     ptx = compile_kernel(prompt_attention.attend_prompts, pointers, numbers, constants)
     assert ("wgmma" in ptx) == (dtype != "fp32")

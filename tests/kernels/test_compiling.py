@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,13 @@ pytest.importorskip("triton")
 
 import torch
 from triton import knobs
+from triton.runtime import build
 
-from launcher_scripts.kernels.cuda.compiling import compiling_in, tell_of_compilation
+from launcher_scripts.kernels.cuda.compiling import (
+    compiling_in,
+    launchers_kept_apart,
+    tell_of_compilation,
+)
 from launcher_scripts.kernels.cuda.embedding import embed
 from tests.kernels.hopper import Hopper, hopper
 
@@ -31,6 +38,39 @@ def test_a_compilation_is_told_of(monkeypatch: pytest.MonkeyPatch):
     assert told == ["begins"]
     assert knobs.runtime.jit_post_compile_hook(**details, already_compiled=False) is False
     assert told == ["begins", "ended"]
+
+
+MODULE = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "apart_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_apart_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="no C compiler, or Python's headers are not there",
+)
+def test_a_launcher_stays_what_it_was_when_another_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of one name, as Triton makes them, each loaded twice."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", "gcc")
+    sources = [MODULE.replace("NUMBER", number) for number in "12"]
+
+    def loaded() -> list[int]:
+        modules = [build.compile_module_from_src(each, "apart_launcher") for each in sources * 2]
+        return [module.launch() for module in modules]
+
+    try:
+        with launchers_kept_apart():
+            assert loaded() == [1, 2, 1, 2]
+        assert loaded() != [1, 2, 1, 2], "Python keeps them apart itself"
+    finally:
+        sys.modules.pop("apart_launcher", None)
 
 
 KEYS = """

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,19 +20,18 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the Triton language is not installed"
 )
 
+FOLDER = Path(__file__).parent
+CHECKS = sorted(path.name for path in FOLDER.glob("*_checks.py"))
 PLUGIN = ("-p", "tests.kernels.quick_interpreter")
 INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning")
 
 
 @needs_triton
-def test_interpreted_kernels_equal_the_reference(checkout):
+@pytest.mark.parametrize("checks", CHECKS)
+def test_interpreted_kernels_equal_the_reference(checkout, checks):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
-    folder = checkout / "tests" / "kernels"
-    rooms = ("kernel", "quantized", "norm", "prompt", "attention", "step", "sampling", "lora")
-    names = [f"{room}_checks.py" for room in rooms]
-    checks = [str(folder / name) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *PLUGIN, *INTERPRETER_WARNINGS, *checks],
+        [sys.executable, "-m", "pytest", "-q", *PLUGIN, *INTERPRETER_WARNINGS, FOLDER / checks],
         env=environment,
         cwd=checkout,
         capture_output=True,

@@ -446,6 +446,22 @@ def test_a_quantization_that_there_is_not_is_refused_before_a_job_starts(
     assert says.format(key, key) in found[0]
 
 
+def test_a_kv_cache_dtype_that_there_is_not_is_refused_before_a_job_starts(
+    problems: Finder, tmp_path: Path
+) -> None:
+    key = "export.triton_deployment.kv_cache_dtype"
+    (found,) = problems(f"{key}=fp4")
+    assert f"got 'fp4'; choices: auto, fp8; change {key}" in found
+    repository = tmp_path / "served"
+    write_repository(repository, "tiny", 1)
+    config = repository / "tiny" / "config.pbtxt"
+    line = 'parameters { key: "kv_cache_dtype" value: { string_value: "fp4" } }\n'
+    config.write_text(config.read_text() + line)
+    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    assert "got 'fp4'; choices: auto, fp8" in found[0]
+    assert f"kv_cache_dtype in {config}" in found[0]
+
+
 def test_a_repository_without_sizes_is_named(problems: Finder, tmp_path: Path) -> None:
     model = tmp_path / "other" / "odd"
     model.mkdir(parents=True)

@@ -121,6 +121,7 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "model_type": "GPT",
         "model_checkpoint_path": "1/2-gpu",
         "int8_mode": "0",
+        "kv_cache_dtype": "auto",
         "enable_custom_all_reduce": "1",
         "enable_prefix_caching": "0",
     }
@@ -137,6 +138,23 @@ def test_int8_is_said_as_ever_and_fp8_by_a_parameter_of_its_own(
     text = (settings.model_repository / "tiny" / "config.pbtxt").read_text()
     found = config_parameters(text)
     assert (found["int8_mode"], found.get("quantization")) == written
+
+
+def test_a_draft_model_in_the_repository_moves_with_it(tmp_path: Path) -> None:
+    beside, away = (tmp_path / name / "1-gpu" for name in ("model_repo/small/1", "elsewhere"))
+    for folder, said in ((beside, "../small/1/1-gpu"), (away, str(away))):
+        settings = export_settings(tmp_path, draft_model_dir=str(folder), overwrite=True)
+        if not settings.checkpoint_dir.exists():
+            write_weights(settings)
+        ModelRepository(settings.model_repository).write(settings)
+        text = (settings.model_repository / "tiny" / "config.pbtxt").read_text()
+        assert config_parameters(text)["draft_model_checkpoint_path"] == said
+
+
+@pytest.mark.parametrize("more", [{"model_type": "t5"}, {"interactive": True, "max_batch_size": 1}])
+def test_a_draft_model_is_for_decoders_without_sessions(more: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a draft model needs a decoder-only model without"):
+        export_settings(Path("unused"), draft_model_dir="/small/1/1-gpu", **more)
 
 
 @pytest.mark.parametrize("role", ["ensemble", "text"])

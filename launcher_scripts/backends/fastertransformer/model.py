@@ -111,7 +111,7 @@ class TritonPythonModel:
             self._to_tensors = ANSWER_TENSORS[served]
             group = node_group(os.environ, args["model_name"], Path(args["model_repository"]))
             if not group.node_rank.serves:
-                host_ranks(group, settings.checkpoint_dir, settings.start_timeout)
+                host_ranks(group, settings)
                 return
             self._engine = Engine.load(settings, group)
             self._engine.warm_up()

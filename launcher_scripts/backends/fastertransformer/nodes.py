@@ -23,6 +23,7 @@ from launcher_scripts.engine.distributed.rendezvous import (
     find_rendezvous,
     rendezvous_folders,
 )
+from launcher_scripts.engine.engine import EngineSettings
 
 ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
 STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...
@@ -44,15 +45,15 @@ def node_group(env: Mapping[str, str], model: str, model_dir: Path) -> NodeGroup
     )
 
 
-def host_ranks(group: NodeGroup, checkpoint_dir: Path, patience: float) -> None:
+def host_ranks(group: NodeGroup, settings: EngineSettings) -> None:
     """Host this node's ranks of the model until its engine on node 0 ends, then end the server.
 
-    Raises ServerError when node 0 is not found within `patience` seconds, or is lost.
+    Raises ServerError when node 0 is not found in time, or is lost.
     """
     node_rank = group.node_rank
     where = f"node {node_rank.node} of {node_rank.nodes} (started by {node_rank.launcher})"
     print(f"{where}: node 0 serves model {group.model}; this server only hosts ranks", flush=True)
-    reason = _find(group, checkpoint_dir, patience).run()
+    reason = _find(group, settings).run()
     if reason is not None:
         time.sleep(LINGER_SECONDS)
         raise ServerError(reason)
@@ -90,8 +91,10 @@ def _kill_server() -> None:
         region.unlink(missing_ok=True)
 
 
-def _find(group: NodeGroup, checkpoint_dir: Path, patience: float) -> RankHost:
+def _find(group: NodeGroup, settings: EngineSettings) -> RankHost:
     """Join the newest engine of this run that lets us."""
+    patience = settings.start_timeout
+    folders = (settings.checkpoint_dir, settings.draft_checkpoint_dir)
     deadline = time.monotonic() + patience
     said = "nothing"
     while time.monotonic() < deadline:
@@ -99,7 +102,7 @@ def _find(group: NodeGroup, checkpoint_dir: Path, patience: float) -> RankHost:
             if info.model != group.model:
                 continue
             try:
-                return RankHost(group.node_rank, info, checkpoint_dir)
+                return RankHost(group.node_rank, info, folders)
             except (ServerError, OSError) as error:
                 said = str(error)
         time.sleep(POLL_SECONDS)

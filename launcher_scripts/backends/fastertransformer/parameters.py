@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.requests import MOST_BEAMS
 from launcher_scripts.engine.engine import EngineSettings
@@ -24,8 +24,10 @@ PARAMETERS = (
     "data_type",
     "model_type",
     "model_checkpoint_path",
+    "draft_model_checkpoint_path",
     "int8_mode",
     "quantization",
+    "kv_cache_dtype",
     "enable_custom_all_reduce",
     "enable_prefix_caching",
 )
@@ -77,27 +79,36 @@ def engine_settings(
     served = model_type(config)
     if served not in CONTRACTS:
         problems.add("unknown model_type", got=served, choices=CONTRACTS, change=WHERE)
-    quantization = None
+    quantization, kv_cache_dtype = None, "auto"
     with problems.collecting():
         quantization = quantization_of(
             numbers["int8_mode"], values.get("quantization"), f"{{}} of the {WHERE}"
         )
+    with problems.collecting():
+        kv_cache_dtype = kv_cache_dtype_of(values.get("kv_cache_dtype"), f"{{}} of the {WHERE}")
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
+    version_dir, draft = model_dir / version, values.get("draft_model_checkpoint_path")
     return EngineSettings(
         checkpoint_dir=checkpoint_folder(
             values.get("model_checkpoint_path", ""),
             config.get("default_model_filename", ""),
-            model_dir / version,
+            version_dir,
             parallelism.tp_size,
             Path.cwd(),
         ),
+        draft_checkpoint_dir=checkpoint_folder(
+            draft, "", version_dir, parallelism.tp_size, Path.cwd()
+        )
+        if draft
+        else None,
         model_type=served,
         data_type=values.get("data_type", "fp32"),
         parallelism=parallelism,
         device=device,
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         **{name: bool(numbers[name]) for name in FLAGS},
     )
 

@@ -16,6 +16,7 @@ from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
 from launcher_scripts.checkpoint.convert.verification import verify_export
 from launcher_scripts.checkpoint.convert.write_tasks import refuse_unfit, write_all
+from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository import tokenizer_files
@@ -95,7 +96,7 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
             config = adapted.with_start_id(config)
         if settings.model_type:
             backend_model_type(settings.model_type, config)
-        check_parallelism(settings, config)
+        check_serving(settings, config)
         tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
         if adapted:
             tasks = adapted.fold(tasks)
@@ -255,10 +256,14 @@ def _adapter_alone(archive: Archive) -> str:
     return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
 
 
-def check_parallelism(settings: ExportSettings, config: ModelConfig) -> None:
-    """Raises ConfigError when the model cannot be divided as asked."""
+def check_serving(settings: ExportSettings, config: ModelConfig) -> None:
+    """Raises ConfigError when the model cannot be divided as asked, or the draft model does not fit
+    it, CheckpointError when that is none.
+    """
     problems = Problems("the export settings")
     check_division(problems, config, settings.parallelism)
+    if settings.draft_model_dir is not None:
+        check_draft_folder(problems, Path(settings.draft_model_dir), config, settings.parallelism)
     problems.raise_if_any(ConfigError)
 
 

@@ -18,10 +18,12 @@ from typing import Any
 from launcher_scripts.checkpoint.fastertransformer.ini_keys import IniFormat, IniKeys
 from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, task_sections
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
+from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.untrusted import read_plain
-from launcher_scripts.config.settings import CHECKPOINT_KEY
+from launcher_scripts.config.settings import CHECKPOINT_KEY, DRAFT_MODEL_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of
+from launcher_scripts.models.draft import check_draft_model
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
 
@@ -123,6 +125,17 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
         return ConfigIni(form.config_type(**values), found_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def check_draft_folder(
+    problems: Problems, folder: Path, model: ModelConfig | None, parallelism: Parallelism
+) -> None:
+    """Note why the model in `folder` cannot be the draft model of an export.
+
+    model: None where nothing is known of it yet.  Raises CheckpointError for a broken config.ini.
+    """
+    draft = read_config(folder)
+    check_draft_model(problems, draft.config, draft.tp_size, model, parallelism, DRAFT_MODEL_KEY)
 
 
 def random_config(path: Path) -> ModelConfig:

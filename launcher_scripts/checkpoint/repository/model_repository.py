@@ -12,6 +12,7 @@ Everything refers to everything else by relative path or by name, so the folder 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -152,9 +153,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
     """config.pbtxt of the model itself."""
     model_type = backend_model_type(settings.model_type, checkpoint.config)
     contract = served_contract(model_type, sessions=settings.interactive)
-    model_dir, shards = Path(settings.triton_model_dir), checkpoint.folder
-    if shards.is_relative_to(model_dir):
-        shards = shards.relative_to(model_dir)
+    model_dir, draft = Path(settings.triton_model_dir), settings.draft_model_dir
     return render(
         "model.pbtxt.j2",
         name=settings.model_name,
@@ -176,13 +175,23 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "pipeline_para_size": settings.parallelism.pp_size,
             "data_type": settings.data_type,
             "model_type": model_type,
-            "model_checkpoint_path": shards.as_posix(),
+            "model_checkpoint_path": _from(model_dir, checkpoint.folder),
+            **({"draft_model_checkpoint_path": _from(model_dir, Path(draft))} if draft else {}),
             "int8_mode": int(settings.quantization == "int8"),
             **({"quantization": "fp8"} if settings.quantization == "fp8" else {}),
+            "kv_cache_dtype": settings.kv_cache_dtype,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
             "enable_prefix_caching": int(settings.enable_prefix_caching),
         },
     )
+
+
+def _from(model_dir: Path, folder: Path) -> str:
+    """The folder as config.pbtxt names it: from the model's folder on, if it is in the repository
+    and moves with it.
+    """
+    inside = folder.is_relative_to(model_dir.parent)
+    return Path(os.path.relpath(folder, model_dir) if inside else folder).as_posix()
 
 
 def replace_folder(new: Path, target: Path, attic: Path) -> None:

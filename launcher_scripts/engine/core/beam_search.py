@@ -8,15 +8,14 @@ take over the keys and values of the hypotheses they continue. Those that end ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from launcher_scripts.engine.core.kv_cache import KVCache
 from launcher_scripts.engine.core.logit_processing import (
     Processing,
     indices,
@@ -27,10 +26,10 @@ from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.results import BeamCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.network import Network
+from launcher_scripts.kernels.reference_beams import BeamShape, continue_beams, copy_tokens
 from launcher_scripts.kernels.reference_lists import Words
 
-# What a hypothesis that ended loses, so that it goes on only where nothing else can.
-ENDED = -1e9
 # Decides over any log-probability already, and 63 of it stay below NEVER.
 MOST_BONUS = 1e6
 
@@ -39,18 +38,15 @@ MOST_BONUS = 1e6
 class BeamBatch:
     """The searches of one width in a step, and what is known of them on the host.
 
-    searches:   [G] first slots;  width: W
-    siblings:   how many continuations of each hypothesis are looked at
-    kept:       how many of each search are ranked: enough for W that do not end
+    searches:   [G] first slots
+    shape:      their width W, and what is looked at
     processing: of the G * W hypotheses
     stop_words: of the G * W hypotheses
     len_penalty, diversity: float32 [G, 1]; no diversity where no search asks for it
     """
 
     searches: tuple[int, ...]
-    width: int
-    siblings: int
-    kept: int
+    shape: BeamShape
     processing: Processing
     stop_words: Words | None
     len_penalty: Tensor
@@ -61,13 +57,28 @@ class BeamBatch:
         """[G * W]"""
         return self.processing.slots
 
+    @property
+    def kernels_key(self) -> Hashable | None:
+        """What the kernels of a step depend on beside its slots; None where they read tensors that
+        were made with the batch.
+        """
+        changes = self.processing
+        made = (changes.words, changes.biases, changes.guided, self.stop_words, self.diversity)
+        if any(each is not None for each in made):
+            return None
+        rules = (changes.penalized, changes.scaled, changes.min_length, changes.longest_ngram)
+        return (self.shape, *rules)
+
+    def on(self, slots: Tensor) -> BeamBatch:
+        """The same searches in other slots, [G * W]; there may be padding ones behind them."""
+        return replace(self, processing=replace(self.processing, slots=slots))
+
 
 @dataclass(frozen=True)
 class Candidates:
-    """The continuations of each search, best first.
+    """The continuations of each search, best first: see reference_beams.rank_beams.
 
-    choices: int64 [3, G, K]: the hypothesis continued (0 to W - 1), the token, whether it ends
-    scores:  float32 [3, G, K]: what is ranked, cumulative log-probability, the token's own
+    choices: int64 [3, G, K];  scores: float32 [3, G, K]
     """
 
     choices: Tensor
@@ -95,9 +106,7 @@ def _beam_batch(
     rates = [p.beam_search_diversity_rate for p in parameters]
     return BeamBatch(
         searches=tuple(row.slot for row in rows),
-        width=width,
-        siblings=2 * width + endings - 1,
-        kept=width * (1 + endings),
+        shape=BeamShape(width, 2 * width + endings - 1, width * (1 + endings)),
         processing=processing(hypotheses, device, searches=True),
         stop_words=words_of([row.request.stop_words for row in hypotheses], device),
         len_penalty=_column([p.len_penalty for p in parameters], device),
@@ -109,78 +118,45 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values)[:, None].to(device, non_blocking=True)
 
 
-def rank(
-    logits: Tensor, batch: BeamBatch, states: RowStates, history: Tensor, longest: int
-) -> Candidates:
-    """Rank the continuations of logits float32 [G * W, vocab]; history, longest: see Processing.
-
-    Temperature and penalties change the logits; what may not come is taken out of the
-    log-probabilities, as in transformers. A sibling gains diversity * (its rank mod W) *
-    length^len_penalty, which is FasterTransformer's bonus on length-normalized scores.
+def _bonus(batch: BeamBatch, diversity: Tensor, states: RowStates) -> Tensor:
+    """What each sibling gains: [G, S], diversity * (its rank mod W) * length^len_penalty, which is
+    FasterTransformer's bonus on length-normalized scores.
     """
-    width, changes = batch.width, batch.processing
-    slots = batch.slots
-    log_probs = changes.scores(logits, states, history, longest).log_softmax(-1)
-    log_probs = changes.allowed(log_probs, states, history, longest)
-    own, tokens = log_probs.topk(min(batch.siblings, logits.shape[1]))  # [G * W, S]
-    ends = tokens == states.end_id[slots][:, None]
-    if batch.stop_words is not None:
-        ends |= _completed(log_probs, batch.stop_words, slots, states, history).gather(1, tokens)
-    total = states.beam_score[slots][:, None] + own
-    siblings = own.shape[1]
-    parents = torch.arange(width, device=logits.device)[:, None].expand(width, siblings)
-    groups = len(batch.searches)
-    ranked = total.view(groups, width, siblings)
-    if batch.diversity is not None:
-        ranked = ranked + _bonus(batch, batch.diversity, siblings, states)[:, None]
-    ranked = ranked.view(groups, -1)
-    ranking, best = ranked.topk(min(batch.kept, ranked.shape[1]))  # [G, K]
-    choices = (parents.reshape(1, -1).expand(groups, -1), tokens, ends.long())
-    return Candidates(
-        torch.stack([values.reshape(groups, -1).gather(1, best) for values in choices]),
-        torch.stack(
-            [ranking, *(values.view(groups, -1).gather(1, best) for values in (total, own))]
-        ),
-    )
-
-
-def _bonus(batch: BeamBatch, diversity: Tensor, siblings: int, states: RowStates) -> Tensor:
-    """What each sibling gains: [G, S]."""
-    slots = batch.slots.view(-1, batch.width)[:, 0]
+    width = batch.shape.width
+    slots = batch.slots.view(-1, width)[:, 0]
     length = states.length[slots] - states.prompt_length[slots] + 1
     unit = diversity * length.float()[:, None] ** batch.len_penalty  # [G, 1]
     unit = torch.where(diversity == 0, 0.0, unit).clamp(-MOST_BONUS, MOST_BONUS)
-    return unit * (torch.arange(siblings, device=slots.device) % batch.width)
+    return unit * (torch.arange(batch.shape.siblings, device=slots.device) % width)
 
 
 def _completed(
-    log_probs: Tensor, words: Words, slots: Tensor, states: RowStates, history: Tensor
+    logits: Tensor, words: Words, slots: Tensor, states: RowStates, history: Tensor
 ) -> Tensor:
     """Which tokens would complete a stop word: bool [B, vocab]."""
     completed = words.complete(slots, states, history).float()
-    hits = torch.zeros_like(log_probs)
+    hits = torch.zeros_like(logits)
     return hits.index_put_((words.rows, words.last), completed, accumulate=True) > 0
 
 
 class BeamSearch:
     """One rank's part in the searches in flight."""
 
-    def __init__(
-        self, cache: KVCache, communicator: Communicator, states: RowStates, vocab_size: int
-    ) -> None:
-        self.cache = cache
-        self.vocab_size = vocab_size
-        self.communicator = communicator
-        self.states = states
+    def __init__(self, network: Network, communicator: Communicator, states: RowStates) -> None:
+        self._cache, self._kernels = network.cache, network.kernels
+        self._vocab_size = network.config.vocab_size
+        self._communicator = communicator
+        self._states = states
 
     def start(self, rows: Iterable[RowStart]) -> None:
         """Give every hypothesis the prompt that the first one's slot has run."""
+        states, cache = self._states, self._cache
         for row in rows:
-            slots = indices(row.beams, self.states.device)
+            slots = indices(row.beams, states.device)
             prompt = torch.arange(len(row.ids), device=slots.device)
-            source, target = (self.states.start[of][:, None] + prompt for of in (slots[:1], slots))
-            self.cache.copy(source.expand_as(target)[1:], target[1:])
-            self.states.set_length(slots, torch.full_like(slots, len(row.ids)))
+            source, target = (states.start[of][:, None] + prompt for of in (slots[:1], slots))
+            copy_tokens(cache.pool, cache.ids, source.expand_as(target)[1:], target[1:])
+            states.set_length(slots, torch.full_like(slots, len(row.ids)))
 
     def step(
         self, logits: Tensor | None, batches: Sequence[BeamBatch], longest: int, reorder: int
@@ -194,54 +170,62 @@ class BeamSearch:
         first = 0
         for batch in batches:
             rows = batch.slots.shape[0]
-            candidates = self._candidates(
-                None if logits is None else logits[first : first + rows], batch, longest
-            )
+            own = None if logits is None else logits[first : first + rows]
             first += rows
-            parents = self._go_on(candidates, batch)
-            if reorder:
-                self._reorder(batch.slots, parents, reorder)
-            if self.communicator.rank == 0:
-                copies.append(BeamCopy(batch.searches, candidates.choices, candidates.scores))
+            copies += self.copies(batch, self.go_on(own, batch, longest, reorder))
         return copies
 
-    def _candidates(self, logits: Tensor | None, batch: BeamBatch, longest: int) -> Candidates:
-        """The last stage's ranking on every stage."""
-        if logits is not None:
-            candidates = rank(logits, batch, self.states, self.cache.ids, longest)
-        else:
-            kept = min(batch.kept, batch.width * min(batch.siblings, self.vocab_size))
-            shape = (3, len(batch.searches), kept)
-            device = self.states.device
-            candidates = Candidates(
-                torch.empty(shape, dtype=torch.int64, device=device),
-                torch.empty(shape, device=device),
+    def copies(self, batch: BeamBatch, candidates: Candidates) -> list[BeamCopy]:
+        """What rank 0 is told of a step's candidates, without those of padding."""
+        if self._communicator.rank != 0:
+            return []
+        count = len(batch.searches)
+        choices, scores = candidates.choices[:, :count], candidates.scores[:, :count]
+        return [BeamCopy(batch.searches, choices, scores)]
+
+    def go_on(
+        self, logits: Tensor | None, batch: BeamBatch, longest: int, reorder: int
+    ) -> Candidates:
+        """`step` of one batch, without waiting: its slots are all that the host has to know."""
+        states, slots, shape = self._states, batch.slots, batch.shape
+        candidates, parents = self._ranked(logits, batch, longest)
+        if parents is None or self._communicator.parallelism.pp_size > 1:
+            self._communicator.from_last_stage(candidates.choices)
+            self._communicator.from_last_stage(candidates.scores)
+        if parents is None:
+            chosen = candidates.choices, candidates.scores
+            parents = continue_beams(*chosen, slots, states, shape.width)
+        if reorder:
+            cache = self._cache
+            self._kernels.reorder_beams(
+                cache.pool, cache.ids, slots, parents, states, shape.width, reorder
             )
-        self.communicator.from_last_stage(candidates.choices)
-        self.communicator.from_last_stage(candidates.scores)
         return candidates
 
-    def _go_on(self, candidates: Candidates, batch: BeamBatch) -> Tensor:
-        """Make the best W that do not end the next hypotheses: the slots they continue, [G * W]."""
-        parent, token, ends = candidates.choices
-        total = candidates.scores[1]
-        place = torch.arange(ends.shape[1], device=ends.device)
-        order = place + ends * ends.shape[1]
-        chosen = order.topk(batch.width, largest=False).indices  # [G, W], best first
-        states, slots = self.states, batch.slots
-        states.token.index_copy_(0, slots, token.gather(1, chosen).view(-1))
-        score = (total + ends * ENDED).gather(1, chosen)
-        states.beam_score.index_copy_(0, slots, score.view(-1))
-        return slots.view(-1, batch.width).gather(1, parent.gather(1, chosen)).view(-1)
+    def _ranked(
+        self, logits: Tensor | None, batch: BeamBatch, longest: int
+    ) -> tuple[Candidates, Tensor | None]:
+        """The last stage's ranking, and the slots that go on; on another stage room for it.
 
-    def _reorder(self, slots: Tensor, parents: Tensor, count: int) -> None:
-        """Copy the last `count` generated tokens of the parents to the slots."""
-        states = self.states
-        back = torch.arange(1, count + 1, device=slots.device)
-        place = states.length[slots][:, None] - back  # [B, T]
-        inside = place >= states.prompt_length[slots][:, None]
-        source, target = (
-            torch.where(inside, states.start[of][:, None] + place, self.cache.scratch)
-            for of in (parents, slots)
+        Temperature and penalties change the logits; what may not come is taken out of the
+        log-probabilities, as in transformers.
+        """
+        states, slots, changes = self._states, batch.slots, batch.processing
+        if logits is None:
+            shape = batch.shape.within(self._vocab_size)
+            room = (3, slots.shape[0] // shape.width, shape.kept)
+            device = states.device
+            choices = torch.empty(room, dtype=torch.int64, device=device)
+            return Candidates(choices, torch.empty(room, device=device)), None
+        history = self._cache.ids
+        logits = changes.scores(logits, states, history, longest)
+        allowed = changes.allowed(logits, states, history, longest)
+        completed = bonus = None
+        if batch.stop_words is not None:
+            completed = _completed(logits, batch.stop_words, slots, states, history)
+        if batch.diversity is not None:
+            bonus = _bonus(batch, batch.diversity, states)
+        choices, scores, parents = self._kernels.rank_beams(
+            logits, allowed, slots, states, batch.shape, completed, bonus
         )
-        self.cache.copy(source, target)
+        return Candidates(choices, scores), parents

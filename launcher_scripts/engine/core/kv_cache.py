@@ -94,6 +94,8 @@ class KVCache:
     """The pools of one rank's layers, and the ids of the tokens they hold.
 
     One more token than `capacity` is kept as a place where padding rows of a step may write.
+    pool: [layers, 2, heads, capacity + 1, head size], what all of them are views of
+    dtype: of keys and values;  token_bytes: what one token takes of them
     rows: the most rows of a step, with its padding
     """
 
@@ -107,12 +109,13 @@ class KVCache:
         rows: int = 1,
     ) -> None:
         self.capacity = capacity
+        self.token_bytes = bytes_per_token(layers, heads, dtype)
         arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
         shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
-        self._pool = torch.empty(shape, dtype=dtype, device=device)
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
         self.layers = {
             layer: LayerCache(key_value[0], key_value[1], arrivals)
-            for layer, key_value in zip(layers, self._pool, strict=True)
+            for layer, key_value in zip(layers, self.pool, strict=True)
         }
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
 
@@ -131,30 +134,9 @@ class KVCache:
             for first in range(0, run.count, COPIED_TOKENS):
                 some = min(COPIED_TOKENS, run.count - first)
                 overlaps = run.source - some < run.target < run.source
-                for pool in (self._pool.movedim(3, 0), self.ids):
+                for pool in (self.pool.movedim(3, 0), self.ids):
                     read = pool[run.source + first :][:some]
                     pool[run.target + first :][:some] = read.clone() if overlaps else read
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the tokens source [B, T] to target [B, T].
-
-        A column is read before it is written, so its tokens may change places; no token may be in
-        two columns.
-        """
-        columns = max(1, COPIED_TOKENS // max(1, source.shape[0]))
-        for first in range(0, source.shape[1], columns):
-            some = slice(first, first + columns)
-            read, written = source[:, some].flatten(), target[:, some].flatten()
-            if looking_is_free(read.device):  # and most tokens stay where they are
-                moves = read != written
-                read, written = read[moves], written[moves]
-            self._pool.index_copy_(3, written, self._pool.index_select(3, read))
-            self.ids.index_copy_(0, written, self.ids[read])
-
-
-def looking_is_free(device: torch.device) -> bool:
-    """Whether the host can use a tensor's values without waiting for the device."""
-    return device.type == "cpu"
 
 
 def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:

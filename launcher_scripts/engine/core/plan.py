@@ -20,8 +20,9 @@ class Choice(IntEnum):
 
     GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
     PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
-    EAGER: outside of CUDA graphs, which leave logits: beam searches, and rows with a grammar, with
-    lists that are too long for their columns, or with the model's log-probabilities
+    EAGER: outside of CUDA graphs, which leave logits: rows with a grammar, with lists that are too
+    long for their columns, or with the model's log-probabilities; and beam searches, but for steps
+    of nothing else (see MixedBatch.alone)
     """
 
     GREEDY = 0
@@ -132,12 +133,38 @@ class PrefillPart(Record, frozen=True):
 class Draft(Record, frozen=True):
     """Tokens of a row that run in one pass: its last one, and those that may follow it.
 
-    past: cache tokens of the row before them
+    past:     cache tokens of the row before them
+    ids:      those that are known when the step is planned
+    proposed: how many more follow, which the row's proposal in the same step brings
     """
 
     slot: int
     past: int
     ids: tuple[int, ...]
+    proposed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many run."""
+        return len(self.ids) + self.proposed
+
+    @property
+    def foretold(self) -> int:
+        """How many may follow the last one."""
+        return self.tokens - 1
+
+
+class Proposal(Record, frozen=True):
+    """What the draft model does for a row: it reads on, and proposes `count` tokens behind that.
+
+    past: tokens of the row in the draft model's cache, at the places that they have in the model's
+    ids:  the row's tokens behind them, never empty
+    """
+
+    slot: int
+    past: int
+    ids: tuple[int, ...]
+    count: int
 
 
 class Move(Record, frozen=True):
@@ -198,6 +225,7 @@ class StepShape(Record, frozen=True):
             there is an encoder, of its pass over one input (see encode_step.py)
     decoding: of a pass over prompts, how many rows decode in it
     lora:   whether any row has a LoRA adapter
+    draft_model: whether it is a step of the draft model
     """
 
     rows: int
@@ -207,6 +235,7 @@ class StepShape(Record, frozen=True):
     prompt: int = 0
     decoding: int = 0
     lora: bool = False
+    draft_model: bool = False
 
 
 class Plan(Message, frozen=True):
@@ -223,7 +252,8 @@ class Plan(Message, frozen=True):
     longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
     included; and those of the encoder's input, where there is one.
 
-    masks: of the guided rows that get a token in the step.
+    masks: of the guided rows that get a token in the step. proposals: of the draft model, in the
+    order of the drafts that they bring tokens for; those that bring none only read.
 
     record: decode steps that are recorded for later; such a plan has nothing else.
     """
@@ -234,6 +264,7 @@ class Plan(Message, frozen=True):
     decode: tuple[int, ...] = ()
     apart: tuple[int, ...] = ()
     drafts: tuple[Draft, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
     beams: tuple[int, ...] = ()
     reorder: int = 0
     longest: int = 0
@@ -254,11 +285,13 @@ class Plan(Message, frozen=True):
             self.prefill,
             self.decode or self.apart,
             self.drafts,
+            self.proposals,
             self.beams,
             self.record,
         )
         tokens = sum(part.count for part in self.prefill) + len(self.decode) + len(self.apart)
-        tokens += sum(len(draft.ids) for draft in self.drafts)
+        tokens += sum(draft.tokens for draft in self.drafts)
+        tokens += sum(len(each.ids) + each.count for each in self.proposals)
         tokens += sum(len(rows[slot].source) for slot in self.encode)
         tokens += sum(len(rows[slot].beams) for slot in self.beams)
         tokens += sum(shape.prompt or shape.rows for shape in self.record)

@@ -30,12 +30,14 @@ class Prefix:
     salt:     of the first block
     digests:  of the blocks that are there or will be, as far as computed says
     start:    first cache token;  computed: tokens there once everything launched has run
+    read:     how many of them are in the draft model's cache, too
     """
 
     salt: bytes
     digests: list[bytes] = field(default_factory=list)
     start: int = -1
     computed: int = 0
+    read: int = 0
 
     @property
     def tokens(self) -> int:
@@ -53,11 +55,13 @@ class Found(NamedTuple):
     """Where the first `tokens` tokens of a prompt are in the cache.
 
     coming: how many will be there in a few steps; no fewer than `tokens`
+    read:   how many of them are in the draft model's cache, too
     """
 
     start: int = -1
     tokens: int = 0
     coming: int = 0
+    read: int = 0
 
 
 class PrefixCache(ExtentAllocator):
@@ -86,7 +90,7 @@ class PrefixCache(ExtentAllocator):
                 if prefix.computed >= tokens:
                     if prefix in self._kept:
                         self._kept[prefix] = self._kept.pop(prefix)
-                    return Found(prefix.start, tokens, coming)
+                    return Found(prefix.start, tokens, coming, min(prefix.read, tokens))
         return Found(coming=coming)
 
     def add(self, prefix: Prefix) -> None:

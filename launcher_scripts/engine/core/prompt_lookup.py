@@ -12,13 +12,9 @@ NGRAMS = (3, 2)  # lengths of the texts that are looked for, the longest first
 
 
 class PromptLookup:
-    """The ids of one row, and what came after each run of a few of them.
+    """The ids of one row, and what came after each run of a few of them."""
 
-    most: how many tokens a draft has at most
-    """
-
-    def __init__(self, most: int, ids: Iterable[int]) -> None:
-        self._most = most
+    def __init__(self, ids: Iterable[int]) -> None:
         self._ids: list[int] = []
         self._following: dict[tuple[int, ...], int] = {}
         self.add(ids)
@@ -32,11 +28,16 @@ class PromptLookup:
                     self._following[tuple(self._ids[-size:])] = place
             self._ids.append(token)
 
-    def draft(self, most: int) -> tuple[int, ...]:
-        """Tokens that may come next, no more than `most`; none where nothing is known."""
+    def draft(self, most: int, least: int = 0) -> tuple[int, ...]:
+        """Tokens that may come next, no more than `most`; none where nothing is known.
+
+        least: how many of the last tokens must have come before them, if more than those of NGRAMS
+        """
         for size in NGRAMS:
             place = self._following.get(tuple(self._ids[-size:]))
             if place is not None:
-                found = self._ids[place : place + max(0, min(most, self._most))]
+                if least and self._ids[max(place - least, 0) : place] != self._ids[-least:]:
+                    return ()
+                found = self._ids[place : place + most]
                 return tuple(takewhile(lambda token: token >= 0, found))  # virtual ones are below
         return ()

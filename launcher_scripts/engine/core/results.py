@@ -66,7 +66,7 @@ class StepResult:
     context_embeddings: list[tuple[int, Tensor]] = field(default_factory=list)
     prompt_scores: list[tuple[int, ScoreCopy]] = field(default_factory=list)
     encoded: list[EncodedRow] = field(default_factory=list)
-    drafts: list[TokenCopy] = field(default_factory=list)
+    drafts: DraftCopy | None = None
     beams: list[BeamCopy] = field(default_factory=list)
 
     def read(self) -> Iterator[list[TokenResult]]:
@@ -74,9 +74,8 @@ class StepResult:
         return (copy.read() for copy in self.tokens)
 
     def read_drafts(self) -> dict[int, list[TokenResult]]:
-        """By slot, the token behind each token of the rows' drafts and the one before them."""
-        columns = [copy.read() for copy in self.drafts]
-        return {row[0].slot: list(row) for row in zip(*columns, strict=True)}
+        """By slot, the tokens that rows with a draft get: those that it foretold, and one more."""
+        return {} if self.drafts is None else self.drafts.read()
 
     def read_beams(self) -> list[BeamResult]:
         return [result for copy in self.beams for result in copy.read()]
@@ -86,11 +85,8 @@ class ScoreCopy:
     """Scores on their way to the host."""
 
     def __init__(self, scores: TokenScores) -> None:
-        self._event: torch.cuda.Event | None = None
         self._log_probs, self._ids = _to_host(scores.log_probs), _to_host(scores.ids)
-        if scores.ids.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = _event_behind(scores.ids)
 
     def read(self) -> TokenScores:
         """In memory of their own, which is not the device's."""
@@ -107,14 +103,11 @@ class TokenCopy:
 
     def __init__(self, slots: Sequence[int], sampled: Sampled, scored: Sequence[int] = ()) -> None:
         self._slots = slots
-        self._event: torch.cuda.Event | None = None
         self._tokens = _to_host(sampled.tokens)
         self._log_probs = None if sampled.log_probs is None else _to_host(sampled.log_probs)
         self._scored = scored
         self._scores = None if sampled.scores is None else ScoreCopy(sampled.scores)
-        if sampled.tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = _event_behind(sampled.tokens)
 
     def read(self) -> list[TokenResult]:
         if self._event is not None:
@@ -136,6 +129,27 @@ class TokenCopy:
         ]
 
 
+class DraftCopy:
+    """The tokens of rows with drafts on their way to the host.
+
+    columns: the tokens behind the rows' last ones, behind the first token of each draft, ...
+    right:   int64 [R], how many tokens of each draft came
+    """
+
+    def __init__(self, columns: Sequence[TokenCopy], right: Tensor) -> None:
+        self._columns = columns
+        self._right = _to_host(right)
+        self._event = _event_behind(right)
+
+    def read(self) -> dict[int, list[TokenResult]]:
+        """By slot."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = zip(*(column.read() for column in self._columns), strict=True)
+        kept = zip(rows, self._right.tolist(), strict=True)
+        return {row[0].slot: list(row[: right + 1]) for row, right in kept}
+
+
 class BeamCopy:
     """Rankings of several searches on their way to the host.
 
@@ -145,11 +159,8 @@ class BeamCopy:
 
     def __init__(self, slots: Sequence[int], choices: Tensor, scores: Tensor) -> None:
         self._slots = slots
-        self._event: torch.cuda.Event | None = None
         self._choices, self._scores = _to_host(choices), _to_host(scores)
-        if choices.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = _event_behind(choices)
 
     def read(self) -> list[BeamResult]:
         if self._event is not None:
@@ -165,6 +176,15 @@ class BeamCopy:
             )
             for slot, column in zip(self._slots, columns, strict=True)
         ]
+
+
+def _event_behind(copied: Tensor) -> torch.cuda.Event | None:
+    """What the host waits for before it reads copies that were launched; None on the CPU."""
+    if not copied.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _to_host(tensor: Tensor) -> Tensor:

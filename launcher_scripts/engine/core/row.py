@@ -22,7 +22,7 @@ from launcher_scripts.contract.requests import (
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
-from launcher_scripts.engine.core.plan import RowStart
+from launcher_scripts.engine.core.plan import Draft, RowStart
 from launcher_scripts.engine.core.prefix_cache import Prefix
 from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
@@ -72,7 +72,9 @@ class Row:
     general: whether the row needs the general path, for a window or for IA3.
 
     lookup makes drafts of tokens, where they are asked for; draft is what a step tries that was
-    launched and has not been seen. waits_for_tokens: a step depends on the tokens of all before.
+    launched and has not been seen, and the draft model's cache has the row's first `read_by_draft`
+    tokens. is_readable: there are no virtual tokens, whose table the draft model does not have.
+    waits_for_tokens: a step depends on the tokens of all before.
 
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
@@ -109,8 +111,10 @@ class Row:
     prefix: Prefix | None = None
     general: bool = field(init=False)
     lookup: PromptLookup | None = field(init=False, default=None)
+    is_readable: bool = field(init=False, default=False)
     waits_for_tokens: bool = field(init=False)
-    draft: tuple[int, ...] = ()
+    draft: Draft | None = None
+    read_by_draft: int = 0
     masked: int = 0
     error: RequestError | None = None
     came_at: float = field(default_factory=time.perf_counter)
@@ -121,7 +125,8 @@ class Row:
         sampling = self.request.sampling
         self.general = self.window > 0 or self.request.ia3_task is not None
         if self.request.num_speculative_tokens:
-            self.lookup = PromptLookup(self.request.num_speculative_tokens, self.prompt)
+            self.lookup = PromptLookup(self.prompt)
+            self.is_readable = min(self.prompt, default=0) >= 0
         self.waits_for_tokens = self.guide is not None or self.lookup is not None
         if self.width > 1:
             self.hypotheses = Hypotheses(self.width, sampling.len_penalty, self.request.output_len)
@@ -206,13 +211,26 @@ class Row:
         if self.grows:
             self.fits = tokens - len(self.prompt) + 1
 
-    def take_draft(self) -> tuple[int, ...]:
-        """What may follow the last token, as far as there is room for it."""
-        if self.lookup is None:
-            return ()
-        room = min(self.reserved - self.cached, self.request.output_len - len(self.tokens))
-        self.draft = self.lookup.draft(room - 1)
-        return self.draft
+    @property
+    def room(self) -> int:
+        """How many tokens a draft may foretell, one more of the row's own behind them."""
+        left = min(self.reserved - self.cached, self.request.output_len - len(self.tokens)) - 1
+        return max(0, min(left, self.request.num_speculative_tokens))
+
+    @property
+    def touched(self) -> int:
+        """As `cached`, where every token of the draft comes."""
+        return self.cached + (0 if self.draft is None else self.draft.foretold)
+
+    def end_draft(self, right: int) -> None:
+        """The draft is over, of which so many tokens came: those have been read by the draft model,
+        but for the last one that it proposed. It has nothing of a row without a place.
+        """
+        if self.slots and self.draft is not None and self.draft.proposed:
+            self.read_by_draft += min(right, self.draft.proposed - 1)
+            if self.prefix is not None:
+                self.prefix.read = self.read_by_draft
+        self.draft, self.launched = None, len(self.tokens)
 
     def resume(self) -> None:
         """Have what the row has generated computed again, in the place that it gets."""

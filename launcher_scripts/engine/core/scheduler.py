@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.engine.core.plan import Copy, Draft, Move, Place, Plan, PrefillPart, TokenMask
+from launcher_scripts.engine.core.drafting import plan_drafts, take_drafts
+from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart, TokenMask
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
@@ -51,6 +52,7 @@ class Scheduler:
                     that are generating; and most source tokens, except that a source is never cut
     mixed_tokens:   most prompt tokens of a pass in which so many rows decode; None: rows do not
                     decode in passes over prompts
+    draft_model:  whether there is one
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Scheduler:
         statistics: Statistics | None = None,
         *,
         mixed_tokens: Callable[[int], int] | None = None,
+        draft_model: bool = False,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
         self._mixed_tokens = mixed_tokens
+        self._draft_model = draft_model
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
@@ -109,12 +113,13 @@ class Scheduler:
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
         running = [row for row in self._running.values() if self._decodes(row)]
-        drafting = [row for row in running if row.lookup is not None and row.take_draft()]
-        drafts = [Draft(row.slot, row.cached, (row.tokens[-1], *row.draft)) for row in drafting]
-        single = [row for row in running if row.hypotheses is None and not row.draft]
+        budget = self._prompt_budget(len(running))
+        drafts, proposals = plan_drafts(running, budget if self._draft_model else 0)
+        drafting = [row for row in running if row.draft is not None]
+        single = [row for row in running if row.hypotheses is None and row.draft is None]
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
-        prefill = self._plan_prefill(len(running))
+        prefill = self._plan_prefill(budget)
         if not (encode or prefill or running or self._moved):
             return None
         for row in running:
@@ -122,7 +127,7 @@ class Scheduler:
             row.launched += 1
         self._launched.append((dict(self._running), [(row, row.slot) for row in drafting]))
         tokens = sum(part.count for part in prefill) + sum(len(row.source) for row in encode)
-        tokens += len(running) + sum(len(row.draft) for row in drafting)
+        tokens += len(running) + sum(draft.foretold for draft in drafts)
         self._statistics.launch(len(encode) + len(prefill) + len(running), tokens)
         return Plan(
             starts=tuple(row.as_start() for row in starts),
@@ -130,7 +135,8 @@ class Scheduler:
             prefill=tuple(prefill),
             decode=tuple(row.slot for row in single if not row.general),
             apart=tuple(row.slot for row in single if row.general),
-            drafts=tuple(drafts),
+            drafts=drafts,
+            proposals=proposals,
             beams=tuple(row.slot for row in beams),
             reorder=max(map(self._reordered, beams), default=0),
             longest=max((row.cached for row in running), default=0),
@@ -163,7 +169,7 @@ class Scheduler:
         if result.beams:
             self._take_part(rows, result.read_beams(), take_beams)
         if drafting:
-            self._take_drafts(drafting, result.read_drafts())
+            take_drafts(drafting, result.read_drafts(), self._statistics, self._go_on)
         self._statistics.end_apply()
 
     def _take_part(
@@ -176,24 +182,6 @@ class Scheduler:
             if not row.finished:
                 take_one(row, each)
                 self._go_on(row, now)
-
-    def _take_drafts(
-        self, drafting: Sequence[tuple[Row, int]], read: Mapping[int, Sequence[TokenResult]]
-    ) -> None:
-        """Take a row's tokens as long as the draft foretold them, and the first that it did not."""
-        now = self._statistics.tokens_are_here()
-        for row, slot in drafting:
-            self._statistics.draft(len(row.draft))
-            for place, (token, foretold) in enumerate(zip_longest(read[slot], row.draft)):
-                if row.finished:
-                    break
-                take(row, token)
-                if place:
-                    self._statistics.accept_drafted()
-                self._go_on(row, now)
-                if token.token != foretold:
-                    break
-            row.draft, row.launched = (), len(row.tokens)
 
     def _go_on(self, row: Row, now: float) -> None:
         """Answer a row that has ended; say how far one has come that goes on."""
@@ -295,7 +283,7 @@ class Scheduler:
     def _trim(self) -> None:
         """Let rows that grow give back what they do not need yet."""
         for row in self._running.values():
-            needed = max(row.cached + len(row.draft), row.prefill_length) + GROWN_TOKENS
+            needed = max(row.touched, row.prefill_length) + GROWN_TOKENS
             if row.grows and row.reserved > needed:
                 self._extents.free(row.start + needed, row.reserved - needed)
                 row.reserve(needed)
@@ -312,7 +300,7 @@ class Scheduler:
         if row.start == start:
             return
         if row.cached:
-            self._copies.append(Copy(row.start, start, row.cached + len(row.draft)))
+            self._copies.append(Copy(row.start, start, row.touched))
         row.start = start
         if row.prefix is not None:
             row.prefix.start = start
@@ -321,7 +309,8 @@ class Scheduler:
     def _preempt(self, row: Row) -> None:
         """Let the row wait for a place again; tokens that were launched come nevertheless."""
         self._vacate(row)
-        row.slots, row.start, row.prefilled, row.begun = (), -1, 0, False
+        row.slots, row.start, row.begun = (), -1, False
+        row.prefilled = row.read_by_draft = 0
         if row.prefix is not None:
             row.prefix = Prefix(row.prefix.salt)
         self._waiting.appendleft(row)
@@ -380,6 +369,7 @@ class Scheduler:
         if found.tokens:
             self._copies.append(Copy(found.start, row.start, found.tokens))
         row.prefilled = row.prefix.computed = found.tokens
+        row.read_by_draft = row.prefix.read = found.read
         row.prefix.start = row.start
         self._extents.add(row.prefix)
         if not row.request.asks_of_prompt:
@@ -439,13 +429,16 @@ class Scheduler:
             chosen.append(row)
         return sorted(chosen, key=lambda row: len(row.source))
 
-    def _plan_prefill(self, decoding: int) -> list[PrefillPart]:
-        """The next tokens of prompts, beside so many rows that decode."""
+    def _prompt_budget(self, decoding: int) -> int:
+        """Most prompt tokens of a step in which so many rows decode."""
+        if self._mixed_tokens is None or not decoding:
+            return self._prefill_tokens
+        soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
+        return min(self._prefill_tokens, soon, self._mixed_tokens(decoding))
+
+    def _plan_prefill(self, budget: int) -> list[PrefillPart]:
+        """The next tokens of prompts, no more than `budget`."""
         parts = []
-        budget = self._prefill_tokens
-        if self._mixed_tokens is not None and decoding:
-            soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
-            budget = min(budget, soon, self._mixed_tokens(decoding))
         for row in self._running.values():
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):

@@ -42,9 +42,12 @@ class RankHost:
     """This node's ranks of one model. The thread that runs it must outlive them."""
 
     def __init__(
-        self, node_rank: NodeRank, info: RendezvousInfo, checkpoint_dir: Path | None = None
+        self, node_rank: NodeRank, info: RendezvousInfo, folders: Sequence[Path | None] = ()
     ) -> None:
-        """Join rank 0; raises ServerError where it cannot be reached."""
+        """Join rank 0; raises ServerError where it cannot be reached.
+
+        folders: of the shards of the model, and of its draft model, when not where rank 0 has them
+        """
         token = bytes.fromhex(info.token)
         self._link = connect(info.addresses, info.port, token, CONNECT_SECONDS)
         self._link.send(
@@ -52,7 +55,7 @@ class RankHost:
         )
         self._node_rank = node_rank
         self._info = info
-        self._checkpoint_dir = None if checkpoint_dir is None else str(checkpoint_dir)
+        self._folders = [None if folder is None else str(folder) for folder in folders]
         self._ranks: list[RankProcess] = []
         self._suspended: dict[int, float] = {}
         self._reported: set[int] = set()
@@ -111,7 +114,7 @@ class RankHost:
             (self._link.other_host,),
             self._info.port,
             self._info.token,
-            self._checkpoint_dir,
+            *self._folders,
         )
 
     def _look_after_ranks(self) -> None:

@@ -22,7 +22,8 @@ WORKER = "launcher_scripts.engine.distributed.worker"
 class RankOrder:
     """What a rank's process is told through its standard input: whom to speak to, as whom.
 
-    checkpoint_dir: where this node has the shards, when not where rank 0 has them
+    checkpoint_dir, draft_checkpoint_dir: where this node has the shards of the model and of its
+    draft model, when not where rank 0 has them
     """
 
     rank: int
@@ -30,6 +31,7 @@ class RankOrder:
     port: int
     token: str
     checkpoint_dir: str | None = None
+    draft_checkpoint_dir: str | None = None
 
 
 class RankProcess:

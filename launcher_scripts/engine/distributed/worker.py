@@ -88,8 +88,9 @@ def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
     if isinstance(setup, Stop):
         return
     settings = setup.settings
-    if order.checkpoint_dir is not None:
-        settings = replace(settings, checkpoint_dir=Path(order.checkpoint_dir))
+    for name in ("checkpoint_dir", "draft_checkpoint_dir"):
+        if (folder := getattr(order, name)) is not None:
+            settings = replace(settings, **{name: Path(folder)})
     runner = _load(settings, order.rank, link, progress)
     plans = Decoder(Plan, Stop)
     while isinstance(plan := link.receive(plans), Plan):
@@ -106,8 +107,8 @@ def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -
     )
     from launcher_scripts.engine.runner.loading import (
         assemble_runner,
-        load_weights,
-        open_checkpoint,
+        load_both,
+        open_checkpoints,
         prepare_process,
         rank_device,
         rank_info,
@@ -115,7 +116,8 @@ def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -
 
     device = rank_device(settings, rank)
     prepare_process(settings, device)
-    weights = load_weights(settings, open_checkpoint(settings, verify=False), rank, device)
+    checkpoints = open_checkpoints(settings, verify=False)
+    weights, draft = load_both(settings, checkpoints, rank, device)
     link.send(Loaded())
     meet = link.receive(Decoder(Meet, Stop))
     if isinstance(meet, Stop):
@@ -129,7 +131,7 @@ def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -
         host=meet.host,
         progress=progress,
     )
-    runner = assemble_runner(weights, settings, communicator, device)
+    runner = assemble_runner(weights, settings, communicator, device, draft=draft)
     progress.loaded()
     link.send(Ready(rank_info(rank, device)))
     return runner

@@ -17,11 +17,16 @@ from launcher_scripts.engine.runner.graphs import bucket_rows
 
 @dataclass(frozen=True)
 class MixedBatch:
-    """A decode step with beam searches: all slots, those of `plain` first, padding last."""
+    """A decode step with beam searches: all slots, those of `plain` first, padding last.
+
+    alone: whether one batch of searches is all of it, whose kernels depend on slots alone; padding
+           are whole searches then
+    """
 
     slots: Tensor
     plain: SamplingBatch | None
     beams: tuple[BeamBatch, ...]
+    alone: bool
 
 
 class DecodeBatches:
@@ -64,19 +69,22 @@ class DecodeBatches:
             plain = [self._rows[slot] for slot in plan.decode]
             beams = beam_batches([self._rows[slot] for slot in plan.beams], self._device)
             count = len(plain) + sum(batch.slots.shape[0] for batch in beams)
+            alone = not plain and len(beams) == 1 and beams[0].kernels_key is not None
+            padding = self._padding(count, beams[0].shape.width if alone else 1)
             parts = [
                 indices(plan.decode, self._device),
                 *(batch.slots for batch in beams),
-                indices([self._padding_slot] * self._padding(count), self._device),
+                indices([self._padding_slot] * padding, self._device),
             ]
             sampling = SamplingBatch(plain, self._device) if plain else None
-            self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams))
+            self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams, alone))
         return self._mixed[1]
 
-    def _padding(self, rows: int) -> int:
+    def _padding(self, rows: int, width: int = 1) -> int:
+        """How many rows fill up a step of searches of this width."""
         if self._max_rows is None:
             return 0
-        return bucket_rows(rows, self._max_rows) - rows
+        return bucket_rows(rows // width, self._max_rows // width) * width - rows
 
 
 def _padding_row(slot: int) -> RowStart:

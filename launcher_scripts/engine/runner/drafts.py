@@ -16,7 +16,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Draft, PrefillPart, RowStart
-from launcher_scripts.engine.core.results import StepResult, TokenCopy
+from launcher_scripts.engine.core.results import DraftCopy, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
@@ -34,21 +34,36 @@ class Drafts:
         self._states = states
         self._device = device
 
-    def run(self, rows: Sequence[RowStart], drafts: Sequence[Draft], result: StepResult) -> None:
+    def run(
+        self,
+        rows: Sequence[RowStart],
+        drafts: Sequence[Draft],
+        proposed: Tensor | None,
+        result: StepResult,
+    ) -> None:
         """Choose the token behind each of the drafts' tokens; each row keeps those that its draft
         foretells, and the one after them.
+
+        proposed: [proposals, n], the tokens of those drafts that have some proposed
         """
         pairs = list(zip(rows, drafts, strict=True))
+        most = max(draft.tokens for draft in drafts)
+        ids = torch.tensor([_filled(draft.ids, most) for draft in drafts])
+        ids = ids.to(self._device, non_blocking=True)
+        if proposed is not None:
+            waiting = [at for at, draft in enumerate(drafts) if draft.proposed]
+            ids[indices(waiting, self._device), 1 : 1 + proposed.shape[1]] = proposed
         logits = self._prefill.logits(
             [_after(row, draft) for row, draft in pairs],
-            [PrefillPart(draft.slot, draft.past, len(draft.ids)) for draft in drafts],
+            [PrefillPart(draft.slot, draft.past, draft.tokens) for draft in drafts],
+            ids.flatten()[indices(_places(drafts, most), self._device)],
         )
-        most = max(len(draft.ids) for draft in drafts)
         past = indices([draft.past for draft in drafts], self._device)
-        chosen = self._chosen(logits, pairs, past, most, result)
-        foretold = torch.tensor([_filled(draft.ids[1:], most - 1) for draft in drafts])
-        foretold = foretold.to(self._device, non_blocking=True)
-        right = (chosen[:, :-1] == foretold).cumprod(1).sum(1)  # how many of the draft's tokens
+        columns: list[TokenCopy] = []
+        chosen = self._chosen(logits, pairs, past, most, columns)
+        right = (chosen[:, :-1] == ids[:, 1:]).cumprod(1).sum(1)  # how many of the draft's tokens
+        right = right.minimum(indices([draft.foretold for draft in drafts], self._device))
+        result.drafts = DraftCopy(columns, right)
         slots = indices([draft.slot for draft in drafts], self._device)
         self._states.token.index_copy_(0, slots, chosen.gather(1, right[:, None])[:, 0])
         self._states.set_length(slots, past + 1 + right)
@@ -59,7 +74,7 @@ class Drafts:
         pairs: Sequence[tuple[RowStart, Draft]],
         past: Tensor,
         most: int,
-        result: StepResult,
+        columns: list[TokenCopy],
     ) -> Tensor:
         """The tokens behind those of the drafts, int64 [R, most]; shorter drafts' last ones again.
 
@@ -67,7 +82,7 @@ class Drafts:
         """
         batch = SamplingBatch([row for row, _ in pairs], self._device)
         slots = [draft.slot for _, draft in pairs]
-        counts = [len(draft.ids) for _, draft in pairs]
+        counts = [draft.tokens for _, draft in pairs]
         first = [sum(counts[:at]) for at in range(len(counts))]
         chosen = []
         for place in range(most):
@@ -75,14 +90,20 @@ class Drafts:
             own = None if logits is None else logits[indices(behind, self._device)]
             self._states.set_length(batch.slots, past + 1 + place)
             sampled = self._choice.choose(own, batch)
-            result.drafts.append(TokenCopy(slots, sampled, batch.scored_rows))
+            columns.append(TokenCopy(slots, sampled, batch.scored_rows))
             chosen.append(sampled.tokens)
         return torch.stack(chosen, 1)
 
 
 def _after(row: RowStart, draft: Draft) -> RowStart:
     """The row as one whose prompt is the draft, after what is in the cache."""
-    return replace(row, ids=draft.ids, past=draft.past, stride=row.stride - draft.past)
+    ids = _filled(draft.ids, draft.tokens)
+    return replace(row, ids=tuple(ids), past=draft.past, stride=row.stride - draft.past)
+
+
+def _places(drafts: Sequence[Draft], most: int) -> list[int]:
+    """Where the drafts' tokens are in rows of `most`, one after the other."""
+    return [most * at + place for at, draft in enumerate(drafts) for place in range(draft.tokens)]
 
 
 def _filled(ids: Sequence[int], count: int) -> list[int]:

@@ -16,6 +16,7 @@ Made = TypeVar("Made")
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SMALLEST_CONTEXT = 256
+SMALLEST_REORDER = 16
 
 
 def row_buckets(most: int) -> list[int]:
@@ -28,9 +29,9 @@ def bucket_rows(rows: int, most: int) -> int:
     return next(size for size in row_buckets(most) if rows <= size)
 
 
-def bucket_tokens(tokens: int) -> int:
-    """The context length a step's kernels are chosen for: a power of four times 256."""
-    bucket = SMALLEST_CONTEXT
+def bucket_tokens(tokens: int, smallest: int = SMALLEST_CONTEXT) -> int:
+    """The context length a step's kernels are chosen for: a power of four times the smallest."""
+    bucket = smallest
     while bucket < tokens:
         bucket *= 4
     return bucket
@@ -62,6 +63,11 @@ def bucket_bounds(bounds: Bounds) -> Bounds:
     """Both bounds as buckets; a step without sources stays one."""
     source = bucket_tokens(bounds.source) if bounds.source else 0
     return bounds._replace(own=bucket_tokens(bounds.own), source=source)
+
+
+def bucket_reorder(tokens: int) -> int:
+    """How many of the last tokens of hypotheses a step copies, of which `tokens` may differ."""
+    return bucket_tokens(tokens, SMALLEST_REORDER) if tokens else 0
 
 
 @dataclass

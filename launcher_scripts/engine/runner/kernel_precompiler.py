@@ -39,9 +39,19 @@ class KernelPrecompiler:
     ranks and later starts.
     """
 
-    def __init__(self, settings: EngineSettings, config: ModelConfig, device: torch.device) -> None:
-        """Begin at once, where there is anything to compile.  device: of rank 0"""
+    def __init__(
+        self,
+        settings: EngineSettings,
+        config: ModelConfig,
+        draft: ModelConfig | None,
+        device: torch.device,
+    ) -> None:
+        """Begin at once, where there is anything to compile.
+
+        draft: the draft model, where there is one;  device: of rank 0
+        """
         self._settings, self._config = settings, _shortened(config)
+        self._draft = draft and _shortened(draft)
         self._thread: threading.Thread | None = None
         one_stage = settings.parallelism.pp_size == 1
         if device.type == "cuda" and one_stage and find_spec("triton") is not None:
@@ -58,7 +68,7 @@ class KernelPrecompiler:
         cores = len(os.sched_getaffinity(0)) // (2 * self._settings.ranks_per_node)
         try:
             with torch.inference_mode(), compiling_in(max(1, min(MOST_THREADS, cores))):
-                runner = traced_runner(self._settings, self._config)
+                runner = traced_runner(self._settings, self._config, self._draft)
                 runner.execute(Plan(record=tuple(runner.shapes_to_record())))
         except Exception as error:  # a start without them is slower and nothing else
             why = f"{type(error).__name__}: {error}"
@@ -100,19 +110,24 @@ class EagerGraphs:
         """There are none."""
 
 
-def traced_runner(settings: EngineSettings, config: ModelConfig) -> Runner:
+def traced_runner(
+    settings: EngineSettings, config: ModelConfig, draft: ModelConfig | None = None
+) -> Runner:
     """Rank 0 of an engine, on the meta device, with the kernels for GPUs."""
     parallelism = settings.parallelism
 
-    def read(spec: WeightSpec, _: int | None) -> Tensor:
-        return torch.empty(spec.shape_on(config, parallelism.tp_size), device=META)
+    def weights_of(config: ModelConfig) -> Any:
+        def read(spec: WeightSpec, _: int | None) -> Tensor:
+            return torch.empty(spec.shape_on(config, parallelism.tp_size), device=META)
 
-    dtype, loader = DTYPES[settings.data_type], engine_family(config).loader
-    weights = loader(
-        config, parallelism, 0, dtype, META, read, quantization=settings.quantization
-    ).load()
-    launches = Launches(kernels_for("cuda"), EagerGraphs())
-    return assemble_runner(weights, settings, FakeCommunicator(parallelism), META, launches)
+        dtype, loader = DTYPES[settings.data_type], engine_family(config).loader
+        return loader(
+            config, parallelism, 0, dtype, META, read, quantization=settings.quantization
+        ).load()
+
+    weights, drafting = weights_of(config), draft and weights_of(draft)
+    launches, ranks = Launches(kernels_for("cuda"), EagerGraphs()), FakeCommunicator(parallelism)
+    return assemble_runner(weights, settings, ranks, META, launches, drafting)
 
 
 def _shortened(config: ModelConfig) -> ModelConfig:

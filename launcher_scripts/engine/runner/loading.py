@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,11 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import Quantization, quantization_of
+from launcher_scripts.common.quantization import (
+    Quantization,
+    kv_cache_dtype_of,
+    quantization_of,
+)
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.kv_cache import (
     KVCache,
@@ -33,8 +37,11 @@ from launcher_scripts.engine.runner.graphs import GraphCache, StepGraphs
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
+from launcher_scripts.models.draft import check_draft_model
 from launcher_scripts.models.family import ModelConfig
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
@@ -51,6 +58,7 @@ class EngineSettings:
     """What an engine is loaded from and how.
 
     checkpoint_dir:  folder of shards, `<tp_size>-gpu`
+    draft_checkpoint_dir: the same of the draft model, which proposes tokens; None: there is none
     model_type:      a row of CONTRACTS; None: what the checkpoint is
     data_type:       compute type: fp32, fp16, bf16; independent of the files' type
     device:          auto (CUDA where there is one), cpu, cuda
@@ -58,6 +66,7 @@ class EngineSettings:
     max_tokens:      most tokens in the key/value cache; None: max_batch_size rows of the model's
                      full length, as far as memory reaches
     quantization:    what is made of the layers' matrices when they are loaded
+    kv_cache_dtype:  what keys and values are kept in: auto (data_type) or fp8 (e4m3)
     enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
@@ -65,6 +74,7 @@ class EngineSettings:
     """
 
     checkpoint_dir: Path
+    draft_checkpoint_dir: Path | None = None
     model_type: str | None = None
     data_type: str = "fp32"
     parallelism: Parallelism = Parallelism()
@@ -72,6 +82,7 @@ class EngineSettings:
     max_batch_size: int = 64
     max_tokens: int | None = None
     quantization: Quantization | None = None
+    kv_cache_dtype: str = "auto"
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = False
     verify: bool = True
@@ -91,7 +102,14 @@ class EngineSettings:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
         with problems.collecting():
             quantization_of(0, self.quantization, "{} in config.pbtxt")
+        with problems.collecting():
+            kv_cache_dtype_of(self.kv_cache_dtype, "{} in config.pbtxt")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def cache_type(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        return FP8 if self.kv_cache_dtype == "fp8" else DTYPES[self.data_type]
 
     @property
     def ranks_per_node(self) -> int:
@@ -148,6 +166,52 @@ def rank_info(rank: int, device: torch.device) -> RankInfo:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     label = f"{device} ({name})" if device.type == "cuda" else "cpu"
     return RankInfo(rank, os.getpid(), node_name(os.environ), label)
+
+
+class Checkpoints(NamedTuple):
+    """The opened checkpoints of a model and of its draft model, where it has one."""
+
+    model: FTCheckpoint
+    draft: FTCheckpoint | None = None
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ModelConfig | None]:
+        """What they are checkpoints of."""
+        return self.model.config, None if self.draft is None else self.draft.config
+
+
+class Weights(NamedTuple):
+    """One rank's weights of a model and of its draft model, as load_weights gives them."""
+
+    model: Any
+    draft: Any = None
+
+
+def open_checkpoints(settings: EngineSettings, *, verify: bool) -> Checkpoints:
+    """Both, checked against each other."""
+    model = open_checkpoint(settings, verify=verify)
+    if settings.draft_checkpoint_dir is None:
+        return Checkpoints(model)
+    folder = settings.draft_checkpoint_dir
+    draft = FTCheckpoint.open(folder, verify=verify)
+    problems = Problems(f"the draft model in {folder}")
+    check_draft_model(
+        problems,
+        draft.config,
+        draft.tp_size,
+        model.config,
+        settings.parallelism,
+        "draft_model_checkpoint_path in config.pbtxt",
+    )
+    problems.raise_if_any(ConfigError)
+    return Checkpoints(model, draft)
+
+
+def load_both(
+    settings: EngineSettings, checkpoints: Checkpoints, rank: int, device: torch.device
+) -> Weights:
+    """See load_weights."""
+    return Weights(*(each and load_weights(settings, each, rank, device) for each in checkpoints))
 
 
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
@@ -209,15 +273,7 @@ def load_weights(
 
     Needs no other rank, so whatever fails, fails alone.
     """
-    if settings.quantization == "fp8" and not traits_of(device).has_fp8:
-        raise ConfigError(
-            problem(
-                "the GPU's kernels cannot read fp8, which needs compute capability 8.9",
-                got=torch.cuda.get_device_name(device),
-                choices=("int8", "no quantization"),
-                change="quantization in config.pbtxt",
-            )
-        )
+    refuse_fp8(settings, device)
     tp_rank = settings.parallelism.tp_rank(rank)
     loader = engine_family(checkpoint.config).loader(
         checkpoint.config,
@@ -229,6 +285,20 @@ def load_weights(
         quantization=settings.quantization,
     )
     return loader.load()
+
+
+def refuse_fp8(settings: EngineSettings, device: torch.device) -> None:
+    """Raise ConfigError where fp8 is asked for and the device's kernels cannot read it."""
+    problems = Problems("the GPU's kernels cannot read fp8")
+    for name, choices in (("quantization", ("int8", "none")), ("kv_cache_dtype", ("auto",))):
+        if getattr(settings, name) == "fp8" and not traits_of(device).has_fp8:
+            problems.add(
+                "fp8 needs compute capability 8.9",
+                got=torch.cuda.get_device_name(device),
+                choices=choices,
+                change=f"{name} in config.pbtxt",
+            )
+    problems.raise_if_any(ConfigError)
 
 
 @dataclass(frozen=True)
@@ -251,34 +321,46 @@ def assemble_runner(
     communicator: Communicator,
     device: torch.device,
     launches: Launches | None = None,
+    draft: Any = None,
 ) -> Runner:
     """Plan the cache, as all ranks agree, and put the decoder together.
 
-    launches: other than those of the device
+    launches: other than those of the device;  draft: the weights of the draft model
     """
-    launches = launches or Launches.on(device, communicator.progress)
     config = weights.config
     if settings.enable_custom_all_reduce:
         communicator.use_peer_memory()
-    family = engine_family(config)
-    dtype = DTYPES[settings.data_type]
-    heads = family.heads(config, communicator.tp_size)
-    layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
+    family, both = engine_family(config), [weights] if draft is None else [weights, draft]
     wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
     ranks = 1 if device.type == "cuda" else settings.ranks_per_node
     capacity = communicator.minimum(
         plan_capacity(
             wanted,
-            bytes_per_token(layers, heads, dtype),
+            sum(bytes_per_token(*_cached(each.config, settings, communicator)) for each in both),
             available_memory(device, MEMORY_SHARE[device.type] / ranks),
         )
     )
     if capacity < 2:
-        raise ServerError("no memory is left for keys and values beside the model's weights")
-    cache = KVCache(layers, heads, capacity, dtype, device, settings.max_batch_size)
+        what = " and the draft model's" if draft else ""
+        raise ServerError(f"no memory is left for keys and values beside the model's{what} weights")
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
-    network = Network(weights, cache, launches.kernels, communicator, device)
-    longest = family.longest(config)
-    rows = settings.max_batch_size
-    return Runner(network, communicator, rows, device, longest, launches.graphs)
+    rows, longest = settings.max_batch_size, family.longest(config)
+
+    def runner_of(own: Any, draft_runner: Runner | None) -> Runner:
+        by = launches or Launches.on(device, communicator.progress)
+        layers, heads, dtype = _cached(own.config, settings, communicator)
+        cache = KVCache(layers, heads, capacity, dtype, device, rows)
+        network = Network(own, cache, by.kernels, communicator, device)
+        return Runner(network, communicator, rows, device, longest, by.graphs, draft_runner)
+
+    return runner_of(weights, None if draft is None else runner_of(draft, None))
+
+
+def _cached(
+    config: ModelConfig, settings: EngineSettings, communicator: Communicator
+) -> tuple[range, Heads, torch.dtype]:
+    """What a rank keeps of a token: of which layers, how many heads, in which type."""
+    family = engine_family(config)
+    layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
+    return layers, family.heads(config, communicator.tp_size), settings.cache_type

@@ -99,9 +99,14 @@ class Prefill:
             return None
         return prompts.bucket(self._states.padding_slot)
 
-    def logits(self, rows: Sequence[RowStart], parts: Sequence[PrefillPart]) -> Tensor | None:
-        """Run the parts; logits [tokens, vocab] behind every token, on the last stage."""
-        prompts = PackedPrompts(rows, parts)
+    def logits(
+        self, rows: Sequence[RowStart], parts: Sequence[PrefillPart], ids: Tensor
+    ) -> Tensor | None:
+        """Run the parts; logits [tokens, vocab] behind every token, on the last stage.
+
+        ids: [tokens], on the device; those of the rows do not count
+        """
+        prompts = PackedPrompts(rows, parts, ids=ids)
         sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
             hidden = self._hidden(prompts)
@@ -255,7 +260,7 @@ class Prefill:
                 order[slot]
                 for batch in batches
                 for slot in batch.searches
-                for _ in range(batch.width)
+                for _ in range(batch.shape.width)
             ]
             logits = logits[indices(copies, self._device)]
         longest = max(len(row.ids) for row in rows.values())

@@ -109,6 +109,7 @@ class PackedPrompts:
     """Parts of prompts as one array, exactly as large or filled up to a bucket.
 
     decoding: rows that run one token in the same pass;  bounds: theirs
+    ids:      the tokens where the device knows them alone, [N]; None: those of the rows
     complete: the rows whose prompts end, by the places of their last tokens among the prompts'
     """
 
@@ -118,8 +119,10 @@ class PackedPrompts:
         parts: Sequence[PrefillPart],
         decoding: Sequence[RowStart] = (),
         bounds: Bounds = NO_BOUNDS,
+        ids: Tensor | None = None,
     ) -> None:
         self.rows = rows
+        self._ids = ids
         self.parts = parts
         self.decoding = decoding
         self.longest = bounds.own if decoding else 0
@@ -185,7 +188,10 @@ class PackedPrompts:
         packed = torch.from_numpy(np.concatenate(columns))
         if device.type == "cuda":
             packed = packed.pin_memory()
-        return packed.to(device, non_blocking=True)
+        packed = packed.to(device, non_blocking=True)
+        if self._ids is not None:
+            packed[: self.tokens] = self._ids  # which the ids are the first of
+        return packed
 
     @property
     def going_on(self) -> list[RowStart]:

@@ -9,19 +9,25 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from launcher_scripts.engine.core.beam_search import BeamSearch
+from launcher_scripts.engine.core.beam_search import BeamBatch, BeamSearch, Candidates
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Bounds, Choice, Plan, RowStart, StepShape
-from launcher_scripts.engine.core.results import EncodedRow, StepResult, TokenCopy
+from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
-from launcher_scripts.engine.runner.decode_batches import DecodeBatches
+from launcher_scripts.engine.runner.decode_batches import DecodeBatches, MixedBatch
+from launcher_scripts.engine.runner.draft_model import DraftModel
 from launcher_scripts.engine.runner.drafts import Drafts
-from launcher_scripts.engine.runner.graphs import StepGraphs, bucket_bounds, step_shapes
+from launcher_scripts.engine.runner.graphs import (
+    StepGraphs,
+    bucket_bounds,
+    bucket_reorder,
+    step_shapes,
+)
 from launcher_scripts.engine.runner.prefill import Prefill
 from launcher_scripts.engine.runner.prompt_batch import mixed_tokens
 from launcher_scripts.models.adapters import adapters_of
@@ -41,9 +47,10 @@ class Runner:
         device: torch.device,
         longest: Bounds,
         graphs: StepGraphs | None,
+        draft: Runner | None = None,
     ) -> None:
         """longest: what a decode step reads of a row of the model's full length;  graphs: where
-        steps are kept as such
+        steps are kept as such;  draft: the draft model's runner, on the same rank
         """
         self.decoder = decoder
         self._slots, self._longest = slots, longest
@@ -51,7 +58,7 @@ class Runner:
         self.device = device
         self.states = RowStates(slots, decoder.cache.scratch, device)
         self._rows: dict[int, RowStart] = {}
-        self.beams = BeamSearch(decoder.cache, communicator, self.states, decoder.config.vocab_size)
+        self.beams = BeamSearch(decoder, communicator, self.states)
         self._graphs = graphs
         padded = None if self._graphs is None else slots
         self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
@@ -61,6 +68,8 @@ class Runner:
         )
         self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
+        self.draft = draft
+        self._draft_model = None if draft is None else DraftModel(draft.launch, draft.states)
 
     @property
     def mixed_tokens(self) -> Callable[[int], int] | None:
@@ -68,9 +77,15 @@ class Runner:
         mixes = self._prefill.mixes([])
         return partial(mixed_tokens, most_rows=self.states.padding_slot) if mixes else None
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
+        self._rows.update({row.slot: row for row in plan.starts})
+        self.communicator.progress.expect(*plan.size(self._rows))
+        return self.launch(plan)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> StepResult:
+        """Do what is planned, as a part of a step that is under way."""
         result = StepResult()
         if plan.moves:
             self.decoder.cache.shift(plan.moves)
@@ -86,7 +101,9 @@ class Runner:
                 self._rows[place.slot] = replace(self._rows[place.slot], start=place.start)
         if plan.masks:
             self.states.set_masks(plan.masks)
-        self.communicator.progress.expect(*plan.size(self._rows))
+        proposed = None
+        if self._draft_model is not None:
+            proposed = self._draft_model.propose(plan, self._rows)
         if plan.encode:
             self._encode(plan.encode, result)
         prompts = [self._rows[part.slot] for part in plan.prefill]
@@ -95,7 +112,8 @@ class Runner:
             decoding = [self._rows[slot] for slot in plan.decode] if mixed else []
             self._prefill.run(prompts, plan.prefill, result, decoding, plan.bounds)
         if plan.drafts:
-            self._drafts.run([self._rows[draft.slot] for draft in plan.drafts], plan.drafts, result)
+            rows = [self._rows[draft.slot] for draft in plan.drafts]
+            self._drafts.run(rows, plan.drafts, proposed, result)
         if plan.beams:
             self._decode_with_beams(plan, result)
         elif plan.decode and not (plan.prefill and mixed):
@@ -108,7 +126,15 @@ class Runner:
         return result
 
     def shapes_to_record(self) -> list[StepShape]:
-        """The steps that requests may need, where steps are CUDA graphs; likely ones first."""
+        """The steps that requests may need, where steps are CUDA graphs; likely ones first, and
+        those of the draft model, which takes the likeliest tokens, last.
+        """
+        if self.draft is None:
+            return self._shapes_to_record()
+        drafting = [each for each in self.draft.shapes_to_record() if each.choice == Choice.GREEDY]
+        return [*self._shapes_to_record(), *(replace(each, draft_model=True) for each in drafting)]
+
+    def _shapes_to_record(self) -> list[StepShape]:
         if self._graphs is None:
             return []
         steps = step_shapes(self._longest, self._slots)
@@ -128,8 +154,9 @@ class Runner:
         """Finish what was launched and leave the other ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if self._graphs is not None:
-            self._graphs.clear()
+        for each in (self, self.draft):
+            if each is not None and each._graphs is not None:
+                each._graphs.clear()
         self.communicator.close()
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
@@ -178,6 +205,9 @@ class Runner:
 
     def _record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
+        if shape.draft_model and self.draft is not None:
+            self.draft.launch(Plan(record=(replace(shape, draft_model=False),)))
+            return
         if shape.prompt and self.decoder.encode_step is not None:
             padding = self.decoder.cache.scratch
             self.decoder.encode_step.record(shape.prompt, padding, self.device, graphs)
@@ -200,6 +230,9 @@ class Runner:
         bounds = plan.bounds._replace(general=general)
         if self._graphs is None:
             logits = self._forward_step(mixed.slots, bounds)
+        elif mixed.alone:
+            result.beams += self._beams_on_graph(self._graphs, mixed, bounds, plan.reorder)
+            return
         else:
             bounds = bucket_bounds(bounds)
             logits = self._graphs.run(
@@ -214,6 +247,23 @@ class Runner:
             result.tokens.append(TokenCopy(plan.decode, sampled, mixed.plain.scored_rows))
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
+
+    def _beams_on_graph(
+        self, graphs: StepGraphs, mixed: MixedBatch, bounds: Bounds, reorder: int
+    ) -> list[BeamCopy]:
+        """A step of nothing but searches of one kind as a CUDA graph, with their ranking."""
+        (batch,) = mixed.beams
+        bounds, reorder = bucket_bounds(bounds), bucket_reorder(reorder)
+        key = (mixed.slots.shape[0], bounds, batch.kernels_key, reorder)
+        step = partial(self.beam_step, batch=batch, bounds=bounds, reorder=reorder)
+        return self.beams.copies(batch, graphs.run(key, mixed.slots, step))
+
+    def beam_step(
+        self, slots: Tensor, batch: BeamBatch, bounds: Bounds, reorder: int
+    ) -> Candidates:
+        """One token of every hypothesis in slots [B], and which of them go on; see BeamSearch."""
+        logits = self._forward_step(slots, bounds)
+        return self.beams.go_on(logits, batch.on(slots), bounds.own, reorder)
 
     def token_step(self, slots: Tensor, bounds: Bounds, choice: Choice) -> Sampled:
         """One token of every row in slots [B], which is not chosen eagerly."""

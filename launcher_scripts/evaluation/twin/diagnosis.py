@@ -92,7 +92,7 @@ def diagnose(
 
     positions: those of `rows`
     sample:    asked for where rounding does not explain the difference
-    precision: the coarsest type of the served model's weights and computation, a key of LIMITS
+    precision: the coarsest type of the served model's weights, computation and cache: of LIMITS
     """
     limit, errors = LIMITS[precision], [each.error for each in positions]
     if max(errors) <= limit:

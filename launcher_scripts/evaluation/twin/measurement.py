@@ -52,7 +52,7 @@ class Twins:
     """A served model and its original.
 
     served, original: how each reads text; None: it has no tokenizer
-    precision: the coarsest type of the served model's weights and computation: fp32, fp16, ...
+    precision: the coarsest type of the served model's weights, computation and cache: fp32, ...
     encodes:   whether they are encoder-decoders
     positions: tokens that fit into the model; None: any number
     continued: what the rows are asked through, as tasks do theirs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from launcher_scripts.kernels.cuda.e4m3 import kept
+
 SMALLEST_SIDE = 16  # of a matrix product
 
 
@@ -172,10 +174,10 @@ def newest_token(
     features = tl.arange(0, BLOCK)
     held = features < SIZE
     if STORE:
-        kind = keys.dtype.element_ty
+        kind: tl.constexpr = keys.dtype.element_ty
         fresh = apply_rotary(new_key, stride, cosines, sines, pos, PARTS, SIZE, HALF, BLOCK)
-        key = fresh.to(kind)
-        value = summed(new_value + features, stride, held, PARTS).to(kind)
+        key = kept(fresh, kind)
+        value = kept(summed(new_value + features, stride, held, PARTS), kind)
         tl.store(keys + place, key, mask=held & stores)
         tl.store(values + place, value, mask=held & stores)
     else:

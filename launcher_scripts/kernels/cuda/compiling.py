@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -86,7 +88,31 @@ def compiling_in(threads: int) -> Iterator[None]:
     from triton import AsyncCompileMode
 
     with (
+        launchers_kept_apart(),
         _Compilers(threads, "compiler") as compilers,
         AsyncCompileMode(compilers, ignore_errors=True),
     ):
         yield
+
+
+@contextmanager
+def launchers_kept_apart() -> Iterator[None]:
+    """In the block, what Triton loads for one kernel is not changed by what it loads for another.
+
+    The modules that launch kernels have one name. Where one is loaded a second time, Python gives
+    the module of that name that was loaded last, with the contents of the one that is wanted:
+    another thread may have that module in its hands, and would launch the wrong kernel.
+    """
+    from triton.runtime import build
+
+    load, lock = build._load_module_from_path, Lock()
+
+    def load_apart(name: str, path: str) -> Any:
+        with lock:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load

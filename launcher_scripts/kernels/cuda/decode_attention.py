@@ -23,7 +23,8 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     store_head,
 )
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
+from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
+from launcher_scripts.kernels.cuda.e4m3 import in_halves
 from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
 from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
 from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
@@ -170,6 +171,7 @@ def attend(
     STATE: tl.constexpr,
     STATE_PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
 
@@ -193,7 +195,7 @@ def attend(
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
-    group = head // GROUP  # the head's keys and values
+    group, place = head // GROUP, row * HEADS + head  # the head's keys and values; its outputs
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
     tokens = first + tl.arange(0, TILE)
     key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
@@ -230,12 +232,12 @@ def attend(
         HALF,
         BLOCK,
     )
+    key, value = in_halves(key, PTX), in_halves(value, PTX)
     for _ in range(first, last, TILE):
         later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
         bonus = bonus_of(tokens, slope, length, bias, pos, reach, last, ALIBI, RELATIVE)
         m, total, acc = add_tile(m, total, acc, key, value, q, bonus, SOFTCAP)
-        tokens, key, value = tokens + TILE, later[0], later[1]
-    place = row * HEADS + head
+        tokens, key, value = tokens + TILE, in_halves(later[0], PTX), in_halves(later[1], PTX)
     if SPLITS == 1:
         store_head(out, place, acc / total, SIZE, BLOCK)
     else:
@@ -298,6 +300,7 @@ def decode_attention(
         slopes,
         scale,
         relative,
+        dtype=query.dtype,
         fresh=bool(fresh),
         launch=NO_PDL if fresh is None else pdl_options(query),
         softcap=softcap,
@@ -324,6 +327,7 @@ def attention_launch(
     scale: float | None,
     relative: RelativeBias | None,
     *,
+    dtype: torch.dtype,
     fresh: bool,
     launch: dict[str, bool],
     store: bool = False,
@@ -337,15 +341,16 @@ def attention_launch(
 
     query: [B, heads * size], of several parts one after the other; with `store` keys and values of
     the last token follow the queries
+    dtype: the compute type
     state, norm: one row's, whose row_stats say afterwards what to expect of the states behind it
     """
     ahead = None if norm is None else state
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    shape = attention_shape(longest, count, heads, cache.keys.dtype)
+    shape = attention_shape(longest, count, heads, dtype)
     splits = shape.splits
     device = query.device
-    out = cache.keys.new_empty(count, num_heads * size)
+    out = torch.empty(count, num_heads * size, dtype=dtype, device=device)
     # [rows, heads, splits]: unnormalized outputs, then the largest score and the sum of weights
     partial = torch.empty(count, num_heads, splits, size, device=device)
     weights = torch.empty(count, num_heads, splits, 2, device=device)
@@ -353,7 +358,7 @@ def attention_launch(
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
     cosines, sines = (weights, weights) if rotary is None else rotary
-    kernel, across, more = _attention_kernel(shape, heads, exact=cache.keys.dtype == torch.float32)
+    kernel, across, more = _attention_kernel(shape, heads, exact=dtype == torch.float32)
     launcher(kernel, (count, across, splits + (ahead is not None)))(
         query,
         cache.keys,
@@ -390,6 +395,7 @@ def attention_launch(
         STATE=0 if ahead is None else ahead.exact.shape[1],
         STATE_PARTS=0 if ahead is None else parts_of(ahead.row_stats),
         TILE=shape.tile,
+        PTX=traits_of(device).runs_ptx,
         num_warps=shape.warps,
         num_stages=shape.stages,
         **more,

@@ -39,6 +39,11 @@ class DeviceTraits(NamedTuple):
         return self.capability is not None and self.capability >= HOPPER
 
     @property
+    def runs_ptx(self) -> bool:
+        """Whether kernels are compiled, and can have instructions of their own."""
+        return self.capability is not None
+
+    @property
     def adds_in_float32(self) -> bool:
         """Whether products of other types can have float32 results."""
         return self.capability is not None

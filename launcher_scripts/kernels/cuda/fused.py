@@ -17,6 +17,8 @@ from torch.nn import functional
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.activation import gated
 from launcher_scripts.kernels.cuda.argmax import argmax as argmax
+from launcher_scripts.kernels.cuda.beams import rank_beams as rank_beams
+from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
 from launcher_scripts.kernels.cuda.decode_attention import (
     attention_launch,
 )
@@ -193,6 +195,7 @@ def attend_own(
         slopes,
         scale,
         relative,
+        dtype=x.operand.dtype,
         fresh=True,
         launch=pdl_options(query),
         store=not stored,
@@ -229,6 +232,7 @@ def attend_source(
         None,
         scale,
         relative,
+        dtype=x.operand.dtype,
         fresh=False,
         launch=pdl_options(query),
         parts=parts,

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.gemv import linear_arguments
 from launcher_scripts.kernels.cuda.gemv_tile import (
     load_tile,
@@ -134,9 +135,9 @@ def gemv_heads(
 
 @triton.jit
 def _store_pair(target, place, lower, upper, low, high, present):
-    kind = target.dtype.element_ty
-    tl.store(target + place + lower, low.to(kind), mask=present)
-    tl.store(target + place + upper, high.to(kind), mask=present)
+    kind: tl.constexpr = target.dtype.element_ty
+    tl.store(target + place + lower, kept(low, kind), mask=present)
+    tl.store(target + place + upper, kept(high, kind), mask=present)
 
 
 def row_heads(

@@ -18,6 +18,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     part_of,
     summed,
 )
+from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.cuda.norm import store_expected
 
 
@@ -88,7 +89,9 @@ def _add_tokens(
     gains,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
 ):
+    key, value = in_halves(key, PTX).to(query.dtype), in_halves(value, PTX).to(query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     scores = capped(scores, SOFTCAP) + gains
     m_new = tl.maximum(m, tl.max(scores, 1))
@@ -140,11 +143,12 @@ def attend_grouped(
     TILE: tl.constexpr,
     MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One program: one row, GROUP query heads (padded to MEMBERS), one of SPLITS parts.
 
-    See attention_kernels.attend; the query is rounded to the type of the keys, and so are the
-    weights of the values.
+    See decode_attention.attend; the query is rounded to the compute type, or as e4m3.py says, and
+    so are the weights of the values.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -172,7 +176,7 @@ def attend_grouped(
     exact = apply_rotary_heads(
         first_features, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK
     )
-    rounded = exact.to(keys.dtype.element_ty)
+    rounded = for_products(exact, keys.dtype.element_ty, out.dtype.element_ty)
     total = tl.zeros([MEMBERS], tl.float32)
     m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
@@ -191,7 +195,7 @@ def attend_grouped(
         gains = _gains(tokens, slope, length, own_bias, pos, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
         m, total, acc = _add_tokens(
-            m, total, acc, key, value, rounded, scale, gains, SOFTCAP, PRECISION
+            m, total, acc, key, value, rounded, scale, gains, SOFTCAP, PRECISION, PTX
         )
     place = row * HEADS + heads
     if SPLITS == 1:

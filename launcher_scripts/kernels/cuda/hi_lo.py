@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.e4m3 import of_four_bits
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
 INT8_LARGEST = tl.constexpr(127 * 256 + 127)
@@ -51,24 +52,13 @@ def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
     else:
         step = largest / FP8_LARGEST
         whole = values / step
-        high = _of_four_bits(whole / FP8_BASE)
+        high = of_four_bits(whole / FP8_BASE)
         low = whole - high * FP8_BASE
     target = hi_lo + row * size + columns
     tl.store(target, high.to(hi_lo.dtype.element_ty), mask=inside)
     lows = tl.num_programs(0).to(tl.int64) * size
     tl.store(target + lows, low.to(hi_lo.dtype.element_ty), mask=inside)
     tl.store(steps + row, step)
-
-
-@triton.jit
-def _of_four_bits(values):
-    """float32 rounded to the nearest that e4m3 holds, if that is no subnormal number of it.
-
-    On the bits: ptxas 12.8 confuses neighbours where e4m3 that was just made is made float32 again.
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    bits += 0x7FFFF + ((bits >> 20) & 1)
-    return (bits & -0x100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from torch.nn import functional
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS
+from launcher_scripts.kernels.cuda.e4m3 import LARGEST
 from launcher_scripts.kernels.operands import Linear
 
-LARGEST = tl.constexpr(448.0)  # of e4m3
 MULTIPLE = 16  # of which torch._scaled_mm wants both of a weight's sizes
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE, capped
 from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,
@@ -44,6 +46,7 @@ def attend_prompts(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """One program: a tile of one row's queries (see VarlenBatch.tiles) and one head.
 
@@ -65,7 +68,8 @@ def attend_prompts(
     if count <= 0:  # these only fill the step up
         tl.store(out + place, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=asked)
         return
-    rows = tl.load(query + place, mask=asked, other=0.0)
+    rows = tl.load(query + place, mask=asked, other=0.0).to(tl.float32)
+    rows = for_products(rows, keys.dtype.element_ty, query.dtype.element_ty)
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
     slope = tl.load(slopes + head) * 1.4426950408889634 if ALIBI else 0.0
     bias += head * (2 * reach + 1) if RELATIVE else 0
@@ -101,6 +105,7 @@ def attend_prompts(
                 BLOCK,
                 TILE,
                 PRECISION,
+                PTX,
             )
     if WINDOW > 0:  # rows past the last query may see nothing
         total = tl.maximum(total, 1e-30)
@@ -133,6 +138,7 @@ def _add_keys(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """The sums with one tile of keys more; `last`: how many keys there are."""
     tokens = token + tl.arange(0, TILE)
@@ -141,7 +147,7 @@ def _add_keys(
     held = (features < SIZE)[None, :]
     if MASKED:
         held = held & (tokens < last)[:, None]
-    key = tl.load(keys + where, mask=held, other=0.0)
+    key = in_halves(tl.load(keys + where, mask=held, other=0.0), PTX).to(rows.dtype)
     scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * 1.4426950408889634)
     scores = capped(scores, SOFTCAP * 1.4426950408889634)
     if ALIBI:
@@ -159,7 +165,7 @@ def _add_keys(
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[:, None])
     total = total * alpha + tl.sum(p, 1)
-    value = tl.load(values + where, mask=held, other=0.0)
+    value = in_halves(tl.load(values + where, mask=held, other=0.0), PTX).to(rows.dtype)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
     return m_new, total, acc
@@ -215,6 +221,7 @@ def prompt_attention(
         QUERIES=QUERIES_PER_TILE,
         TILE=(16 if wide else 32) if exact else 64,
         PRECISION="ieee" if exact else "tf32",
+        PTX=traits_of(query.device).runs_ptx,
         num_warps=8 if wide else 4,
         num_stages=1 if exact else 2,
     )

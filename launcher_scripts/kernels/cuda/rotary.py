@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.operands import Heads, LayerCache
 
 STORED_AT_ONCE = 2048  # numbers
@@ -54,9 +55,9 @@ def rotate_and_store(
     pool_head = (head - HEADS) % KV_HEADS
     place = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
     is_key = held & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(keys + place, out.to(keys.dtype.element_ty), mask=is_key)
+    tl.store(keys + place, kept(out, keys.dtype.element_ty), mask=is_key)
     is_value = held & (head >= HEADS + KV_HEADS)
-    tl.store(values + place, out.to(values.dtype.element_ty), mask=is_value)
+    tl.store(values + place, kept(out, values.dtype.element_ty), mask=is_value)
 
 
 def store_kv(
