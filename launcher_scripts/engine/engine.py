@@ -59,7 +59,8 @@ class Engine:
     """Rank 0 of a model in service; it starts the other ranks and tells them what to do.
 
     One thread steps: rows join and leave between steps. On CUDA it launches a step before it has
-    read the one before, so the device never waits for the host.
+    read the one before, so the device never waits for the host. With pipeline stages as many steps
+    more are under way, each of other rows, so that all stages work at the same time.
     """
 
     def __init__(self, settings: EngineSettings, build: Build) -> None:
@@ -276,6 +277,8 @@ class Engine:
         return recording
 
     def _step_until_closed(self, runner: Runner, recording: Recording) -> None:
+        stages = self.settings.parallelism.pp_size
+        ahead = STEPS_AHEAD[runner.device.type] + stages - 1
         scheduler = Scheduler(
             self.settings.max_batch_size,
             runner.decoder.cache.capacity,
@@ -283,6 +286,7 @@ class Engine:
             self.statistics,
             mixed_tokens=runner.mixed_tokens,
             draft_model=runner.draft is not None,
+            stages=stages,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
@@ -293,7 +297,7 @@ class Engine:
                 self._ranks.begin_step(plan)
                 launched.append(runner.execute(plan))
                 self._ranks.progress.end_step()
-            if launched and (plan is None or len(launched) > STEPS_AHEAD[runner.device.type]):
+            if launched and (plan is None or len(launched) > ahead):
                 with self._ranks.progress.phase(DEVICE):
                     scheduler.apply(launched.popleft())
             elif plan is None and recording.pause() == 0.0:

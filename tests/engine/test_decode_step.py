@@ -28,18 +28,13 @@ def layer_with(**parts):
 
 def test_what_keeps_a_model_from_fused_steps():
     config = small_config()
-    assert unsupported_reasons(config, Communicator(), [layer_with()]) == []
+    assert unsupported_reasons(config, [layer_with()]) == []
     adapted = [layer_with(), layer_with(adapter=object())]
-    assert unsupported_reasons(config, Communicator(), adapted) == [
-        "adapters work inside the layers"
-    ]
+    assert unsupported_reasons(config, adapted) == ["adapters work inside the layers"]
     post = small_config(norm_placement="post")
-    assert unsupported_reasons(post, Communicator(Parallelism(1, 2)), []) == [
-        "the layers are split into pipeline stages",
-        "norms follow the branches or the sums",
-    ]
+    assert unsupported_reasons(post, []) == ["norms follow the branches or the sums"]
     odd = SimpleNamespace(norm_placement="pre", head_size=7)
-    assert unsupported_reasons(odd, Communicator(), []) == ["heads have an odd number of features"]
+    assert unsupported_reasons(odd, []) == ["heads have an odd number of features"]
 
 
 @pytest.mark.parametrize(("placement", "said"), [("pre", False), ("post", True)])

@@ -226,6 +226,48 @@ def test_a_step_may_be_launched_before_the_last_is_read():
     assert scheduler.rows == []
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipeline_stages_work_on_different_rows(stages):
+    """No row gets a token in a step before which its last one may still be under way."""
+    scheduler = Scheduler(slots=8, cache_tokens=400, prefill_tokens=50, stages=stages)
+    rows = [row(3, 20) for _ in range(7)]
+    for each in rows:
+        scheduler.add(each)
+    launched: list[Plan] = []
+    applied, most = 0, 0
+    while scheduler.rows:
+        plan = scheduler.plan()
+        if plan is not None:
+            launched.append(plan)
+            assert plan.under_way == min(len(launched) - 1 - applied, stages - 1)
+            before = launched[len(launched) - 1 - plan.under_way : -1]
+            assert not {*plan.decode} & {slot for each in before for slot in given(each)}
+            assert len(plan.decode) <= -(-7 // stages)
+            most = max(most, plan.under_way)
+        if plan is None or len(launched) - applied > stages - 1:
+            scheduler.apply(answer(launched[applied]))
+            applied += 1
+    assert [len(each.tokens) for each in rows] == [20] * 7
+    assert most == stages - 1
+    assert len(launched) < 20 * stages + 2  # as many steps as if every stage had its share
+
+
+def given(plan: Plan) -> list[int]:
+    """Slots of the rows that get a token, where all prompts run whole."""
+    return [*(part.slot for part in plan.prefill), *plan.decode]
+
+
+def test_a_lone_row_waits_for_no_other_stages_rows():
+    scheduler = Scheduler(slots=8, cache_tokens=400, prefill_tokens=50, stages=2)
+    scheduler.add(row(3, 3))
+    first = scheduler.plan()
+    assert (given(first), first.under_way) == ([0], 0)
+    assert scheduler.plan() is None
+    scheduler.apply(answer(first))
+    second = scheduler.plan()
+    assert (given(second), second.under_way) == ([0], 0)
+
+
 def test_no_row_is_launched_past_its_length():
     scheduler = Scheduler(slots=2, cache_tokens=100, prefill_tokens=50)
     scheduler.add(row(3, 3))

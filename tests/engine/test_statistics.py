@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future
+from threading import Event
 
 import pytest
 
@@ -211,11 +212,15 @@ def test_a_beam_search_counts_as_one_row(engine: Engine) -> None:
 
 
 def test_a_cancelled_row_is_no_answer(engine: Engine) -> None:
+    submitted = Event()
+
     def cancel(_: object) -> None:
+        submitted.wait(60)
         future.cancel()
 
     before = values(engine.statistics, names.REQUEST)["_count"]
     future = engine.submit(GenerateRequest((1, 2), 190), cancel)
+    submitted.set()
     engine.submit(GenerateRequest((1, 2), 190)).result(60)
     assert future.cancelled()
     assert values(engine.statistics, names.REQUEST)["_count"] == before + 1

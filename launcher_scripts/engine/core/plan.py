@@ -256,6 +256,9 @@ class Plan(Message, frozen=True):
     order of the drafts that they bring tokens for; those that bring none only read.
 
     record: decode steps that are recorded for later; such a plan has nothing else.
+
+    under_way: how many of the steps before this one may still be on their way through the pipeline
+    stages when it begins; none of its rows gets a token in those.
     """
 
     starts: tuple[RowStart, ...] = ()
@@ -275,6 +278,7 @@ class Plan(Message, frozen=True):
     lora: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
+    under_way: int = 0
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
         """What kinds of work the step has, and how many tokens; rows: by their slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,7 +59,10 @@ class BeamResult:
 
 @dataclass
 class StepResult:
-    """What a step produces; reading it waits for the device."""
+    """What a step produces; reading it waits for the device.
+
+    unsettled: what is to be done once the tokens that the last pipeline stage chooses are here
+    """
 
     tokens: list[TokenCopy] = field(default_factory=list)
     context_logits: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -68,9 +71,17 @@ class StepResult:
     encoded: list[EncodedRow] = field(default_factory=list)
     drafts: DraftCopy | None = None
     beams: list[BeamCopy] = field(default_factory=list)
+    unsettled: list[Callable[[], None]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Have the tokens, where another stage has chosen them; steps settle in their order."""
+        for settle in self.unsettled:
+            settle()
+        self.unsettled.clear()
 
     def read(self) -> Iterator[list[TokenResult]]:
         """Tokens as the device brings them: those behind prompts before those of decoding rows."""
+        self.settle()
         return (copy.read() for copy in self.tokens)
 
     def read_drafts(self) -> dict[int, list[TokenResult]]:

@@ -55,6 +55,7 @@ Progress = Callable[[Snapshot], None]
 @dataclass(eq=False)
 class Row:
     """A request on its way: `launched` counts tokens asked of the device, `tokens` those seen.
+    The newest of them was asked for in the scheduler's step `step`.
 
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
     empty where nothing is to be decoded. start is the cache token after those of the source. A
@@ -97,6 +98,7 @@ class Row:
     encoded: bool = False
     prefilled: int = 0
     launched: int = 0
+    step: int = 0
     finished: bool = False
     tokens: list[int] = field(default_factory=list)
     log_probs: list[tuple[float, float]] = field(default_factory=list)
@@ -130,6 +132,30 @@ class Row:
         self.waits_for_tokens = self.guide is not None or self.lookup is not None
         if self.width > 1:
             self.hypotheses = Hypotheses(self.width, sampling.len_penalty, self.request.output_len)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it may get a token in the next step, by those that it has."""
+        if self.waits_for_tokens and self.launched > len(self.tokens):
+            return False
+        whole_prompt = self.prefilled == len(self.prompt) + self.resumed
+        return whole_prompt and self.launched < self.request.output_len
+
+    @property
+    def reordered(self) -> int:
+        """Of a beam search that has been launched: how many of the generated tokens in the cache
+        may differ between the hypotheses.
+
+        Those known to be shared a step ago still are: all that go on descend from the same.
+        """
+        if self.hypotheses is None or not self.decodes:
+            return 0
+        return self.launched - 1 - self.hypotheses.shared
+
+    def launch(self, step: int) -> None:
+        """A token is asked for in this step."""
+        self.launched += 1
+        self.step = step
 
     @property
     def slot(self) -> int:

@@ -72,9 +72,14 @@ class SamplingBatch:
         """Which rows of the batch want the model's log-probabilities."""
         return () if self.choice != Choice.EAGER or self.scored is None else self.scored.rows
 
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether any row wants those of its tokens."""
+        return any(row.request.return_log_probs for row in self.rows)
+
     def wanted(self, sampled: Sampled) -> Sampled:
         """Without the log-probabilities of tokens, where no row wants them."""
-        if sampled.log_probs is None or any(row.request.return_log_probs for row in self.rows):
+        if sampled.log_probs is None or self.wants_log_probs:
             return sampled
         return replace(sampled, log_probs=None)
 
@@ -89,6 +94,17 @@ class Sampled:
     tokens: Tensor
     log_probs: Tensor | None = None
     scores: TokenScores | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        own = [self.tokens, *([] if self.log_probs is None else [self.log_probs])]
+        return own if self.scores is None else [*own, self.scores.log_probs, self.scores.ids]
+
+    def copy(self, rows: int) -> Sampled:
+        """Of the first rows, in memory that no later step writes to."""
+        log_probs = None if self.log_probs is None else self.log_probs[:, :rows].clone()
+        return Sampled(self.tokens[:rows].clone(), log_probs, self.scores)
 
 
 def sample(

@@ -53,6 +53,7 @@ class Scheduler:
     mixed_tokens:   most prompt tokens of a pass in which so many rows decode; None: rows do not
                     decode in passes over prompts
     draft_model:  whether there is one
+    stages: pipeline stages, which work on different rows at a time
     """
 
     def __init__(
@@ -64,12 +65,15 @@ class Scheduler:
         *,
         mixed_tokens: Callable[[int], int] | None = None,
         draft_model: bool = False,
+        stages: int = 1,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
         self._prefill_tokens = prefill_tokens
         self._mixed_tokens = mixed_tokens
         self._draft_model = draft_model
+        self._stages = stages
+        self._steps = 0
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
@@ -112,7 +116,8 @@ class Scheduler:
             if not row.begun:  # before rows that are admitted now, so that it never waits for them
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
-        running = [row for row in self._running.values() if self._decodes(row)]
+        under_way = min(len(self._launched), self._stages - 1)
+        running = self._in_turn(self._steps - under_way)
         budget = self._prompt_budget(len(running))
         drafts, proposals = plan_drafts(running, budget if self._draft_model else 0)
         drafting = [row for row in running if row.draft is not None]
@@ -122,9 +127,10 @@ class Scheduler:
         prefill = self._plan_prefill(budget)
         if not (encode or prefill or running or self._moved):
             return None
+        self._steps += 1
         for row in running:
             self._make_room(row, 1)
-            row.launched += 1
+            row.launch(self._steps)
         self._launched.append((dict(self._running), [(row, row.slot) for row in drafting]))
         tokens = sum(part.count for part in prefill) + sum(len(row.source) for row in encode)
         tokens += len(running) + sum(draft.foretold for draft in drafts)
@@ -138,7 +144,7 @@ class Scheduler:
             drafts=drafts,
             proposals=proposals,
             beams=tuple(row.slot for row in beams),
-            reorder=max(map(self._reordered, beams), default=0),
+            reorder=max((row.reordered for row in beams), default=0),
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
@@ -146,6 +152,7 @@ class Scheduler:
             places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(self._masks()),
+            under_way=under_way,
         )
 
     def apply(self, result: StepResult) -> None:
@@ -207,11 +214,15 @@ class Scheduler:
             row.finished = True
             self._answer(row, time.perf_counter())
 
-    def _decodes(self, row: Row) -> bool:
-        if row.waits_for_tokens and row.launched > len(row.tokens):
-            return False
-        whole_prompt = row.prefilled == len(row.prompt) + row.resumed
-        return whole_prompt and row.launched < row.request.output_len
+    def _in_turn(self, settled: int) -> list[Row]:
+        """Rows that get a token in the next step: those whose last token came in a step up to
+        `settled`, but no more than let every stage have as many. Who has waited longest goes first.
+        """
+        rows = [row for row in self._running.values() if row.decodes]
+        if self._stages == 1:
+            return rows
+        ready = [row for row in rows if row.step <= settled]
+        return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
 
     def _masks(self) -> Iterator[TokenMask]:
         """Of the guided rows that get a token in the step that is planned."""
@@ -220,21 +231,12 @@ class Scheduler:
                 row.masked = row.launched
                 yield TokenMask(row.slot, row.guide.mask())
 
-    def _reordered(self, row: Row) -> int:
-        """How many of the generated tokens in the cache may differ between the hypotheses.
-
-        Those known to be shared a step ago still are: all that go on descend from the same.
-        """
-        if row.hypotheses is None or not self._decodes(row):
-            return 0
-        return row.launched - 1 - row.hypotheses.shared
-
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
         if self._mixed_tokens is not None:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
-        decoding = sum(map(self._decodes, self._running.values())) if joining else 0
+        decoding = sum(row.decodes for row in self._running.values()) if joining else 0
         patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
         tokens = sum(len(row.prompt) + len(row.source) for row in joining)
         enough = decoding * TOKENS_PER_DECODING_ROW
@@ -245,7 +247,7 @@ class Scheduler:
     def _grow(self) -> None:
         """Let every row have room for the token that it computes next."""
         for row in tuple(self._running.values()):
-            while row.launched >= row.fits and self._decodes(row) and not self._extend(row):
+            while row.launched >= row.fits and row.decodes and not self._extend(row):
                 self._preempt(next(each for each in reversed(self._running.values()) if each.grows))
 
     def _extend(self, row: Row) -> bool:
@@ -452,7 +454,7 @@ class Scheduler:
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled
             if row.prefilled == row.prefill_length:
-                row.launched += 1
+                row.launch(self._steps + 1)
         return parts
 
     def _drop_cancelled(self) -> None:

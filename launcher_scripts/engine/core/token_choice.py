@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import no_scores
 from launcher_scripts.engine.core.plan import Choice
+from launcher_scripts.engine.core.results import StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.engine.distributed.communicator import Communicator
@@ -31,53 +32,82 @@ class TokenChoice:
 
         The logits may be overwritten.
         """
-        if batch.choice != Choice.EAGER:
-            return batch.wanted(self.by_choice(logits, batch.slots, batch.choice))
-        if logits is None:
-            sampled = self._room(batch)
-        else:
-            ids, kernels = self._network.cache.ids, self._network.kernels
-            sampled = sample(logits, batch, self._states, ids, kernels)
-        return batch.wanted(self._everywhere(sampled, batch.slots))
+        sampled, arrive = self._shared(self.chosen(logits, batch), batch)
+        arrive()
+        return sampled
 
-    def by_choice(self, logits: Tensor | None, slots: Tensor, choice: Choice) -> Sampled:
-        """`choose` for the rows in slots [B], whose parameters the device alone looks at.
+    def give(
+        self,
+        result: StepResult,
+        slots: Sequence[int],
+        sampled: Sampled | None,
+        batch: SamplingBatch,
+    ) -> None:
+        """Put the tokens of the rows in `slots`, which come first in the batch, into the result.
+
+        sampled: what was chosen, on the last stage; on the others, whose work it is to be on with
+                 other rows meanwhile, the tokens are there when the result is settled
+        """
+        sampled, arrive = self._shared(sampled, batch)
+
+        def settle() -> None:
+            arrive()
+            result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+
+        if self._communicator.parallelism.pp_size == 1:
+            settle()
+        else:
+            result.unsettled.append(settle)
+
+    def chosen(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled | None:
+        """`choose`, known to this stage alone; None where there are no logits."""
+        if logits is None:
+            return None
+        if batch.choice != Choice.EAGER:
+            return self.by_choice(logits, batch.slots, batch.choice)
+        network = self._network
+        return sample(logits, batch, self._states, network.cache.ids, network.kernels)
+
+    def by_choice(self, logits: Tensor, slots: Tensor, choice: Choice) -> Sampled:
+        """`chosen` for the rows in slots [B], whose parameters the device alone looks at.
 
         No choice is EAGER. Log-probabilities come with all but GREEDY.
         """
         kernels, states = self._network.kernels, self._states
-        if logits is None:
-            sampled = self._tokens_room(slots.shape[0], log_probs=choice != Choice.GREEDY)
-        elif choice == Choice.GREEDY:
+        if choice == Choice.GREEDY:
             sampled = Sampled(kernels.argmax(logits))
-        else:
-            if choice == Choice.PROCESSED:
-                logits = kernels.process(logits, slots, states, self._network.cache.ids)
-            sampled = Sampled(*kernels.sample(logits, slots, states))
-        return self._everywhere(sampled, slots)
+            states.token.index_copy_(0, slots, sampled.tokens)
+            return sampled
+        if choice == Choice.PROCESSED:
+            logits = kernels.process(logits, slots, states, self._network.cache.ids)
+        return Sampled(*kernels.sample(logits, slots, states))
+
+    def _shared(
+        self, sampled: Sampled | None, batch: SamplingBatch
+    ) -> tuple[Sampled, Callable[[], None]]:
+        """The last stage's choice on every stage, and what to call before it is read."""
+        if self._communicator.parallelism.pp_size == 1 and sampled is not None:
+            return batch.wanted(sampled), _nothing
+        own = None if sampled is None else batch.wanted(sampled).copy(len(batch.rows))
+        shared = self._room(batch) if own is None else own
+        wait = self._communicator.begin_from_last_stage(shared.tensors)
+
+        def arrive() -> None:
+            wait()
+            if own is None:
+                self._states.token.index_copy_(0, batch.slots, shared.tokens)
+
+        return shared, arrive
 
     def _room(self, batch: SamplingBatch) -> Sampled:
-        """For the last stage's eager choice on another one."""
-        room = self._tokens_room(batch.slots.shape[0], log_probs=True)
-        scored = batch.scored
-        if scored is None:
-            return room
-        return replace(room, scores=no_scores(len(scored.rows), scored.count, self._device))
-
-    def _tokens_room(self, rows: int, *, log_probs: bool) -> Sampled:
+        """For what the last stage chooses, on another one."""
+        count, scored = len(batch.rows), batch.scored if batch.scored_rows else None
         return Sampled(
-            torch.empty(rows, dtype=torch.int64, device=self._device),
-            torch.empty(2, rows, device=self._device) if log_probs else None,
+            torch.empty(count, dtype=torch.int64, device=self._device),
+            torch.empty(2, count, device=self._device) if batch.wants_log_probs else None,
+            None if scored is None else no_scores(len(scored.rows), scored.count, self._device),
         )
 
-    def _everywhere(self, sampled: Sampled, slots: Tensor) -> Sampled:
-        """The last stage's choice on every stage."""
-        self._communicator.from_last_stage(sampled.tokens)
-        if sampled.log_probs is not None:
-            self._communicator.from_last_stage(sampled.log_probs)
-        if sampled.scores is not None:
-            sampled.scores.from_last_stage(self._communicator)
-        kept = sampled.log_probs is not None  # by Ops.sample, on the last stage
-        if not kept or self._communicator.parallelism.pp_size > 1:
-            self._states.token.index_copy_(0, slots, sampled.tokens)
-        return sampled
+
+def _nothing() -> None:
+    """What is here already arrives."""

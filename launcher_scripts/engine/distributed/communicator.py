@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -92,7 +92,15 @@ class Communicator:
 
     def from_last_stage(self, tensor: Tensor) -> Tensor:
         """Fill `tensor` on every pipeline stage with the last stage's values."""
+        self.begin_from_last_stage([tensor])()
         return tensor
+
+    def begin_from_last_stage(self, tensors: Sequence[Tensor]) -> Callable[[], None]:  # noqa: ARG002
+        """`from_last_stage` of several tensors, which are not used before a call of what it gives.
+
+        Exchanges are begun, and waited for, in the same order on every stage.
+        """
+        return _done
 
     def minimum(self, value: int) -> int:
         """The least `value` over all ranks."""
@@ -144,12 +152,13 @@ class ProcessGroupCommunicator(Communicator):
         self.tp_group = self._own_group(
             [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
         )
-        self._pp_group = self._own_group(
-            [
-                [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
-                for tp_rank in range(parallelism.tp_size)
-            ]
-        )
+        chains = [
+            [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
+            for tp_rank in range(parallelism.tp_size)
+        ]
+        self._pp_group = self._own_group(chains)
+        # Hidden states and tokens go different ways, so that neither waits for the other.
+        self._token_group = self._own_group(chains) if parallelism.pp_size > 1 else self._pp_group
         if not cuda:
             _let_nobody_else_in(listening_ports().keys() - others.keys())
 
@@ -237,12 +246,22 @@ class ProcessGroupCommunicator(Communicator):
             dist.recv(tensor, source, group=self._pp_group)
         return tensor
 
-    def from_last_stage(self, tensor: Tensor) -> Tensor:
-        if self.parallelism.pp_size > 1:
-            last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
-            with self.progress.exchange(f"broadcast from rank {last}", tensor.nbytes):
-                dist.broadcast(tensor, last, group=self._pp_group)
-        return tensor
+    def begin_from_last_stage(self, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        if self.parallelism.pp_size == 1:
+            return _done
+        last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
+        begun = [
+            dist.broadcast(tensor, last, group=self._token_group, async_op=True)
+            for tensor in tensors
+        ]
+
+        def wait() -> None:
+            size = sum(tensor.nbytes for tensor in tensors)
+            with self.progress.exchange(f"broadcast from rank {last}", size):
+                for work in begun:
+                    work.wait()
+
+        return wait
 
     def minimum(self, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -252,6 +271,10 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _done() -> None:
+    """Of an exchange with nobody."""
 
 
 def close_store(store: dist.TCPStore) -> None:

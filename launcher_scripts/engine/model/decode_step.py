@@ -41,17 +41,22 @@ Sublayers = Sequence[Sublayer | ParallelSublayers]
 
 
 class DecodeStep:
-    """The decoder of a rank that has all layers, one token of every row at a time.
+    """The layers of one pipeline stage of a decoder, one token of every row at a time.
 
+    Between stages travel hidden states, float32 [N, hidden].
+
+    head, embedding: on the last and on the first stage
     rotary: of all positions
+    zeros: [1, hidden], what a stage without an embedding begins with, in the compute type
     """
 
     def __init__(
         self,
         sublayers: Sublayers,
-        head: Linear,
-        embedding: Embedding,
+        head: Linear | None,
+        embedding: Embedding | None,
         rotary: RotaryTables,
+        zeros: Tensor,
         vocab_size: int,
         logits_softcap: float | None,
         history: Tensor,
@@ -59,7 +64,7 @@ class DecodeStep:
         communicator: Communicator,
     ) -> None:
         self.sublayers = sublayers
-        self.head = kernels.prepare(head)
+        self.head = None if head is None else kernels.prepare(head)
         self.embedding = embedding
         self.rotary = rotary
         self.vocab_size = vocab_size
@@ -67,8 +72,12 @@ class DecodeStep:
         self.history = history
         self.kernels = kernels
         self.communicator = communicator
-        self._tables = EmbeddingTables(embedding.tokens, embedding.first_id, embedding.positions)
-        self._norms = prepared(sublayers, self.head.norm)
+        if embedding is None:
+            self._tables = EmbeddingTables(zeros, 0, None)
+        else:
+            tokens, positions = embedding.tokens, embedding.positions
+            self._tables = EmbeddingTables(tokens, embedding.first_id, positions)
+        self._norms = prepared(sublayers, None if self.head is None else self.head.norm)
         self._windows = {each.window for each in sublayers} - {0}
 
     def forward(
@@ -90,15 +99,30 @@ class DecodeStep:
             self._norms[0],
             sources=bounds.source > 0,
         )
-        norm, scale = self.embedding.norm, self.embedding.scale
-        if self.communicator.tp_size > 1 or norm is not None or scale is not None:
+        x = self._entered(x)
+        return self._through(x, self._context(rows, bounds, lora_adapters))
+
+    def _entered(self, x: Hidden) -> Hidden:
+        """What the first layer reads, of what begin_step made."""
+        embedding = self.embedding
+        if embedding is None:
+            exact = self.communicator.from_previous_stage(x.exact)
+        elif self.communicator.tp_size == 1 and embedding.norm is None and embedding.scale is None:
+            return x
+        else:
             exact = self.communicator.tp_sum(x.exact)
-            if scale is not None:
-                exact = exact * scale
-            if norm is not None:
-                exact = self.kernels.norm(exact, norm, torch.float32)
-            x = self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
-        return through(self.sublayers, x, self._context(rows, bounds, lora_adapters), self._norms)
+            if embedding.scale is not None:
+                exact = exact * embedding.scale
+            if embedding.norm is not None:
+                exact = self.kernels.norm(exact, embedding.norm, torch.float32)
+        return self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
+
+    def _through(self, x: Hidden, context: ForwardContext[Hidden]) -> Hidden:
+        """Hidden states after the stage's last layer, also sent on."""
+        x = through(self.sublayers, x, context, self._norms)
+        if not self.communicator.is_last_stage:
+            self.communicator.to_next_stage(x.exact)
+        return x
 
     def _context(
         self, rows: StepRows, bounds: Bounds, lora_adapters: Tensor | None
@@ -122,36 +146,44 @@ class DecodeStep:
         )
 
     def prompts(self, embedded: Tensor, context: PrefillContext | MixedContext) -> Tensor:
-        """Hidden states float32 [N, hidden] after the last layer, of the new tokens' embeddings."""
-        x = self.kernels.hidden(embedded, self._norms[0], self.embedding.tokens.dtype)
-        return through(self.sublayers, x, context, self._norms).exact
+        """Hidden states float32 [N, hidden] after the last layer, of what `Stack.embed` gives of
+        the new tokens.
+        """
+        x = self.kernels.hidden(embedded, self._norms[0], self._tables.tokens.dtype)
+        return self._through(x, context).exact
 
     def logits(self, x: Hidden) -> Tensor:
-        """Float32 [B, vocab] on every rank."""
-        local = self.kernels.logits(x.exact, self.head)
+        """Float32 [B, vocab] on every rank of the last stage."""
+        local = self.kernels.logits(x.exact, self._own_head)
         logits = self.communicator.tp_concat(local)[:, : self.vocab_size]
         return capped(logits, self.logits_softcap)
 
     def greedy(self, x: Hidden, columns: RowColumns, slots: Tensor) -> Tensor:
         """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
         if self.communicator.tp_size == 1:
-            return self.kernels.choose(x, self.head, self.vocab_size, columns, slots)
+            return self.kernels.choose(x, self._own_head, self.vocab_size, columns, slots)
         tokens = self._largest_of_ranks(x)
         columns.token.index_copy_(0, slots, tokens)
         return tokens
 
     def _largest_of_ranks(self, x: Hidden) -> Tensor:
-        rows, part = x.exact.shape[0], self.head.weight.shape[0]
+        rows, part = x.exact.shape[0], self._own_head.weight.shape[0]
         if part * self.communicator.tp_size >= EXACT_IDS:
             return self.kernels.argmax(self.logits(x))
         first = self.communicator.tp_rank * part
         held = min(part, self.vocab_size - first)
         if held > 0:
-            values, places = self.kernels.largest(x, self.head, held)
+            values, places = self.kernels.largest(x, self._own_head, held)
         else:
             values = x.exact.new_full((rows,), -torch.inf)
             places = torch.zeros(rows, dtype=torch.int64, device=values.device)
         return self.kernels.largest_of_ranks(values, places + first, self.communicator)
+
+    @property
+    def _own_head(self) -> Linear:
+        if self.head is None:
+            raise RuntimeError("only the last pipeline stage has an output projection")
+        return self.head
 
     def _own_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""
@@ -181,16 +213,12 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def unsupported_reasons(
-    config: object, communicator: Communicator, layers: Iterable[LayerWeights]
-) -> list[str]:
+def unsupported_reasons(config: object, layers: Iterable[LayerWeights]) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
     Rows with IA3 do not; see RowStart.general.
     """
     found = []
-    if communicator.parallelism.pp_size > 1:
-        found.append("the layers are split into pipeline stages")
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post" or (placement != "pre" and not isinstance(config, GPTConfig)):
         found.append("norms follow the branches or the sums")

@@ -93,7 +93,9 @@ def _power_of_two(number: int) -> int:
 def encode_unsupported_reasons(weights: ModelWeights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
-    found = unsupported_reasons(weights.config, communicator, layers)
+    found = unsupported_reasons(weights.config, layers)
+    if communicator.parallelism.pp_size > 1:
+        found.append("the layers are split into pipeline stages")
     if any(each.ia3 is not None for layer in layers for each in layer.sublayers):
         found.append("IA3 works inside the layers")
     return found

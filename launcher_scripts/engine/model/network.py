@@ -88,9 +88,7 @@ class Network:
         if weights.encoder is not None:
             self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
         self._readers = [layer.cross_attention for layer in layers if layer.cross_attention]
-        self.step_unsupported_reasons = unsupported_reasons(
-            config, communicator, weights.decoder.layers.values()
-        )
+        self.step_unsupported_reasons = unsupported_reasons(config, weights.decoder.layers.values())
         self.step = self._decode_step()
         self.encode_unsupported_reasons: list[str] = []
         self.encode_step: EncodeStep | None = None
@@ -123,7 +121,7 @@ class Network:
         return encoded
 
     def prefill(self, prompts: PromptBatch, decoding: tuple[Tensor, Rows] | None = None) -> Tensor:
-        """Run the new tokens of several rows: hidden states [N, hidden].
+        """Run the new tokens of several rows: hidden states [N, hidden], also sent on.
 
         decoding: rows that run one token in the same pass, and the tokens [B]; their hidden states
                   come first, and their positions are their lengths
@@ -228,15 +226,16 @@ class Network:
         return Layer(attention, own, source, parallel)
 
     def _decode_step(self) -> DecodeStep | None:
-        config, embedding = self.weights.config, self._decoder.embedding
-        head = self.weights.head
-        if embedding is None or head is None or self.step_unsupported_reasons:
+        config, layers = self.weights.config, self.weights.decoder.layers
+        if not layers or self.step_unsupported_reasons:
             return None
+        linear = next(iter(next(iter(layers.values())).attention.linears()))
         return DecodeStep(
             self._decoder.sublayers,
-            head,
-            embedding,
+            self.weights.head,
+            self._decoder.embedding,
             self._tables(torch.arange(self.cache.capacity + 1, device=self.device)),
+            linear.weight.new_zeros(1, config.hidden_size, dtype=linear.dtype),
             config.vocab_size,
             config.logits_softcap,
             self.cache.ids,

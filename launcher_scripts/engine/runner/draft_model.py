@@ -13,13 +13,14 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Plan, PrefillPart, Proposal, RowStart
+from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row_state import RowStates
 
 
 class DraftModel:
     """One rank of it. launch: has its runner carry out a plan;  states: those of its rows"""
 
-    def __init__(self, launch: Callable[[Plan], object], states: RowStates) -> None:
+    def __init__(self, launch: Callable[[Plan], StepResult], states: RowStates) -> None:
         self._launch = launch
         self._states = states
 
@@ -41,7 +42,7 @@ class DraftModel:
                 longest=max((each.past + 1 for each in single), default=0),
                 copies=plan.copies,
             )
-        )
+        ).settle()
         asked = [each for each in plan.proposals if each.count]
         if not asked:
             return None
@@ -54,7 +55,7 @@ class DraftModel:
                     decode=tuple(each.slot for each in going_on),
                     longest=max(each.past + len(each.ids) for each in going_on) + place,
                 )
-            )
+            ).settle()
             tokens.append(self._states.token[slots])
         return torch.stack(tokens, 1)
 

@@ -14,7 +14,7 @@ from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.core.context_results import ContextResults
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Bounds, Choice, PrefillPart, RowStart, StepShape
-from launcher_scripts.engine.core.results import StepResult, TokenCopy
+from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
@@ -67,12 +67,11 @@ class Prefill:
         self._device = device
         self._context = ContextResults(network, communicator, device)
         self._nowhere = Nowhere(network.cache.scratch, states.padding_slot)
-        self._same_layers = communicator.parallelism.pp_size == 1 and network.replays_prompts
-        self._graphs = graphs if self._same_layers else None
+        self._graphs = graphs if network.replays_prompts else None
 
     def mixes(self, rows: Sequence[RowStart]) -> bool:
         """Whether rows may decode in the pass over these rows' prompts."""
-        return self._same_layers and _alike(rows)
+        return self._network.replays_prompts and _alike(rows)
 
     def run(
         self,
@@ -113,11 +112,12 @@ class Prefill:
             return self._network.logits(hidden) if self._communicator.is_last_stage else None
         packed = prompts.to_device(self._device, self._nowhere, sizes)
 
-        def step(packed: Tensor) -> Tensor:
-            batch = unpacked(packed, sizes, prompts.spans)
-            return self._network.logits(self._network.prefill(batch))
+        def step(packed: Tensor) -> Tensor | None:
+            hidden = self._network.prefill(unpacked(packed, sizes, prompts.spans))
+            return self._network.logits(hidden) if self._communicator.is_last_stage else None
 
-        return self._graphs.run(("drafts", sizes), packed, step)[: prompts.tokens]
+        logits = self._graphs.run(("drafts", sizes), packed, step)
+        return None if logits is None else logits[: prompts.tokens]
 
     def shapes_to_record(self) -> list[StepShape]:
         """The passes that requests may need, where they are CUDA graphs; short ones first."""
@@ -157,14 +157,16 @@ class Prefill:
 
     def _step_of(
         self, sizes: Sizes, spans: VarlenBatch, longest: int, choice: Choice
-    ) -> Callable[[Tensor], Sampled | Tensor]:
+    ) -> Callable[[Tensor], Sampled | Tensor | None]:
         """A pass over a packed batch: the tokens that follow or, where rows choose eagerly, the
-        logits of the rows that get one.
+        logits of the rows that get one; None but on the last stage.
         """
 
-        def step(packed: Tensor) -> Sampled | Tensor:
+        def step(packed: Tensor) -> Sampled | Tensor | None:
             prompts = unpacked(packed, sizes, spans)
             hidden = self._forward(prompts, longest)
+            if not self._communicator.is_last_stage:
+                return None
             logits = self._network.logits(hidden[prompts.last])
             if choice == Choice.EAGER:
                 return logits
@@ -199,11 +201,8 @@ class Prefill:
         if not rows:
             return
         if isinstance(made, Tensor):
-            sampled = self._choice.choose(made[: len(rows)], batch)
-        else:
-            sampled = batch.wanted(made)
-        slots = [row.slot for row in rows]
-        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+            made = self._choice.chosen(made[: len(rows)], batch)
+        self._choice.give(result, [row.slot for row in rows], made, batch)
 
     def _hidden(self, prompts: PackedPrompts) -> Tensor:
         """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel."""
@@ -241,9 +240,8 @@ class Prefill:
         if not rows:
             return
         batch = SamplingBatch(list(rows.values()), self._device)
-        sampled = self._choice.choose(self._logits_at(hidden, list(rows)), batch)
-        slots = [row.slot for row in rows.values()]
-        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+        sampled = self._choice.chosen(self._logits_at(hidden, list(rows)), batch)
+        self._choice.give(result, [row.slot for row in rows.values()], sampled, batch)
 
     def _first_beams(
         self, hidden: Tensor, rows: Mapping[int, RowStart], result: StepResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from launcher_scripts.engine.core.beam_search import BeamBatch, BeamSearch, Candidates
 from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Bounds, Choice, Plan, RowStart, StepShape
-from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult, TokenCopy
+from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
@@ -70,6 +71,7 @@ class Runner:
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
         self.draft = draft
         self._draft_model = None if draft is None else DraftModel(draft.launch, draft.states)
+        self._unsettled: deque[StepResult] = deque()
 
     @property
     def mixed_tokens(self) -> Callable[[int], int] | None:
@@ -81,7 +83,15 @@ class Runner:
         """Launch one step; on CUDA this returns before the device has finished."""
         self._rows.update({row.slot: row for row in plan.starts})
         self.communicator.progress.expect(*plan.size(self._rows))
-        return self.launch(plan)
+        self._settle(plan.under_way)
+        result = self.launch(plan)
+        self._unsettled.append(result)
+        return result
+
+    def _settle(self, under_way: int) -> None:
+        """Have the tokens of all steps but so many of the last ones."""
+        while len(self._unsettled) > under_way:
+            self._unsettled.popleft().settle()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepResult:
@@ -152,6 +162,7 @@ class Runner:
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
+        self._settle(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for each in (self, self.draft):
@@ -189,19 +200,21 @@ class Runner:
     def _decode(self, slots: tuple[int, ...], bounds: Bounds, result: StepResult) -> None:
         batch = self._batches.plain(slots)
         if self._graphs is None:
-            sampled = self._choice.choose(self._forward_step(batch.slots, bounds), batch)
+            sampled = self._choice.chosen(self._forward_step(batch.slots, bounds), batch)
         else:
             sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(bounds))
-        result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+        self._choice.give(result, slots, sampled, batch)
 
-    def _decode_on_graph(self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds) -> Sampled:
+    def _decode_on_graph(
+        self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds
+    ) -> Sampled | None:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
         key = (batch.slots.shape[0], bounds, batch.choice)
         if batch.choice == Choice.EAGER:
             logits = graphs.run(key, batch.slots, partial(self._forward_step, bounds=bounds))
-            return self._choice.choose(logits, batch)
+            return self._choice.chosen(logits, batch)
         step = partial(self.token_step, bounds=bounds, choice=batch.choice)
-        return batch.wanted(graphs.run(key, batch.slots, step))
+        return graphs.run(key, batch.slots, step)
 
     def _record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
@@ -243,8 +256,8 @@ class Runner:
         plain = len(plan.decode)
         if mixed.plain is not None:
             own = None if logits is None else logits[:plain]
-            sampled = self._choice.choose(own, mixed.plain)
-            result.tokens.append(TokenCopy(plan.decode, sampled, mixed.plain.scored_rows))
+            sampled = self._choice.chosen(own, mixed.plain)
+            self._choice.give(result, plan.decode, sampled, mixed.plain)
         rest = None if logits is None else logits[plain:]
         result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
 
@@ -265,21 +278,25 @@ class Runner:
         logits = self._forward_step(slots, bounds)
         return self.beams.go_on(logits, batch.on(slots), bounds.own, reorder)
 
-    def token_step(self, slots: Tensor, bounds: Bounds, choice: Choice) -> Sampled:
-        """One token of every row in slots [B], which is not chosen eagerly."""
+    def token_step(self, slots: Tensor, bounds: Bounds, choice: Choice) -> Sampled | None:
+        """One token of every row in slots [B], not chosen eagerly; None but on the last stage."""
         step = self.decoder.step
         if choice == Choice.GREEDY and step is not None and not bounds.general:
             columns = self.states.columns
             hidden = step.forward(columns, slots, bounds, self._lora_adapters(slots, bounds))
+            if not self.communicator.is_last_stage:
+                return None
             return Sampled(step.greedy(hidden, columns, slots))
-        return self._choice.by_choice(self._forward_step(slots, bounds), slots, choice)
+        logits = self._forward_step(slots, bounds)
+        return None if logits is None else self._choice.by_choice(logits, slots, choice)
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
         states, step = self.states, self.decoder.step
         adapters = self._lora_adapters(slots, bounds)
         if step is not None and not bounds.general:
-            return step.logits(step.forward(states.columns, slots, bounds, adapters))
+            x = step.forward(states.columns, slots, bounds, adapters)
+            return step.logits(x) if self.communicator.is_last_stage else None
         start, length, positions = states.start[slots], states.length[slots], None
         if bounds.general:
             positions = length + states.dropped[slots]
