@@ -15,9 +15,10 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.jobs.metrics import load
+from tests.engine.small_models import random_tensors, write_checkpoint
 from tests.processes import wait_for
 from tests.server.processes import running
-from tests.server.repositories import END_ID, export
+from tests.server.repositories import END_ID, export, text_config
 from tests.server.requests import Client, ids_request
 
 pytestmark = pytest.mark.skipif(
@@ -31,8 +32,10 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("metrics")
-    settings = export(folder, enable_prefix_caching=True)
+    """A model whose draft model is its twin."""
+    folder, config = tmp_path_factory.mktemp("metrics"), text_config()
+    draft = write_checkpoint(folder / "draft", config, random_tensors(config), 1)
+    settings = export(folder, config, enable_prefix_caching=True, draft_model_dir=str(draft))
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -136,6 +139,19 @@ def test_drafts_change_no_token_and_are_counted(served: dict[str, Any]) -> None:
     wait_for(lambda: value(samples(served), tried) > value(before, tried))
     found = samples(served)
     assert 0 <= value(found, came) - value(before, came) <= value(found, tried)
+
+
+def test_a_draft_model_proposes_tokens_to_a_server(served: dict[str, Any]) -> None:
+    asked = ids_request([(31, 5, 77)], 24)
+    before = samples(served)
+    drafts = {"num_speculative_tokens": np.array([[4]], np.uint32)}
+    with Client(served, "grpc") as client:
+        texts = [client.infer("tiny", **asked, **more) for more in ({}, drafts)]
+    assert len({text["output_ids"].tobytes() for text in texts}) == 1
+    count = int(texts[0]["sequence_length"].item()) - 3
+    assert count > 8  # the first of them come from no draft
+    came = names.ACCEPTED_TOKENS
+    wait_for(lambda: value(samples(served), came) - value(before, came) >= count // 2)
 
 
 def test_buckets_are_cumulative_and_the_last_has_all(served: dict[str, Any]) -> None:
