@@ -24,6 +24,7 @@ class TokenChoice:
     ) -> None:
         self._network = network
         self._communicator = communicator
+        self._stages = communicator.parallelism.pp_size
         self._states = states
         self._device = device
 
@@ -45,8 +46,8 @@ class TokenChoice:
     ) -> None:
         """Put the tokens of the rows in `slots`, which come first in the batch, into the result.
 
-        sampled: what was chosen, on the last stage; on the others, whose work it is to be on with
-                 other rows meanwhile, the tokens are there when the result is settled
+        sampled: what was chosen, on the last stage. Other stages do not wait for it here: they have
+                 the tokens when the result is settled
         """
         sampled, arrive = self._shared(sampled, batch)
 
@@ -54,7 +55,7 @@ class TokenChoice:
             arrive()
             result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
-        if self._communicator.parallelism.pp_size == 1:
+        if self._stages == 1:
             settle()
         else:
             result.unsettled.append(settle)
@@ -86,9 +87,9 @@ class TokenChoice:
         self, sampled: Sampled | None, batch: SamplingBatch
     ) -> tuple[Sampled, Callable[[], None]]:
         """The last stage's choice on every stage, and what to call before it is read."""
-        if self._communicator.parallelism.pp_size == 1 and sampled is not None:
-            return batch.wanted(sampled), _nothing
-        own = None if sampled is None else batch.wanted(sampled).copy(len(batch.rows))
+        own = None if sampled is None else batch.wanted(sampled)
+        if own is not None and self._stages > 1:
+            own = own.copy(len(batch.rows))
         shared = self._room(batch) if own is None else own
         wait = self._communicator.begin_from_last_stage(shared.tensors)
 
@@ -107,7 +108,3 @@ class TokenChoice:
             torch.empty(2, count, device=self._device) if batch.wants_log_probs else None,
             None if scored is None else no_scores(len(scored.rows), scored.count, self._device),
         )
-
-
-def _nothing() -> None:
-    """What is here already arrives."""
