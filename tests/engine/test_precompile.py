@@ -20,6 +20,7 @@ from launcher_scripts.engine import engine as engine_module
 from launcher_scripts.engine.core.plan import Choice, Plan
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner import kernel_precompiler as precompile
+from launcher_scripts.engine.runner import prefill, prompt_batch
 from launcher_scripts.engine.runner.kernel_precompiler import (
     EagerGraphs,
     KernelPrecompiler,
@@ -49,6 +50,8 @@ __all__ = ["hopper"]
 
 GPU = torch.device("cuda")
 CONFIG = small_config(hidden_size=64, num_heads=1, num_kv_heads=1, head_size=64, max_positions=128)
+ALL_BUCKETS = prompt_batch.TOKEN_BUCKETS
+FEW_BUCKETS = (ALL_BUCKETS[0], ALL_BUCKETS[2], ALL_BUCKETS[-1])
 NOTE = "the first kernels are compiled"
 LORA = Adapters(
     lora_names=("sql", "law"),
@@ -98,6 +101,24 @@ def traced(model: ModelConfig, **more: object) -> set[tuple[str, str]]:
     return found
 
 
+def set_buckets(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    for module in (prefill, prompt_batch):
+        monkeypatch.setattr(module, "TOKEN_BUCKETS", sizes)
+
+
+@pytest.fixture(autouse=True)
+def few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of prompts of every size takes seconds."""
+    set_buckets(monkeypatch, FEW_BUCKETS)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_sizes_of_prompts_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = traced(CONFIG)
+    set_buckets(monkeypatch, ALL_BUCKETS)
+    assert traced(CONFIG) == few
+
+
 INT8, FP8 = {"quantization": "int8"}, {"quantization": "fp8"}
 KEPT_FP8 = {"kv_cache_dtype": "fp8"}
 
@@ -106,10 +127,8 @@ KEPT_FP8 = {"kv_cache_dtype": "fp8"}
     ("name", "kind"),
     [
         ("126m", {}),
-        ("126m", KEPT_FP8),
-        ("1.3b-modern", INT8),
-        ("1.3b-modern", FP8),
-        ("t5-base", {}),
+        ("1.3b-modern", FP8 | KEPT_FP8),
+        ("t5-base", INT8),
     ],
 )
 def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
@@ -167,8 +186,14 @@ def named(launches: set[tuple[str, str]]) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in launches}
 
 
-@pytest.mark.parametrize("kind", [{}, INT8, FP8, KEPT_FP8], ids=str)
-@pytest.mark.parametrize("family", ["gpt", "t5"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("gpt", kind) for kind in ({}, INT8, FP8, KEPT_FP8)),
+        *(("t5", kind) for kind in ({}, INT8, FP8 | KEPT_FP8)),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("hopper")
 def test_tensors_with_values_need_the_same_kernels(
     monkeypatch: pytest.MonkeyPatch, family: str, kind: dict[str, str]
@@ -201,11 +226,23 @@ def compiled(hopper: Hopper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def few_kernels(folder: Path) -> EngineSettings:
-    """An engine of one row in float32."""
+    """An engine of one row."""
     write_checkpoint(folder, CONFIG, random_tensors(CONFIG), 1)
-    return EngineSettings(folder, device="cpu", max_batch_size=1)
+    return EngineSettings(folder, data_type="bf16", device="cpu", max_batch_size=1)
 
 
+@pytest.fixture
+def greedy_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that sample take the most time to compile."""
+    shapes = Runner.shapes_to_record
+    monkeypatch.setattr(
+        Runner,
+        "shapes_to_record",
+        lambda runner: [each for each in shapes(runner) if each.choice == Choice.GREEDY],
+    )
+
+
+@pytest.mark.usefixtures("greedy_steps_alone")
 def test_an_engine_waits_for_its_kernels(
     hopper: Hopper, compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

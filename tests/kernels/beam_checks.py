@@ -25,7 +25,7 @@ from tests.kernels.kernel_checks import (
 )
 
 SEARCHES, EXTENT, PROMPT = 3, 24, 5
-VOCAB = 2500 if INTERPRETED else 128256
+VOCAB = 1500 if INTERPRETED else 128256
 END = 7
 
 
@@ -77,8 +77,10 @@ def distinct_logits(rows: int, vocab: int) -> torch.Tensor:
     return (order.float() / vocab * 8)[:, :vocab]
 
 
-@pytest.mark.parametrize("vocab", [9, 40, VOCAB])
-@pytest.mark.parametrize("width", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("width", "vocab"),
+    [(1, 9), (1, VOCAB), (3, 9), (3, 40), (4, VOCAB), (8, 9), (8, 40), (8, VOCAB)],
+)
 def test_rankings(width, vocab):
     """Ends are among the best, tokens are few or many, and some may not come."""
     logits = distinct_logits((SEARCHES + 1) * width, vocab)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from tests.kernels.kernel_checks import (
 # First cache token, tokens there before, new tokens: short and long rows, begun and new ones.
 SPANS = ((300, 0, 70), (2, 130, 3), (500, 0, 1), (150, 63, 65), (380, 0, 64))
 
+KINDS = ("plain", "alibi", "relative", "window", "wide window", "softcap")
+GROUPED, OTHERS = (Heads(4, 2, 12),), (Heads(2, 2, 16), Heads(2, 1, 160))
+
 
 def filled_cache(heads: Heads, dtype: torch.dtype):
     """Values where the rows of SPANS have tokens, NaN elsewhere."""
@@ -42,12 +46,13 @@ def with_tiles(spans: VarlenBatch) -> VarlenBatch:
     return replace(spans, tiles=torch.tensor(rows, device=DEVICE))
 
 
-@pytest.mark.parametrize("kind", ["plain", "alibi", "relative", "window", "wide window", "softcap"])
 @pytest.mark.parametrize(
-    "heads", [Heads(4, 2, 12), Heads(2, 2, 16), Heads(2, 1, 160)], ids=["grouped", "plain", "wide"]
+    ("types", "heads", "kind"),
+    [*product(CACHES[::3], GROUPED, KINDS), *product(CACHES, OTHERS, ("plain", "window"))],
+    ids=str,
 )
-@pytest.mark.parametrize(("dtype", "kept"), CACHES)
-def test_prompt_attention(dtype, kept, heads, kind):
+def test_prompt_attention(types, heads, kind):
+    dtype, kept = types
     cache = filled_cache(heads, kept)
     spans = VarlenBatch(SPANS)
     query = random(270, heads.num_heads, heads.head_size, dtype=dtype)

@@ -37,7 +37,6 @@ from tests.kernels.kernel_checks import (  # noqa: E402
 )
 
 pytestmark = kernel_checks.pytestmark
-NORMS = ["layernorm", "rmsnorm", None]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 BOTH = pytest.mark.parametrize("quantization", list(BYTE_TYPES))
 
@@ -85,9 +84,8 @@ def test_the_general_operations(quantization, rows, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("kind", "size"), kernel_checks.NORMS_AND_SIZES)
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_project_hidden(quantization, rows, kind, dtype, size):
     linear = make_linear(
@@ -102,8 +100,7 @@ def test_project_hidden(quantization, rows, kind, dtype, size):
 
 @BOTH
 @pytest.mark.parametrize("dtype", DOT_TYPES)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize(("kind", "gated"), [("layernorm", True), ("rmsnorm", False)])
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_expand(quantization, rows, kind, gated, dtype):
     size = SIZES[1]

@@ -21,7 +21,9 @@ from tests.kernels.kernel_checks import (
     pytestmark,  # noqa: F401 - pytest reads it
 )
 
-LENGTHS = (70, 1, 9)
+# A prompt of few tokens, for the kernels of few rows, and prompts of many in all.
+LENGTHS = {1: (22,), 3: (70, 1, 9)}
+LONGEST = 70
 EXTENT = 80
 RMS = {
     "position_embedding": "rope",
@@ -73,13 +75,13 @@ def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor
     adapters = bool(adapters_of(network.config).lora_names)
     starts = [
         RowStart(slot, slot * EXTENT, ids, -1, stride=EXTENT)
-        for slot, ids in enumerate(tuple(range(3, 3 + length % 60)) for length in LENGTHS[:rows])
+        for slot, ids in enumerate(tuple(range(3, 3 + length % 60)) for length in LENGTHS[rows])
     ]
     starts = [
         RowStart(
             row.slot,
             row.start,
-            (row.ids * 70)[: LENGTHS[row.slot]],
+            (row.ids * LONGEST)[: LENGTHS[rows][row.slot]],
             -1,
             GenerateRequest((), 0, lora_adapter=(1, None, 0)[row.slot] if adapters else None),
         )
@@ -95,7 +97,7 @@ def logits_of(network: Network, runner: object, rows: int) -> tuple[torch.Tensor
     runner.states.token[:rows] = torch.arange(rows)
     step = network.step
     chosen = runner.states.lora_adapter[slots] if adapters else None
-    bounds = Bounds(max(LENGTHS) + 1, lora=adapters)
+    bounds = Bounds(LONGEST + 1, lora=adapters)
     return last, step.logits(step.forward(runner.states.columns, slots, bounds, chosen))
 
 

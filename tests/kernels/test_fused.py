@@ -29,7 +29,12 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @needs_triton
 @pytest.mark.parametrize("checks", CHECKS)
 def test_interpreted_kernels_equal_the_reference(checkout, checks):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(checkout)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(checkout),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to load than some checks
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *PLUGIN, *INTERPRETER_WARNINGS, FOLDER / checks],
         env=environment,
