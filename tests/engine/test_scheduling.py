@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future, wait
 
@@ -266,6 +267,32 @@ def test_a_lone_row_waits_for_no_other_stages_rows():
     scheduler.apply(answer(first))
     second = scheduler.plan()
     assert (given(second), second.under_way) == ([0], 0)
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_rows_that_wait_for_their_tokens_share_steps(plain):
+    """They came one after the other, while a step was always under way."""
+    scheduler = Scheduler(
+        slots=8, cache_tokens=400, prefill_tokens=3, mixed_tokens=lambda decoding: 3
+    )
+    waiting = [row(3, 20) for _ in range(4)]
+    for each in waiting:
+        each.waits_for_tokens = True
+    for each in [*(row(3, 60) for _ in range(plain)), *waiting]:
+        scheduler.add(each)
+    launched: deque[Plan] = deque()
+    decoded = []
+    while not all(each.finished for each in waiting):
+        plan = scheduler.plan()
+        if plan is not None:
+            launched.append(plan)
+            decoded.append({*plan.decode} & {each.slot for each in waiting})
+        if plan is None or len(launched) > 1:
+            scheduler.apply(answer(launched.popleft()))
+    steps = [slots for slots in decoded if slots]
+    assert [len(each.tokens) for each in waiting] == [20] * 4
+    assert len([slots for slots in steps if len(slots) == 4]) >= 14
+    assert len(steps) <= 24
 
 
 def test_no_row_is_launched_past_its_length():

@@ -142,6 +142,11 @@ class Row:
         return whole_prompt and self.launched < self.request.output_len
 
     @property
+    def awaits_decode_step(self) -> bool:
+        """Whether it is in a decode step, not seen yet, that depended on the tokens before."""
+        return self.waits_for_tokens and self.launched > len(self.tokens) > self.resumed
+
+    @property
     def reordered(self) -> int:
         """Of a beam search that has been launched: how many of the generated tokens in the cache
         may differ between the hypotheses.

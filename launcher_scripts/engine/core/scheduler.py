@@ -215,12 +215,17 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _in_turn(self, settled: int) -> list[Row]:
-        """Rows that get a token in the next step: those whose last token came in a step up to
-        `settled`, but no more than let every stage have as many. Who has waited longest goes first.
+        """Rows that get a token in the next step. Where there are several stages: those whose last
+        token came in a step up to `settled`, but no more than let every stage have as many. Who has
+        waited longest goes first.
+
+        Rows that wait for their tokens get them in the same steps: if they took turns, each would
+        wait for two steps.
         """
         rows = [row for row in self._running.values() if row.decodes]
         if self._stages == 1:
-            return rows
+            busy = any(row.awaits_decode_step for row in self._running.values())
+            return [row for row in rows if not (busy and row.waits_for_tokens)]
         ready = [row for row in rows if row.step <= settled]
         return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
 
