@@ -14,6 +14,7 @@ from launcher_scripts.engine.runner.prompt_batch import (
     Nowhere,
     PackedPrompts,
     Sizes,
+    bucket_sizes,
     unpacked,
 )
 from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
@@ -129,9 +130,28 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])
 
 
-@pytest.mark.parametrize(("lengths", "bucket"), [([2048], 2048), ([2049], None), ([1] * 17, None)])
-def test_larger_steps_fit_no_bucket(lengths, bucket):
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "places"),
+    [
+        ([2048], 2048, 1),
+        ([1] * 16, 64, 16),
+        ([2] * 17, 64, 24),
+        ([5] * 32, 192, 32),
+        ([1] * 60, 64, 64),
+        ([20] * 50, 1024, 64),
+    ],
+)
+def test_buckets_have_places_for_all_rows(lengths, tokens, places):
+    sizes = bucket_of(lengths)
+    assert sizes == bucket_sizes(tokens, places)
+
+
+def test_larger_steps_fit_no_bucket():
+    assert bucket_of([2049]) is None
+
+
+def bucket_of(lengths: list[int]) -> Sizes | None:
+    """Of a pass over whole prompts of these lengths."""
     rows = [started(slot, 3000 * slot, length) for slot, length in enumerate(lengths)]
     parts = [PrefillPart(row.slot, 0, len(row.ids)) for row in rows]
-    sizes = PackedPrompts(rows, parts).bucket(8)
-    assert (sizes and sizes.tokens) == bucket
+    return PackedPrompts(rows, parts).bucket(8)

@@ -79,15 +79,15 @@ def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
     decoding: rows that decode in the same pass, filled up to already
     """
     filled = next((size for size in TOKEN_BUCKETS if tokens + decoding <= size), None)
-    if filled is None or rows > several_rows(filled):
+    if filled is None:
         return None
-    places = several_rows(filled) if rows > 1 else 1
+    places = max(several_rows(filled), bucket_rows(rows, filled)) if rows > 1 else 1
     return bucket_sizes(filled - decoding, places)._replace(decoding=decoding)
 
 
 def several_rows(tokens: int) -> int:
     """What the rows of prompts in a pass of so many tokens are filled up to, where they are more
-    than one.
+    than one; more than so many, of a few tokens each, have buckets of their own.
     """
     return max(16, tokens // 32)
 
