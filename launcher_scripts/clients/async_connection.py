@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.clients.connection import GRPC_ARGUMENTS, NUMPY_TYPES
+from launcher_scripts.clients.connection import GRPC_ARGUMENTS, infer_inputs, infer_outputs
 from launcher_scripts.config.security import ClientTls
 
 ServerFailure = InferenceServerException
@@ -64,7 +63,7 @@ class TritonServer:
     ) -> dict[str, Any]:
         """The answer of a model that gives one."""
         answer = await self._client.infer(
-            model, _inputs(tensors), outputs=_outputs(outputs), **more
+            model, infer_inputs(triton, tensors), outputs=infer_outputs(triton, outputs), **more
         )
         return _arrays(answer)
 
@@ -76,8 +75,8 @@ class TritonServer:
         async def once() -> AsyncGenerator[dict[str, Any], None]:
             yield {
                 "model_name": model,
-                "inputs": _inputs(tensors),
-                "outputs": _outputs(outputs),
+                "inputs": infer_inputs(triton, tensors),
+                "outputs": infer_outputs(triton, outputs),
                 **more,
             }
 
@@ -92,20 +91,6 @@ class TritonServer:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _inputs(tensors: Mapping[str, Any]) -> list[Any]:
-    names = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items()}
-    inputs = []
-    for name, array in tensors.items():
-        tensor = triton.InferInput(name, list(array.shape), names[array.dtype])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    return inputs
-
-
-def _outputs(names: Sequence[str]) -> list[Any]:
-    return [triton.InferRequestedOutput(name) for name in names]
 
 
 def _arrays(answer: Any) -> dict[str, Any]:

@@ -36,6 +36,8 @@ NUMPY_TYPES = {
     "BYTES": np.object_,
 }
 BFLOAT16 = "bfloat16"  # BF16's name; numpy has no such type of its own
+TRITON_TYPES = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
+TRITON_TYPES[BFLOAT16] = "BF16"
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -105,8 +107,8 @@ class HttpConnection:
         pending = self._pending.spawn(
             self._client.infer,
             model_name,
-            _infer_inputs(self._module, tensors),
-            outputs=_infer_outputs(self._module, outputs),
+            infer_inputs(self._module, tensors),
+            outputs=infer_outputs(self._module, outputs),
             **(step.arguments() if step else {}),
         )
 
@@ -117,6 +119,10 @@ class HttpConnection:
             return {name: result.as_numpy(name) for name in names}
 
         return answer
+
+    def infer(self, model_name: str, *request: Any) -> Tensors:
+        """The outputs of one request; see submit."""
+        return self.submit(model_name, *request)()
 
     def submit_streamed(self, model_name: str, *_: object) -> Callable[[], Tensors]:
         raise _grpc_alone(model_name)
@@ -197,9 +203,9 @@ class GrpcConnection:
 
         self._client.async_infer(
             model_name,
-            _infer_inputs(self._module, tensors),
+            infer_inputs(self._module, tensors),
             callback=done,
-            outputs=_infer_outputs(self._module, outputs),
+            outputs=infer_outputs(self._module, outputs),
             client_timeout=self._timeout,
             **(step.arguments() if step else {}),
         )
@@ -208,6 +214,23 @@ class GrpcConnection:
             return _received(future.result(), outputs)
 
         return answer
+
+    def infer(
+        self,
+        model_name: str,
+        tensors: Tensors,
+        outputs: Sequence[str] | None,
+        step: SequenceStep | None = None,
+    ) -> Tensors:
+        """As submit, but the thread waits for the answer, for which no other one is started."""
+        result = self._client.infer(
+            model_name,
+            infer_inputs(self._module, tensors),
+            outputs=infer_outputs(self._module, outputs),
+            client_timeout=self._timeout,
+            **(step.arguments() if step else {}),
+        )
+        return _received(result, outputs)
 
     def submit_streamed(
         self,
@@ -251,8 +274,8 @@ class GrpcConnection:
             )
             client.async_stream_infer(
                 model_name,
-                _infer_inputs(self._module, tensors),
-                outputs=_infer_outputs(self._module, outputs),
+                infer_inputs(self._module, tensors),
+                outputs=infer_outputs(self._module, outputs),
                 enable_empty_final_response=True,
                 **(step.arguments() if step else {}),
             )
@@ -325,17 +348,15 @@ def _ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
     return sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
 
 
-def _infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None:
+def infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None:
     return None if names is None else [module.InferRequestedOutput(name) for name in names]
 
 
-def _infer_inputs(module: Any, tensors: Tensors) -> list[Any]:
-    """The tensors as `module`'s (tritonclient.http or .grpc) inputs."""
-    names = {np.dtype(kind).name: name for name, kind in NUMPY_TYPES.items()}
-    names[BFLOAT16] = "BF16"
+def infer_inputs(module: Any, tensors: Mapping[str, Any]) -> list[Any]:
+    """The tensors as inputs of `module`: tritonclient.http, .grpc or .grpc.aio."""
     inputs = []
     for name, array in tensors.items():
-        tensor = module.InferInput(name, list(array.shape), names[array.dtype.name])
+        tensor = module.InferInput(name, list(array.shape), TRITON_TYPES[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs

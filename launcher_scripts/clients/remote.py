@@ -90,7 +90,12 @@ class RemoteServer:
 
         Raises ServerError when the server refuses the request or is gone.
         """
-        return self.submit(model_name, tensors, outputs, step)()
+        if self.streams(model_name):
+            return self.submit(model_name, tensors, outputs, step)()
+        return self._asked(
+            lambda: self._connection.infer(model_name, tensors, outputs, step),
+            f"model {model_name}",
+        )
 
     def submit(
         self,

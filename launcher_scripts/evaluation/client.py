@@ -70,6 +70,12 @@ class SpreadServer:
 
         return outputs_of_server
 
+    def infer(
+        self, model_name: str, tensors: Tensors, outputs: Sequence[str] | None = None
+    ) -> Tensors:
+        """Submit, and wait for the answer."""
+        return self.submit(model_name, tensors, outputs)()
+
     def close(self) -> None:
         for server in self._servers:
             server.close()
@@ -127,7 +133,9 @@ class Client:
         Raises ServerError when the server refuses the request or is gone, RequestError when the
         rows do not fit into one request.
         """
-        return self._submit(rows)()
+        tensors = request_tensors(rows, self.model_type)
+        names = output_names(rows, self.model_type)
+        return row_outputs(rows, self._server.infer(self.model_name, tensors, names))
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8

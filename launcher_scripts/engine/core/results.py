@@ -194,7 +194,7 @@ def _event_behind(copied: Tensor) -> torch.cuda.Event | None:
     if not copied.is_cuda:
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(copied.device))  # without a device it is looked up
     return event
 
 

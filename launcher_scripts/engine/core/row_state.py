@@ -133,8 +133,8 @@ class RowStates:
         ).t()
         floats = torch.tensor([_floats(row, slot) for row, slot, _ in places]).t()
         slots = slots.to(self.device, non_blocking=True)
-        self._integers[:, slots] = integers.to(self.device, non_blocking=True)
-        self._floats[:, slots] = floats.to(self.device, non_blocking=True)
+        self._integers.index_copy_(1, slots, integers.to(self.device, non_blocking=True))
+        self._floats.index_copy_(1, slots, floats.to(self.device, non_blocking=True))
         self._set_lists([row for row in rows if not row.beams and row.fits_columns])
 
     def _set_lists(self, rows: Sequence[RowStart]) -> None:

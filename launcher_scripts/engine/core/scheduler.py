@@ -76,6 +76,7 @@ class Scheduler:
         self._steps = 0
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
+        self._reading: dict[int, Row] = {}  # those of them whose prompts have not been launched
         self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
         self._moves: list[Move] = []
         self._copies: list[Copy] = []
@@ -112,7 +113,7 @@ class Scheduler:
         self._moves, self._copies, self._moved = [], [], []
         self._drop_cancelled()
         self._grow()
-        for row in self._running.values():
+        for row in self._reading.values():
             if not row.begun:  # before rows that are admitted now, so that it never waits for them
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
@@ -215,17 +216,15 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _in_turn(self, settled: int) -> list[Row]:
-        """Rows that get a token in the next step. Where there are several stages: those whose last
-        token came in a step up to `settled`, but no more than let every stage have as many. Who has
-        waited longest goes first.
-
-        Rows that wait for their tokens get them in the same steps: if they took turns, each would
-        wait for two steps.
+        """Rows that get a token in the next step. Those that wait for their tokens go together: if
+        they took turns, each would wait for two steps. Of several stages each has as many rows, of
+        those whose last token came in a step up to `settled`, who has waited longest first.
         """
         rows = [row for row in self._running.values() if row.decodes]
         if self._stages == 1:
-            busy = any(row.awaits_decode_step for row in self._running.values())
-            return [row for row in rows if not (busy and row.waits_for_tokens)]
+            waiting = [row for row in self._running.values() if row.waits_for_tokens]
+            busy = any(row.awaits_decode_step for row in waiting)
+            return [row for row in rows if not row.waits_for_tokens] if busy else rows
         ready = [row for row in rows if row.step <= settled]
         return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
 
@@ -352,7 +351,7 @@ class Scheduler:
             found = self._find(row)
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
-        self._running[row.slot] = row
+        self._running[row.slot] = self._reading[row.slot] = row
         self._statistics.admit(row, time.perf_counter())
         self._make_room(row, row.prefill_length)
         starts.append(row)
@@ -426,7 +425,7 @@ class Scheduler:
         """Rows whose sources the encoder reads now, those of one length side by side."""
         chosen: list[Row] = []
         budget = self._prefill_tokens
-        for row in self._running.values():
+        for row in self._reading.values():
             if not row.source or row.encoded:
                 continue
             if chosen and len(row.source) > budget:
@@ -446,12 +445,13 @@ class Scheduler:
     def _plan_prefill(self, budget: int) -> list[PrefillPart]:
         """The next tokens of prompts, no more than `budget`."""
         parts = []
-        for row in self._running.values():
+        for row in tuple(self._reading.values()):
             count = min(row.prefill_length - row.prefilled, budget)
             if count <= 0 or not row.begun or (row.source and not row.encoded):
                 continue
             if row.begins_decoding:
                 row.prefilled = count
+                del self._reading[row.slot]
                 continue
             parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
             budget -= count
@@ -459,6 +459,7 @@ class Scheduler:
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled
             if row.prefilled == row.prefill_length:
+                del self._reading[row.slot]
                 row.launch(self._steps + 1)
         return parts
 
@@ -488,6 +489,7 @@ class Scheduler:
         Steps already launched may still write there; they run before anything launched later.
         """
         del self._running[row.slot]
+        self._reading.pop(row.slot, None)
         self._free_slots += row.slots[::-1]
         if row.session is not None:
             self._leave_session(row, row.session)

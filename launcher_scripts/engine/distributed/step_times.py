@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ def watch_steps(
     """Have the progress follow the current device's steps, and the kernels that are compiled."""
     told = tell_of_compilation(progress.compiles, progress.compiled)
     progress.on_device(
-        _cuda_mark,
+        partial(_mark, torch.cuda.current_device()),
         seconds_per_token(config, parallelism, several_nodes=nodes > 1),
         base=0.0 if told else UNTOLD_SECONDS,
     )
@@ -47,7 +48,7 @@ def seconds_per_token(
     return 2 * parameters / SLOW_DEVICE + exchanged / SLOW_LINKS[several_nodes]
 
 
-def _cuda_mark() -> torch.cuda.Event:
+def _mark(device: int) -> torch.cuda.Event:
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
