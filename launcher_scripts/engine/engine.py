@@ -189,7 +189,7 @@ class Engine:
         with self._lock:
             if self._error is None and not self._closed:
                 if session is not None:
-                    session.busy = True
+                    session.begin_turn(request)
                 self._pending.add(future)
                 self._inbox.put(row)
                 return future

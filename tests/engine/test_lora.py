@@ -13,6 +13,7 @@ import torch
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Plan
+from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import LoRA
@@ -243,6 +244,23 @@ def test_drafts_and_beams(model: Model, engine: Engine) -> None:
     finally:
         again.close()
     assert [answer.output_ids for answer in got] == alone
+
+
+def test_a_session_keeps_its_adapter(engine: Engine) -> None:
+    """It goes on as one long prompt of the adapter; what another one computes is not mixed in."""
+    session, text = Session(60, 60), list(TEXT)
+
+    def turn(ids: tuple[int, ...], adapter: int | None) -> tuple[int, ...]:
+        request = GenerateRequest(ids, 4, lora_adapter=adapter)
+        return engine.submit(request, session=session).result(60).output_ids
+
+    text += turn(TEXT, 1)
+    for other, said in ((None, "'none'"), (2, "2")):
+        with pytest.raises(RequestError, match=f"another lora_task_id; .*; got {said}; choices: 1"):
+            turn((7, 8), other)
+    (expected,) = answers(engine, [GenerateRequest((*text, 7, 8), 4, lora_adapter=1)])
+    assert turn((7, 8), 1) == expected.output_ids
+    engine.close_session(session)
 
 
 def test_an_unknown_adapter_is_refused(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.contract.requests import TASK_FIELDS, GenerateRequest
 from launcher_scripts.engine.core.plan import Move
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
@@ -35,6 +35,7 @@ class Session:
     pending:     the last token chosen, which is not in the cache yet
     said:        what the last request generated; None: nothing of it was kept
     ended:       the end token, after an answer that it ended: the session goes on without it
+    ia3_task, lora_adapter: of the last request: what is in the cache was computed with them
     """
 
     session_len: int
@@ -45,6 +46,8 @@ class Session:
     pending: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
     said: tuple[int, ...] | None = None
+    ia3_task: int | None = None
+    lora_adapter: int | None = None
     busy: bool = False
     closed: bool = False
 
@@ -61,6 +64,11 @@ class Session:
     def positions(self) -> int:
         """Tokens of the session in or once in the cache."""
         return self.dropped + self.cached
+
+    def begin_turn(self, request: GenerateRequest) -> None:
+        """A request has been accepted."""
+        self.busy = True
+        self.ia3_task, self.lora_adapter = request.ia3_task, request.lora_adapter
 
     def make_room(self, used: int, tokens: int, slot: int) -> Move | None:
         """Slide to the extent's front if `tokens` more do not fit behind the `used` ones."""
@@ -109,6 +117,15 @@ def check_session(
         problems.add("the session has ended; begin a new one with START")
     if session.busy:
         problems.add("the session's request before this one has not ended")
+    for name, field in TASK_FIELDS.items():
+        asked, kept = getattr(request, field), getattr(session, field)
+        if session.positions and asked != kept:
+            problems.add(
+                f"the session's keys and values were computed with another {name}; begin a new "
+                "session with START",
+                got="none" if asked is None else asked,
+                choices=("none" if kept is None else str(kept),),
+            )
     if request.soft_prompt:
         problems.add("Interactive Generations cannot work with prefix_soft_prompt !")
     if request.sampling.beam_width != 1:
