@@ -17,11 +17,13 @@ setup:
 quickstart: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
 
+# Tests start a thousand processes. Where bytecode may not be written, each compiles all modules anew.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python3 -m mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python3 -m pytest -m "not slow and not gpu" \
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python3 -m pytest -m "not slow and not gpu" \
 		-n 3 --dist worksteal --timeout 900
 
 cluster:
