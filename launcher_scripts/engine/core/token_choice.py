@@ -53,7 +53,8 @@ class TokenChoice:
 
         def settle() -> None:
             arrive()
-            result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+            if self._communicator.rank == 0:  # the others' hosts do not look at them
+                result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
 
         if self._stages == 1:
             settle()
