@@ -123,6 +123,23 @@ def test_rows_of_one_step_share_its_time(clock: list[float]) -> None:
     assert values(statistics, names.FIRST_TOKEN) == {"_count": 3, "_sum": 1.5}
 
 
+def test_all_tokens_of_a_row_are_counted_when_it_is_answered(clock: list[float]) -> None:
+    statistics = Statistics()
+    scheduler = Scheduler(4, cache_tokens=100, prefill_tokens=50, statistics=statistics)
+    seen = []
+    for length in (2, 3):
+        waiting = row(length, clock[0])
+        waiting.future.add_done_callback(
+            lambda _: seen.append(values(statistics, names.INTER_TOKEN)["_count"])
+        )
+        scheduler.add(waiting)
+    for slots in ((0, 1), (0, 1), (1,)):
+        scheduler.plan()
+        clock[0] += 0.5
+        scheduler.apply(Step(slots))
+    assert seen == [1, 3]
+
+
 def test_a_row_may_be_left_out_of_a_step(clock: list[float]) -> None:
     """As one whose next token a guide must see first."""
     statistics = Statistics()

@@ -132,9 +132,11 @@ class Statistics:
         """All rows have their tokens of the step."""
         if self._rows_of_both:
             self._inter_token.observe(self._newest - self._before, self._rows_of_both)
+            self._rows_of_both = 0
 
     def end(self, row: Row, now: float) -> None:
-        """The row is answered."""
+        """The row is going to be answered; whoever gets the answer finds its tokens counted."""
+        self.end_apply()
         self._ended[names.STOP if row.stopped else names.LENGTH] += 1
         self._request.observe(now - row.came_at)
 
