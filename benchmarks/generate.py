@@ -182,8 +182,10 @@ def engine_settings(**more: object) -> EngineSettings:
     return EngineSettings(Path("random"), data_type="bf16", device="cuda", **more)
 
 
-def engine_over(weights: ModelWeights, max_batch_size: int = 8, max_tokens: int = 4096) -> Engine:
-    settings = engine_settings(max_batch_size=max_batch_size, max_tokens=max_tokens)
+def engine_over(
+    weights: ModelWeights, max_batch_size: int = 8, max_tokens: int = 4096, **more: object
+) -> Engine:
+    settings = engine_settings(max_batch_size=max_batch_size, max_tokens=max_tokens, **more)
 
     def build():
         prepare_process(settings, DEVICE)

@@ -1,12 +1,13 @@
 """Tokens per second of clients that ask for many more tokens than they take.
 
     python3 -m benchmarks.stop_early --out stop-early.json [--shape 1.3b] [--clients 128 512] \
-        [--asked 2048] [--cache-tokens 100000]
+        [--asked 2048] [--cache-tokens 100000] [--deterministic]
 
 Every client asks the engine, in this process, for as many tokens as there is room for, takes 16 to
 256 of them, cancels the request and asks the next one (32 to 512 tokens in, greedy, random bfloat16
 weights). --cache-tokens is what the cache holds, as on a smaller GPU; without it the cache takes
-what memory there is. rows: how many run at once, on average.
+what memory there is. rows: how many run at once, on average. --deterministic: rows whose tokens do
+not depend on those beside.
 """
 
 from __future__ import annotations
@@ -50,13 +51,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--asked", type=int, default=2048, help="tokens that a request asks for")
     parser.add_argument("--cache-tokens", type=int, help="what the cache holds; default: the most")
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     most = INPUTS[1] + arguments.asked
     weights = random_weights(replace(CONFIGS[arguments.shape], max_positions=most))
     rows = []
     for clients in arguments.clients:
-        engine = engine_over(weights, clients, arguments.cache_tokens or clients * most)
+        engine = engine_over(
+            weights,
+            clients,
+            arguments.cache_tokens or clients * most,
+            deterministic=arguments.deterministic,
+        )
         try:
             rows.append({"clients": clients, "cache_tokens": engine.cache_tokens})
             rows[-1] |= measured(engine, clients, arguments.asked)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.parallelism import Parallelism
@@ -122,6 +123,9 @@ class ServingOptions:
     enable_prefix_caching: bool = option(
         False, "compute what prompts of a decoder-only model have in common once"
     )
+    deterministic: bool = option(
+        False, "tokens do not depend on the requests beside, also on a GPU"
+    )
     draft_model_dir: str | None = option(
         None,
         "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
@@ -193,6 +197,15 @@ class ExportSettings(ServingOptions, ModelOptions):
                 choices=("gpt3", "agm"),
                 change=DRAFT_MODEL_KEY,
             )
+        check_deterministic(
+            problems,
+            self.deterministic,
+            {
+                "enable_prefix_caching": self.enable_prefix_caching,
+                "draft_model_dir": self.draft_model_dir is not None,
+            },
+            "export.triton_deployment.{}",
+        )
         if self.interactive and self.max_batch_size != 1:
             problems.add(
                 "a model with sessions has max_batch_size 1; interactive_sessions says how many "

@@ -175,6 +175,8 @@ class Engine:
         except RequestError as error:
             future.set_exception(error)
             return future
+        if self.settings.deterministic and request.num_speculative_tokens:
+            request = replace(request, num_speculative_tokens=0)  # a draft is another kind of pass
         end_id = self.config.end_id if request.end_id is None else request.end_id
         source, prompt = parts(request, self.config)
         row = Row(
@@ -183,7 +185,7 @@ class Engine:
         if session is not None:
             row.prompt = prompt_in_session(session, request, prompt)
         else:
-            row.grows = may_grow(request, self.config)
+            row.grows = may_grow(request, self.config) and not self.settings.deterministic
             if self.settings.enable_prefix_caching:
                 row.prefix = prefix_of(request, prompt, row.own_capacity, self.config)
         with self._lock:
@@ -287,6 +289,7 @@ class Engine:
             mixed_tokens=runner.mixed_tokens,
             draft_model=runner.draft is not None,
             stages=stages,
+            one_by_one=self.settings.deterministic,
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()

@@ -75,6 +75,7 @@ class ModelConfigSettings:
     )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
+    deterministic: bool = option(False, "tokens do not depend on the requests beside")
     draft_model_dir: str | None = option(
         None, "the converted files of a small model that proposes tokens", metavar="FOLDER"
     )
@@ -139,6 +140,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         kv_cache_dtype=given.kv_cache_dtype,
         enable_custom_all_reduce=given.enable_custom_all_reduce,
         enable_prefix_caching=given.enable_prefix_caching,
+        deterministic=given.deterministic,
         draft_model_dir=given.draft_model_dir and str(Path(given.draft_model_dir).absolute()),
         data_type=given.data_type or checkpoint.weight_data_type,
         decoupled=given.decoupled or says_decoupled(template),

@@ -326,6 +326,8 @@ def test_parameters_become_settings(tmp_path):
     assert got.enable_custom_all_reduce
     assert got.enable_prefix_caching
     assert not settings(tmp_path).enable_prefix_caching
+    assert settings(tmp_path, deterministic="1").deterministic
+    assert not settings(tmp_path).deterministic
     assert settings(tmp_path).draft_checkpoint_dir is None
     draft = tmp_path.parent / "draft" / "1" / "1-gpu"
     draft.mkdir(parents=True)

@@ -141,6 +141,7 @@ def runner_for(
     quantization: Quantization | None = None,
     kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = False,
+    deterministic: bool = False,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
     communicator: Communicator = ALONE,
@@ -161,6 +162,7 @@ def runner_for(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=enable_prefix_caching,
+        deterministic=deterministic,
     )
     place = torch.device(device)
 

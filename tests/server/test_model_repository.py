@@ -124,6 +124,7 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "kv_cache_dtype": "auto",
         "enable_custom_all_reduce": "1",
         "enable_prefix_caching": "0",
+        "deterministic": "0",
     }
 
 

@@ -30,11 +30,12 @@ PARAMETERS = (
     "kv_cache_dtype",
     "enable_custom_all_reduce",
     "enable_prefix_caching",
+    "deterministic",
 )
 # So the guides' sections on several nodes call the pipeline's size.
 PIPELINES_OLD_NAME = "layer_para_size"
 # The original's guides call these bool, its files say 0 or 1.
-FLAGS = ("enable_custom_all_reduce", "enable_prefix_caching")
+FLAGS = ("enable_custom_all_reduce", "enable_prefix_caching", "deterministic")
 FLAG_WORDS = {"false": "0", "true": "1"}
 
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the

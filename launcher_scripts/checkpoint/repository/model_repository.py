@@ -182,6 +182,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "kv_cache_dtype": settings.kv_cache_dtype,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
             "enable_prefix_caching": int(settings.enable_prefix_caching),
+            "deterministic": int(settings.deterministic),
         },
     )
 

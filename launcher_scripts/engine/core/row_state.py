@@ -112,6 +112,7 @@ class RowStates:
         self.start[slots] = self.source_start[slots] = scratch
         self.top_p[slots] = 0.0  # padding rows take the likeliest token
         self.lora_adapter[slots] = NO_TASK
+        self.window[slots] = NO_WINDOW
         self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
         lists = torch.zeros(3, slots + 1, MOST_LISTED, dtype=torch.int32, device=device)
         self.bias_ids, self.word_ids, self.word_lengths = lists

@@ -38,10 +38,12 @@ class SamplingBatch:
     """The rows of a step, of which the host looks at what a step needs, once.
 
     device: where the tensors are made
+    least:  the simplest way of choosing that is used, whatever the rows need
     """
 
     rows: Sequence[RowStart]
     device: torch.device
+    least: Choice = Choice.GREEDY
 
     @cached_property
     def slots(self) -> Tensor:
@@ -51,7 +53,7 @@ class SamplingBatch:
     @cached_property
     def choice(self) -> Choice:
         """What one of the rows needs is done for all."""
-        return max(row.choice for row in self.rows)
+        return max(self.least, *(row.choice for row in self.rows))
 
     @cached_property
     def processing(self) -> Processing:

@@ -18,23 +18,20 @@ from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_b
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 
-# A pass over few tokens of prompts keeps the rows that decode waiting almost as long as one over
-# more: the weights are read, the kernels launched. So rows that come wait for each other until they
-# bring so many tokens for each row that decodes, but few steps.
+# A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
+# So rows wait for each other until they bring so many for each row that decodes, but few steps.
 TOKENS_PER_DECODING_ROW = 4
-# Where one pass takes both, rows that come need not wait. It takes no more prompt tokens than this,
-# or so many for each row that decodes, so that those rows get their tokens in time.
+# Where one pass takes both, rows need not wait. It takes no more prompt tokens than this, or so
+# many for each row that decodes, so that those rows get their tokens in time.
 MIXED_TOKENS = 512
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
-# What a row that grows has beyond what is computed, where cache tokens are scarce. With fewer, rows
-# move more often; more are unused longer.
+# What a row that grows has beyond what is computed, where cache tokens are scarce.
 GROWN_TOKENS = 128
-# Of the cache, what others that wait for a place leave to rows that grow. With less of it more rows
-# run, but they move more often: with none, 70 of 230 rows moved in each step of a simulated 1.3B.
+# Of the cache, what rows that wait for a place leave to those that grow: with less, more rows run,
+# but move more often; with none, 70 of 230 rows moved in each step of a simulated 1.3B.
 SPARE_SHARE = 0.1
-# What another row computes now is worth waiting for if it is so many tokens: a step takes about as
-# long as computing them.
+# What another row computes now is worth waiting for if it takes about a step: so many tokens.
 TOKENS_WORTH_A_STEP = 64
 News = TypeVar("News", TokenResult, BeamResult)
 
@@ -52,8 +49,9 @@ class Scheduler:
                     that are generating; and most source tokens, except that a source is never cut
     mixed_tokens:   most prompt tokens of a pass in which so many rows decode; None: rows do not
                     decode in passes over prompts
-    draft_model:  whether there is one
-    stages: pipeline stages, which work on different rows at a time
+    draft_model:    whether there is one
+    stages:         pipeline stages, which work on different rows at a time
+    one_by_one:     whether a pass takes one prompt, and one source
     """
 
     def __init__(
@@ -66,6 +64,7 @@ class Scheduler:
         mixed_tokens: Callable[[int], int] | None = None,
         draft_model: bool = False,
         stages: int = 1,
+        one_by_one: bool = False,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._extents = PrefixCache(cache_tokens)
@@ -73,6 +72,7 @@ class Scheduler:
         self._mixed_tokens = mixed_tokens
         self._draft_model = draft_model
         self._stages = stages
+        self._one_by_one = one_by_one
         self._steps = 0
         self._waiting: deque[Row] = deque()
         self._running: dict[int, Row] = {}
@@ -428,7 +428,7 @@ class Scheduler:
         for row in self._reading.values():
             if not row.source or row.encoded:
                 continue
-            if chosen and len(row.source) > budget:
+            if chosen and (self._one_by_one or len(row.source) > budget):
                 break
             row.encoded = True
             budget -= len(row.source)
@@ -454,7 +454,7 @@ class Scheduler:
                 del self._reading[row.slot]
                 continue
             parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
-            budget -= count
+            budget = 0 if self._one_by_one else budget - count
             row.prefilled += count
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
 from launcher_scripts.engine.core.logit_processing import indices
-from launcher_scripts.engine.core.plan import Plan, RowStart
+from launcher_scripts.engine.core.plan import Choice, Plan, RowStart
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.runner.graphs import bucket_rows
 
@@ -33,6 +33,8 @@ class DecodeBatches:
     """The batches of the rows that ran since others joined.
 
     max_rows: where steps are CUDA graphs, to what buckets of rows are padded at most; else None
+    fixed:    whether all steps are padded to max_rows, and rows choose tokens in one way as far as
+              they can, so that a row's tokens do not depend on those beside
     """
 
     def __init__(
@@ -41,8 +43,12 @@ class DecodeBatches:
         max_rows: int | None,
         padding_slot: int,
         device: torch.device,
+        *,
+        fixed: bool = False,
     ) -> None:
         self._rows = rows
+        self._fixed = fixed
+        self._least = Choice.SAMPLED if fixed else Choice.GREEDY
         self._max_rows = max_rows
         self._padding_slot = padding_slot
         self._device = device
@@ -59,7 +65,7 @@ class DecodeBatches:
         if slots not in self._plain:
             rows = [self._rows[slot] for slot in slots]
             rows += [_padding_row(self._padding_slot)] * self._padding(len(rows))
-            self._plain[slots] = SamplingBatch(rows, self._device)
+            self._plain[slots] = SamplingBatch(rows, self._device, self._least)
         return self._plain[slots]
 
     def mixed(self, plan: Plan) -> MixedBatch:
@@ -69,14 +75,15 @@ class DecodeBatches:
             plain = [self._rows[slot] for slot in plan.decode]
             beams = beam_batches([self._rows[slot] for slot in plan.beams], self._device)
             count = len(plain) + sum(batch.slots.shape[0] for batch in beams)
-            alone = not plain and len(beams) == 1 and beams[0].kernels_key is not None
+            alike = len(beams) == 1 and beams[0].kernels_key is not None
+            alone = alike and not plain and not self._fixed
             padding = self._padding(count, beams[0].shape.width if alone else 1)
             parts = [
                 indices(plan.decode, self._device),
                 *(batch.slots for batch in beams),
                 indices([self._padding_slot] * padding, self._device),
             ]
-            sampling = SamplingBatch(plain, self._device) if plain else None
+            sampling = SamplingBatch(plain, self._device, self._least) if plain else None
             self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams, alone))
         return self._mixed[1]
 
@@ -84,6 +91,8 @@ class DecodeBatches:
         """How many rows fill up a step of searches of this width."""
         if self._max_rows is None:
             return 0
+        if self._fixed:
+            return self._max_rows - rows
         return bucket_rows(rows // width, self._max_rows // width) * width - rows
 
 

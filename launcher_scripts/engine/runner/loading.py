@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
@@ -69,6 +70,8 @@ class EngineSettings:
     kv_cache_dtype:  what keys and values are kept in: auto (data_type) or fp8 (e4m3)
     enable_custom_all_reduce: sum over ranks through the GPUs' shared memory where they have it
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
+    deterministic:   a row's tokens do not depend on the rows beside: every step has the same shape,
+                     that of max_batch_size rows of full length, and prompts run one by one
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -85,6 +88,7 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = False
+    deterministic: bool = False
     verify: bool = True
     stall_timeout: float = 4.0
     start_timeout: float = 1800.0
@@ -104,6 +108,15 @@ class EngineSettings:
             quantization_of(0, self.quantization, "{} in config.pbtxt")
         with problems.collecting():
             kv_cache_dtype_of(self.kv_cache_dtype, "{} in config.pbtxt")
+        check_deterministic(
+            problems,
+            self.deterministic,
+            {
+                "enable_prefix_caching": self.enable_prefix_caching,
+                "a draft model": self.draft_checkpoint_dir is not None,
+            },
+            "{} in config.pbtxt",
+        )
         problems.raise_if_any(ConfigError)
 
     @property
@@ -352,7 +365,16 @@ def assemble_runner(
         layers, heads, dtype = _cached(own.config, settings, communicator)
         cache = KVCache(layers, heads, capacity, dtype, device, rows)
         network = Network(own, cache, by.kernels, communicator, device)
-        return Runner(network, communicator, rows, device, longest, by.graphs, draft_runner)
+        return Runner(
+            network,
+            communicator,
+            rows,
+            device,
+            longest,
+            by.graphs,
+            draft_runner,
+            deterministic=settings.deterministic,
+        )
 
     return runner_of(weights, None if draft is None else runner_of(draft, None))
 

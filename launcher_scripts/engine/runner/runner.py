@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -49,9 +49,12 @@ class Runner:
         longest: Bounds,
         graphs: StepGraphs | None,
         draft: Runner | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         """longest: what a decode step reads of a row of the model's full length;  graphs: where
-        steps are kept as such;  draft: the draft model's runner, on the same rank
+        steps are kept as such;  draft: the draft model's runner, on the same rank;
+        deterministic: all steps have the same shape (see EngineSettings)
         """
         self.decoder = decoder
         self._slots, self._longest = slots, longest
@@ -61,14 +64,18 @@ class Runner:
         self._rows: dict[int, RowStart] = {}
         self.beams = BeamSearch(decoder, communicator, self.states)
         self._graphs = graphs
-        padded = None if self._graphs is None else slots
-        self._batches = DecodeBatches(self._rows, padded, self.states.padding_slot, device)
+        self._deterministic = deterministic
+        padded = slots if deterministic or self._graphs is not None else None
+        self._batches = DecodeBatches(
+            self._rows, padded, self.states.padding_slot, device, fixed=deterministic
+        )
         self._choice = TokenChoice(decoder, communicator, self.states, device)
         self._prefill = Prefill(
             decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
         )
         self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
+        self._has_lora = bool(adapters_of(decoder.config).lora_names)
         self.draft = draft
         self._draft_model = None if draft is None else DraftModel(draft.launch, draft.states)
         self._unsettled: deque[StepResult] = deque()
@@ -76,8 +83,12 @@ class Runner:
     @property
     def mixed_tokens(self) -> Callable[[int], int] | None:
         """See Scheduler."""
-        mixes = self._prefill.mixes([])
+        mixes = self._mixes([])
         return partial(mixed_tokens, most_rows=self.states.padding_slot) if mixes else None
+
+    def _mixes(self, prompts: Sequence[RowStart]) -> bool:
+        """Whether rows decode in the pass over such prompts."""
+        return not self._deterministic and self._prefill.mixes(prompts)
 
     def execute(self, plan: Plan) -> StepResult:
         """Launch one step; on CUDA this returns before the device has finished."""
@@ -117,10 +128,11 @@ class Runner:
         if plan.encode:
             self._encode(plan.encode, result)
         prompts = [self._rows[part.slot] for part in plan.prefill]
-        mixed = not plan.beams and self._prefill.mixes(prompts)
+        mixed = not plan.beams and self._mixes(prompts)
         if plan.prefill:
             decoding = [self._rows[slot] for slot in plan.decode] if mixed else []
-            self._prefill.run(prompts, plan.prefill, result, decoding, plan.bounds)
+            bounds = plan.bounds if decoding else Bounds()
+            self._prefill.run(prompts, plan.prefill, result, decoding, bounds)
         if plan.drafts:
             rows = [self._rows[draft.slot] for draft in plan.drafts]
             self._drafts.run(rows, plan.drafts, proposed, result)
@@ -147,18 +159,42 @@ class Runner:
     def _shapes_to_record(self) -> list[StepShape]:
         if self._graphs is None:
             return []
-        steps = step_shapes(self._longest, self._slots)
+        steps = self._steps_to_record()
         if self.decoder.encode_step is not None:
             buckets = self.decoder.encode_step.buckets()
             sources = [StepShape(1, 0, 0, Choice.EAGER, prompt=tokens) for tokens in buckets]
             return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
         prompts = self._prefill.shapes_to_record()
+        if self._deterministic:
+            return [*self._with_lora(each for each in prompts if each.rows == 1), *steps]
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
         mixed = self._prefill.mixed_shapes_to_record(self._longest.own)
-        shapes = [*first, *steps, *mixed, *rest]
-        if not adapters_of(self.decoder.config).lora_names:
-            return shapes
-        return [each for shape in shapes for each in (shape, replace(shape, lora=True))]
+        return self._with_lora([*first, *steps, *mixed, *rest])
+
+    def _with_lora(self, shapes: Iterable[StepShape]) -> list[StepShape]:
+        """Those with adapters, too, where the model has any."""
+        both = (False, True) if self._has_lora else (False,)
+        return [replace(shape, lora=lora) for shape in shapes for lora in both]
+
+    def _steps_to_record(self) -> list[StepShape]:
+        if not self._deterministic:
+            return step_shapes(self._longest, self._slots)
+        bounds = self._bucketed(Bounds())
+        choices = (Choice.SAMPLED, Choice.PROCESSED, Choice.EAGER)
+        return [
+            StepShape(self._slots, bounds.own, bounds.source, choice, lora=bounds.lora)
+            for choice in choices
+            if bounds.own
+        ]
+
+    def _bucketed(self, bounds: Bounds) -> Bounds:
+        """What the kernels of a step of such rows are chosen for."""
+        if self._deterministic:
+            general = bounds.general or self._has_ia3
+            bounds = self._longest._replace(general=general, lora=self._has_lora)
+        elif self._graphs is None:
+            return bounds
+        return bucket_bounds(bounds)
 
     def close(self) -> None:
         """Finish what was launched and leave the other ranks."""
@@ -199,10 +235,11 @@ class Runner:
 
     def _decode(self, slots: tuple[int, ...], bounds: Bounds, result: StepResult) -> None:
         batch = self._batches.plain(slots)
+        bounds = self._bucketed(bounds)
         if self._graphs is None:
             sampled = self._choice.chosen(self._forward_step(batch.slots, bounds), batch)
         else:
-            sampled = self._decode_on_graph(self._graphs, batch, bucket_bounds(bounds))
+            sampled = self._decode_on_graph(self._graphs, batch, bounds)
         self._choice.give(result, slots, sampled, batch)
 
     def _decode_on_graph(
@@ -240,14 +277,13 @@ class Runner:
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
         general = any(self._rows[slot].general for slot in plan.beams)
-        bounds = plan.bounds._replace(general=general)
+        bounds = self._bucketed(plan.bounds._replace(general=general))
         if self._graphs is None:
             logits = self._forward_step(mixed.slots, bounds)
         elif mixed.alone:
             result.beams += self._beams_on_graph(self._graphs, mixed, bounds, plan.reorder)
             return
         else:
-            bounds = bucket_bounds(bounds)
             logits = self._graphs.run(
                 (mixed.slots.shape[0], bounds, Choice.EAGER),
                 mixed.slots,
@@ -266,7 +302,7 @@ class Runner:
     ) -> list[BeamCopy]:
         """A step of nothing but searches of one kind as a CUDA graph, with their ranking."""
         (batch,) = mixed.beams
-        bounds, reorder = bucket_bounds(bounds), bucket_reorder(reorder)
+        reorder = bucket_reorder(reorder)
         key = (mixed.slots.shape[0], bounds, batch.kernels_key, reorder)
         step = partial(self.beam_step, batch=batch, bounds=bounds, reorder=reorder)
         return self.beams.copies(batch, graphs.run(key, mixed.slots, step))

@@ -1,0 +1,159 @@
+"""A deterministic model: what a row is answered is the same to the last bit, whatever runs beside.
+
+Heads have 8 features: a CPU's product of batches of narrower matrices depends on where they lie.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
+from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
+from tests.engine.small_models import (
+    EagerGraphs,
+    engine_for,
+    load_engine,
+    random_tensors,
+    small_config,
+)
+from tests.engine.small_t5 import GATED, NEMO, t5_config, t5_tensors
+
+ROPE = {
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "num_kv_heads": 2,
+    "gated": True,
+    "activation": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+KNOWN = tuple(LORA_TARGETS)
+LORA = Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=KNOWN)
+MODELS = {
+    "gpt": (small_config(position_embedding="alibi"), random_tensors),
+    "rope": (small_config(**ROPE), random_tensors),
+    "experts": (small_config(**ROPE, num_experts=5, experts_per_token=2), random_tensors),
+    "lora": (small_config(**ROPE, parts=LORA), random_tensors),
+    "ia3": (small_config(parts=Adapters(ia3_num_tasks=2)), random_tensors),
+    "t5": (t5_config(**GATED, head_size=8), t5_tensors),
+    "t5 of nemo": (t5_config(**NEMO, head_size=8), t5_tensors),
+}
+SAMPLINGS = (
+    SamplingParameters(),
+    SamplingParameters(beam_width=3),
+    SamplingParameters(top_k=20, temperature=1.5, random_seed=7),
+    SamplingParameters(top_p=0.9, temperature=1.3, repetition_penalty=1.2, random_seed=11),
+)
+Answer = list[tuple[tuple[int, ...], float | None, tuple[float, ...] | None]]
+
+
+def requests(draw: random.Random, model: str) -> list[GenerateRequest]:
+    """Of all kinds, some with an adapter, some with log-probabilities that graphs do not give."""
+    made = []
+    for _ in range(10):
+        request = GenerateRequest(
+            tuple(draw.randrange(60) for _ in range(draw.choice((1, 5, 20, 70)))),
+            draw.choice((1, 6, 20)),
+            draw.choice(SAMPLINGS),
+            return_log_probs=True,
+        )
+        if request.sampling.beam_width == 1:
+            request = replace(request, num_log_probs=draw.choice((-1, -1, 2)))
+        if model == "lora":
+            request = replace(request, lora_adapter=draw.choice((None, 0, 1)))
+        if model == "ia3":
+            request = replace(request, ia3_task=draw.choice((None, 0, 1)))
+        if not model.startswith("t5") and request.sampling.beam_width == 1:
+            request = replace(request, num_speculative_tokens=draw.choice((0, 3)))
+        made.append(request)
+    return made
+
+
+def answer(output: GenerateOutput) -> Answer:
+    """Ids and log-probabilities of all hypotheses, as floats that have to be equal."""
+    return [
+        (each.output_ids, each.cum_log_probs, each.output_log_probs) for each in output.hypotheses
+    ]
+
+
+def check_company(engine: Engine, model: str, seed: int = 0) -> None:
+    """Rows alone, and then all of them together, some beside others that are given up."""
+    draw = random.Random(seed)
+    asked = requests(draw, model)
+    alone = [answer(engine.submit(request).result(60)) for request in asked]
+    for _ in range(2):
+        futures = []
+        for request in draw.sample(asked, len(asked)):
+            futures.append((request, engine.submit(request)))
+            if draw.random() < 0.4:
+                engine.submit(draw.choice(asked)).cancel()
+            if draw.random() < 0.2:
+                futures[-1][1].result(60)
+        wait([future for _, future in futures], 60)
+        for request, future in futures:
+            assert answer(future.result()) == alone[asked.index(request)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+def test_a_row_is_answered_as_alone(model: str, data_type: str) -> None:
+    config, tensors = MODELS[model]
+    engine = engine_for(
+        config, tensors(config), data_type=data_type, max_batch_size=12, deterministic=True
+    )
+    check_company(engine, model)
+    engine.close()
+
+
+@pytest.mark.parametrize("model", ["rope", "lora", "t5"])
+def test_graphs_have_one_shape(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """Where steps are graphs, and a step is launched before the last one's tokens."""
+    monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
+    config, tensors = MODELS[model]
+    graphs = EagerGraphs()
+    engine = engine_for(
+        config, tensors(config), graphs=graphs, max_batch_size=12, deterministic=True
+    )
+    recorded = len(graphs.recorded)
+    check_company(engine, model)
+    engine.close()
+    steps = [key for key in graphs.asked if isinstance(key, tuple) and isinstance(key[0], int)]
+    assert {key[0] for key in steps} == {12}
+    assert len({key[1] for key in steps}) == 1
+    assert recorded == len({*graphs.recorded, *graphs.asked})
+
+
+@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("model", ["rope", "t5"])
+def test_ranks(tmp_path: Path, model: str, division: tuple[int, int]) -> None:
+    config, tensors = MODELS[model]
+    engine = load_engine(
+        tmp_path, config, tensors(config), *division, max_batch_size=12, deterministic=True
+    )
+    check_company(engine, model, seed=1)
+    engine.close()
+
+
+def test_a_pass_takes_one_prompt() -> None:
+    config, tensors = MODELS["rope"]
+    engine = engine_for(config, tensors(config), max_batch_size=12, deterministic=True)
+    before = engine.statistics.steps
+    rows = [engine.submit(GenerateRequest((1, 2, 3), 1)) for _ in range(5)]
+    wait(rows, 60)
+    assert engine.statistics.steps - before >= 5
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "other", [{"enable_prefix_caching": True}, {"draft_checkpoint_dir": Path("draft")}]
+)
+def test_what_computes_rows_in_other_passes_is_refused(other: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="a deterministic model cannot have"):
+        EngineSettings(Path("unused"), deterministic=True, **other)  # type: ignore[arg-type]
