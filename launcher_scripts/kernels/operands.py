@@ -52,6 +52,28 @@ class FoldedNorm:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """LoRA (arXiv:2106.09685) of a projection: what several adapters add, of which a row has one.
+
+    down:   [adapters, blocks * rank, in], A;  up: [adapters, rank, out], B times its scale; both in
+            the compute type
+    widths: outputs of each block, which has rows of A of its own
+    """
+
+    down: Tensor
+    up: Tensor
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowLoRA:
+    """LoRA as the rows of x chose it.  adapters: int64 [N], each row's adapter; -1: none"""
+
+    lora: LoRA
+    adapters: Tensor
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
@@ -61,6 +83,8 @@ class Linear:
     scale:   float32 [out]: what each row of a weight in bytes is multiplied by
     compute: the compute type of a weight in bytes
     folded:  the norm as a product with one row wants it; made by kernels.prepare
+    lora:    what the rows' adapters add, none of it multiplied by scale. That of a gated MLP's up
+             has another block behind its own: what they add to the gate
     """
 
     weight: Tensor
@@ -69,6 +93,7 @@ class Linear:
     scale: Tensor | None = None
     compute: torch.dtype | None = None
     folded: FoldedNorm | None = None
+    lora: RowLoRA | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,19 +111,11 @@ class Linear:
         """The projection of an x that is normalized already."""
         return replace(self, norm=None, folded=None)
 
-
-@dataclass(frozen=True)
-class LoRA:
-    """LoRA (arXiv:2106.09685) of a projection: what several adapters add, of which a row has one.
-
-    down:   [adapters, blocks * rank, in], A;  up: [adapters, rank, out], B times its scale; both in
-            the compute type
-    widths: outputs of each block, which has rows of A of its own
-    """
-
-    down: Tensor
-    up: Tensor
-    widths: tuple[int, ...]
+    def with_lora(self, lora: LoRA | None, adapters: Tensor | None) -> Linear:
+        """The projection with what the rows' adapters [N] add to it, where there is such."""
+        if lora is None or adapters is None:
+            return self
+        return replace(self, lora=RowLoRA(lora, adapters))
 
 
 @dataclass(frozen=True)

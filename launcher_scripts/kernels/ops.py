@@ -20,7 +20,6 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
-    LoRA,
     Norm,
     Ranks,
     RelativeBias,
@@ -52,18 +51,6 @@ class Ops(Protocol):
     def project_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor: ...
 
     def mlp_up(self, x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
-
-    def add_lora(self, out: Tensor, x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor: ...
-
-    def activate_with_lora(
-        self,
-        up: Tensor,
-        gate: Tensor | None,
-        x: Tensor,
-        adapters: Tensor,
-        lora: LoRA,
-        activation: str,
-    ) -> Tensor: ...
 
     def logits(self, x: Tensor, head: Linear) -> Tensor: ...
 

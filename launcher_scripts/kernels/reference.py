@@ -6,7 +6,7 @@ everything else has the type of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,11 +21,11 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
-    LoRA,
     Norm,
     Ranks,
     RelativeBias,
     RowColumns,
+    RowLoRA,
     StepRows,
 )
 from launcher_scripts.kernels.quantization import saturated
@@ -74,10 +74,23 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, linear: Linear, dtype: torch.dtype | None = None) -> Tensor:
-    """x W^T + b of x [N, in], its norm aside: [N, out] of the compute type, or of another one.
+    """x W^T + b of x [N, in], and what adapters add, the norm aside: [N, out] of the compute type,
+    or of another one.
 
     A weight in bytes is multiplied as it is, in float32, and each output by its scale after that.
     """
+    return products(x, (linear,), dtype)[0]
+
+
+def products(
+    x: Tensor, linears: Sequence[Linear], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The same of several linears, of which the first one's adapters add to all."""
+    outs = [_product(x, linear, dtype) for linear in linears]
+    return added_lora(outs, x, linears[0].lora)
+
+
+def _product(x: Tensor, linear: Linear, dtype: torch.dtype | None) -> Tensor:
     weight, bias = linear.weight, linear.bias
     if linear.scale is None and dtype is None:
         return functional.linear(x, weight, bias)
@@ -128,47 +141,32 @@ def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tens
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
     """act(up(norm(x))), times gate(norm(x)) where the MLP is gated: [N, ffn]."""
     normalized = _normalized(x, up)
-    hidden = ACTIVATIONS[activation](product(normalized, up))
-    return hidden if gate is None else hidden * product(normalized, gate)
+    inner, *factors = products(normalized, (up,) if gate is None else (up, gate))
+    hidden = ACTIVATIONS[activation](inner)
+    return hidden * factors[0] if factors else hidden
 
 
-def lora_delta(x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
-    """B A x of each row's adapter, int64 [N], for x [N, in]: [N, out], zeros where that is -1.
+def added_lora(outs: list[Tensor], x: Tensor, chosen: RowLoRA | None) -> list[Tensor]:
+    """Each of outs [N, out] plus its part of lora_delta of x [N, in]."""
+    if chosen is None:
+        return outs
+    deltas = lora_delta(x, chosen).chunk(len(outs), 1)
+    return [out + delta for out, delta in zip(outs, deltas, strict=True)]
+
+
+def lora_delta(x: Tensor, chosen: RowLoRA) -> Tensor:
+    """B A x of each row's adapter for x [N, in]: [N, out], zeros for a row without one.
 
     The rows go through A of every adapter, so what is launched does not depend on their choice.
     """
+    lora, adapters = chosen.lora, chosen.adapters
     count, rank = lora.up.shape[:2]
     inner = functional.linear(x, lora.down.flatten(0, 1)).unflatten(1, (count, -1, rank))
-    chosen = adapters[:, None] == torch.arange(count, device=x.device)
-    inner = torch.where(chosen[:, :, None, None], inner, 0.0)  # [N, adapters, blocks, rank]
+    own = adapters[:, None] == torch.arange(count, device=x.device)
+    inner = torch.where(own[:, :, None, None], inner, 0.0)  # [N, adapters, blocks, rank]
     ups = lora.up.flatten(0, 1).split(lora.widths, dim=1)
     parts = [inner[:, :, block].flatten(1) @ up for block, up in enumerate(ups)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def add_lora(out: Tensor, x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
-    """out [N, out] plus lora_delta, perhaps in the memory of out."""
-    return out + lora_delta(x, adapters, lora)
-
-
-def activate_with_lora(
-    up: Tensor,
-    gate: Tensor | None,
-    x: Tensor,
-    adapters: Tensor,
-    lora: LoRA,
-    activation: str,
-) -> Tensor:
-    """mlp_up of the normalized x [N, in], of which up and gate [N, ffn] were made, with what the
-    rows' adapters add to both: [N, ffn], perhaps in the memory of up.
-
-    lora: of up, and of the gate behind it
-    """
-    delta = lora_delta(x, adapters, lora)
-    if gate is None:
-        return ACTIVATIONS[activation](up + delta)
-    of_up, of_gate = delta.chunk(2, 1)
-    return ACTIVATIONS[activation](up + of_up) * (gate + of_gate)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:

@@ -16,7 +16,7 @@ from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.operands import LoRA
+from launcher_scripts.kernels.operands import Linear, LoRA, RowLoRA
 from launcher_scripts.models.adapters import LORA_TARGETS, NO_ADAPTERS, Adapters
 from launcher_scripts.models.gpt import GPTConfig
 from tests.engine.small_models import (
@@ -275,7 +275,7 @@ def test_the_delta_is_that_of_the_row_s_adapter() -> None:
     down, up = torch.randn(3, 4, 10, generator=generator), torch.randn(3, 2, 9, generator=generator)
     x, lora = torch.randn(5, 10, generator=generator), LoRA(down, up, (5, 4))
     adapters = torch.tensor([2, -1, 0, 1, 0])
-    got = reference.lora_delta(x, adapters, lora)
+    got = reference.lora_delta(x, RowLoRA(lora, adapters))
     for row, adapter in enumerate(adapters.tolist()):
         inner = down[adapter] @ x[row]
         parts = inner[:2] @ up[adapter, :, :5], inner[2:] @ up[adapter, :, 5:]
@@ -285,5 +285,7 @@ def test_the_delta_is_that_of_the_row_s_adapter() -> None:
 
 def test_rows_without_an_adapter_keep_their_numbers() -> None:
     lora = LoRA(torch.randn(3, 2, 10), torch.randn(3, 2, 9), (9,))
-    out, none = torch.randn(4, 9), torch.full((4,), -1)
-    assert torch.equal(reference.add_lora(out.clone(), torch.randn(4, 10), none, lora), out)
+    linear, x = Linear(torch.randn(9, 10)), torch.randn(4, 10)
+    with_lora = linear.with_lora(lora, torch.tensor([-1, 1, -1, -1]))
+    same = reference.project(x, with_lora) == reference.project(x, linear)
+    assert same.all(1).tolist() == [True, False, True, True]

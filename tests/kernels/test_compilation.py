@@ -52,6 +52,7 @@ def compile_kernel(
 
 
 BYTES = ("i8", "fp8e4nv")
+NO_LORA = dict.fromkeys(("lora_up", "lora_inner", "adapters"), "fp32")
 # Compute type and that of the weight.
 WEIGHTS = [*((dtype, dtype) for dtype in TYPES), *itertools.product(("bf16", "fp32"), BYTES)]
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "USE_PDL": True}
@@ -65,7 +66,7 @@ def test_gemv(dtype, held, gated, rolled):
     pointers |= dict.fromkeys(("weight", "gate_weight"), held)
     vectors = ("offsets", "gate_offsets", "sums", "gate_sums", "residual", "gain", "out")
     vectors += ("row_stats", "new_row_stats", "residual_stats", "scales", "gate_scales")
-    pointers |= dict.fromkeys(vectors, "fp32")
+    pointers |= dict.fromkeys(vectors, "fp32") | NO_LORA
     constants = {
         "OUT": 515,
         "IN": 768,
@@ -76,6 +77,7 @@ def test_gemv(dtype, held, gated, rolled):
         "RESIDUAL": not gated,
         "ROUNDED": True,
         "PRESCALED": 0 if gated else 1,
+        "LORA": None,
         **TILE,
         "ROLLED": rolled,
     }
@@ -83,10 +85,11 @@ def test_gemv(dtype, held, gated, rolled):
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.parametrize("half", [0, 8, 32])
+@pytest.mark.parametrize(("half", "rank"), [(0, 0), (8, 64), (32, 16)])
 @pytest.mark.parametrize(("dtype", "kept"), CACHES)
-def test_gemv_heads(dtype, kept, half):
-    pointers = dict.fromkeys(("x", "weight", "query"), dtype)
+def test_gemv_heads(dtype, kept, half, rank):
+    pointers = dict.fromkeys(("x", "weight", "query", "lora_up"), dtype)
+    pointers |= {"lora_inner": "fp32", "adapters": "i64"}
     pointers |= dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums"), "fp32")
     pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
@@ -94,6 +97,7 @@ def test_gemv_heads(dtype, kept, half):
     numbers = {"pool_tokens": "i32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
+    constants["LORA"] = (768, rank, 512, 640) if rank else None
     assert compile_kernel(gemv_heads.gemv_heads, pointers, numbers, constants)
 
 
@@ -109,12 +113,14 @@ def test_gemv_largest(dtype):
 @pytest.mark.parametrize(("dtype", "weight"), WEIGHTS)
 def test_peer_buffers(dtype, weight):
     pointers = {"x": dtype, "weight": weight, "addresses": "i64", "exchanges": "i32"}
-    pointers["scales"] = "fp32"
+    pointers |= {"scales": "fp32", "lora_up": dtype, "lora_inner": "fp32", "adapters": "i64"}
     numbers = dict.fromkeys(("rank", "lane_words"), "i32")
     shared = {"RANKS": 3, "SHARE": 64, "USE_PDL": True}
     constants = {"OUT": 515, "IN": 768, **shared}
     constants |= {"ROLLED": False, "ROWS": 2, "BLOCK": 256}
-    assert compile_kernel(peer_buffers.gemv_to_peers, pointers, numbers, constants)
+    for blocks in (None, (515, 16, 515, 515)):
+        constants["LORA"] = blocks
+        assert compile_kernel(peer_buffers.gemv_to_peers, pointers, numbers, constants)
     vectors = ("offsets", "residual", "residual_stats", "gain", "exact", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32") | {"buffer": "i64", "exchanges": "i32"}
     constants = {"SIZE": 515, "LANES": 4, "OFFSET": True, "PRESCALED": 1, **shared}
@@ -136,7 +142,7 @@ def test_dot_rows(dtype, held, splits):
     pointers |= dict.fromkeys(("weight", "gate_weight"), held or dtype)
     pointers["x"] = held if held == "i8" or (dtype == "bf16" and held) else dtype
     pointers |= dict.fromkeys(("steps", "scales", "gate_scales"), "fp32")
-    pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"}
+    pointers |= {"out": "fp32", "largest": "fp32", "places": "i32"} | NO_LORA
     constants = {
         "OUT": 515,
         "IN": 768,
@@ -146,6 +152,7 @@ def test_dot_rows(dtype, held, splits):
         "LARGEST": False,
         "SPLITS": splits,
         "PREFETCH": 2,
+        "LORA": None,
         "USE_PDL": True,
         "ROWS": 64,
         "BLOCK": 128,
@@ -338,29 +345,70 @@ def test_multiply_gate(dtype):
     assert compile_kernel(activation.multiply_gate, pointers, {"size": "i32"}, constants)
 
 
-LORA_TILE = {"RANK": 20, "PIECES": 3, "BLOCK_R": 32, "BLOCK_P": 4, "BLOCK": 256, "USE_PDL": True}
-
-
+@pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_lora(dtype):
-    """The rows' adapters and matrices are read before the kernel before has ended."""
-    both = {"adapters": "i64", "parts": "fp32"}
-    constants = {"IN": 1030, "RANKS": 60, "BLOCK_R": 16, "BLOCK": 1024, "USE_PDL": True}
-    pointers = dict.fromkeys(("x", "down"), dtype) | both
-    ptx = compile_kernel(lora.shrink, pointers, {"rows": "i32"}, constants)
-    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait")
-    for out in {dtype, "fp32"}:
-        pointers = {"out": out, "up": dtype} | both
-        constants = {"OUT": 768, "SECOND": 256, "THIRD": 512, "RANKS": 60, **LORA_TILE}
-        ptx = compile_kernel(lora.expand_add, pointers, {"rows": "i32"}, constants)
-        assert "griddepcontrol.wait" in ptx
+def test_shrink(dtype, kind):
+    """The row's adapter and its A are read before the kernel before has ended."""
+    pointers = dict.fromkeys(("x", "down"), dtype) | {"adapters": "i64"}
+    pointers |= dict.fromkeys(("row_stats", "gain", "bias", "inner"), "fp32")
+    constants = {"IN": 14336, "RANKS": 60, "NORM": kind, "PARTS": 3, "SPREAD": 4}
+    constants |= {"BLOCK_R": 1, "BLOCK": 16384, "USE_PDL": True}
+    ptx = compile_kernel(lora.shrink, pointers, {}, constants, num_warps=8)
+    before = ptx.partition("griddepcontrol.wait")[0]
+    assert before.count("ld.global") == 1 + 16384 // 256  # of a thread
+    assert "st.local" not in ptx
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_lora_of_an_mlp(dtype, gated):
-    pointers = dict.fromkeys(("inner", "gate", "up"), dtype)
-    pointers |= {"adapters": "i64", "parts": "fp32"}
-    constants = {"OUT": 515, "GATED": gated, "ACTIVATION": 4, "RANKS": 40, **LORA_TILE}
-    ptx = compile_kernel(lora.expand_activate, pointers, {"rows": "i32"}, constants)
-    assert "griddepcontrol.wait" in ptx
+@pytest.mark.parametrize("blocks", [(515, 8, 515, 515), (1030, 64, 515, 1030), (768, 20, 512, 640)])
+@pytest.mark.parametrize(("dtype", "held"), [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "i8")])
+def test_gemv_with_lora(dtype, held, blocks):
+    """The row's adapter and its B are read before the kernel before has ended."""
+    gated = blocks[0] == 1030
+    pointers = dict.fromkeys(("x", "rounded", "lora_up"), dtype) | {"adapters": "i64"}
+    pointers |= dict.fromkeys(("weight", "gate_weight"), held)
+    constants = {
+        "OUT": 515 if gated else blocks[0],
+        "IN": 768,
+        "NORM": 1,
+        "OFFSET": True,
+        "ACTIVATION": 4,
+        "GATED": gated,
+        "RESIDUAL": False,
+        "ROUNDED": False,
+        "PRESCALED": 0,
+        "LORA": blocks,
+        **TILE,
+    }
+    numbers = {"part_eps": "fp32"}
+    known = {*pointers, *numbers, *constants}
+    pointers |= {name: "fp32" for name in gemv.gemv.arg_names if name not in known}
+    ptx = compile_kernel(gemv.gemv, pointers, numbers, constants)
+    assert "ld.global.b64" in ptx.partition("griddepcontrol.wait")[0]
+
+
+@pytest.mark.parametrize(("batch", "rank"), [(16, 8), (32, 16), (64, 64)])
+def test_dot_rows_with_lora(batch, rank):
+    """With a gate, and with three blocks; as whole tiles of outputs and otherwise."""
+    for gated, out, splits in ((True, 512, 1), (False, 768, 2), (False, 515, 4)):
+        pointers = dict.fromkeys(("x", "weight", "gate_weight", "lora_up"), "bf16")
+        pointers |= {"adapters": "i64", "places": "i32"}
+        constants = {
+            "OUT": out,
+            "IN": 768,
+            "OFFSET": False,
+            "ACTIVATION": 4 if gated else 0,
+            "GATED": gated,
+            "LARGEST": False,
+            "SPLITS": splits,
+            "PREFETCH": 0,
+            "LORA": (1024, rank, 512, 1024) if gated else (out, rank, 384, 448),
+            "USE_PDL": True,
+            "ROWS": 64,
+            "BLOCK": 128,
+            "BATCH": batch,
+        }
+        known = {*pointers, "count", *constants}
+        pointers |= {name: "fp32" for name in dot.dot_rows.arg_names if name not in known}
+        ptx = compile_kernel(dot.dot_rows, pointers, {"count": "i32"}, constants)
+        assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
+        assert "st.local" not in ptx

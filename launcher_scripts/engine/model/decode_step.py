@@ -17,7 +17,6 @@ from torch import Tensor
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.forward_context import (
-    DecodeContext,
     MixedContext,
     PrefillContext,
     StepContext,
@@ -124,24 +123,12 @@ class DecodeStep:
             self.communicator.to_next_stage(x.exact)
         return x
 
-    def _context(
-        self, rows: StepRows, bounds: Bounds, lora_adapters: Tensor | None
-    ) -> StepContext | DecodeContext:
-        """Adapters change queries, keys and values before these are rotated and stored, so such a
-        step stores them first.
-        """
-        if lora_adapters is None:
-            of_windows = {window: rows.within(window) for window in self._windows}
-            return StepContext(rows={0: rows, **of_windows}, bounds=bounds, rotary=self.rotary)
-        usual, local = self.rotary
-        return DecodeContext(
-            slots=rows.starts + rows.positions,
-            starts=rows.starts,
-            lengths=rows.lengths,
-            longest=bounds.own,
-            positions=rows.positions,
-            source=None,
-            rotary=(rows.rotary(usual), rows.rotary(local)),
+    def _context(self, rows: StepRows, bounds: Bounds, lora_adapters: Tensor | None) -> StepContext:
+        of_windows = {window: rows.within(window) for window in self._windows}
+        return StepContext(
+            rows={0: rows, **of_windows},
+            bounds=bounds,
+            rotary=self.rotary,
             lora_adapters=lora_adapters,
         )
 

@@ -33,7 +33,7 @@ class StepContext(ForwardContext[Hidden]):
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
         return layer.kernels.attend_own(
             x,
-            layer.in_proj,
+            layer.input_projection(self.lora_adapters),
             layer.heads,
             self.rotary[layer.local],
             self.rows[layer.window],

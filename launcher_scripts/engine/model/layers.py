@@ -31,7 +31,6 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
-    LoRA,
     Norm,
     RelativeBias,
 )
@@ -171,45 +170,33 @@ class Sublayer(ABC):
         """`forward` of hidden states, in the form that norm_of_next asks for."""
         return self.accumulate(self.branch(x, context), x, norm_of_next, context.lora_adapters)
 
-    def project(self, x: Tensor | Hidden, linear: Linear | None = None) -> Tensor:
-        """The linear, by default in_proj, of the normalized x: [N, out]."""
-        linear = linear or self.in_proj
+    def input_projection(self, adapters: Tensor | None) -> Linear:
+        """in_proj with what the tokens' adapters [N] add to it."""
+        return self.in_proj.with_lora(self.lora_in, adapters)
+
+    def output_projection(self, adapters: Tensor | None) -> Linear:
+        """out_proj with what the tokens' adapters [N] add to it."""
+        return self.out_proj.with_lora(self.lora_out, adapters)
+
+    def project(self, x: Tensor | Hidden, adapters: Tensor | None = None) -> Tensor:
+        """input_projection of the normalized x: [N, out]."""
+        linear = self.input_projection(adapters)
         if isinstance(x, Hidden):
             return self.kernels.project_hidden(x, linear)
         return self.kernels.project(x, linear)
 
-    def normalized(self, x: Tensor | Hidden) -> Tensor:
-        """What in_proj multiplies: [N, hidden] in the compute type."""
-        if isinstance(x, Hidden) and x.row_stats is None:
-            return x.operand
-        exact = x.exact if isinstance(x, Hidden) else x
-        norm, dtype = self.in_proj.norm, self.in_proj.dtype
-        return exact.to(dtype) if norm is None else self.kernels.norm(exact, norm, dtype)
-
-    def with_lora(
-        self, out: Tensor, x: Tensor, lora: LoRA | None, adapters: Tensor | None
-    ) -> Tensor:
-        """out [N, out], a projection of x [N, in], plus what the tokens' adapters [N] add to it."""
-        if lora is None or adapters is None:
-            return out
-        return self.kernels.add_lora(out, x, adapters, lora)
-
     def add(self, inner: Tensor, residual: Tensor, adapters: Tensor | None, /) -> Tensor:
         """residual + out_proj(inner), where both are split over the ranks: float32 [N, hidden]."""
+        linear = self.output_projection(adapters)
         if self.communicator.tp_size == 1 and self.adapter is None and self.output_norm is None:
-            x = self.kernels.project_add(inner, self.out_proj, residual)
-            x = self.with_lora(x, inner, self.lora_out, adapters)
+            x = self.kernels.project_add(inner, linear, residual)
         else:
-            part = self.kernels.project(inner, replace(self.out_proj, bias=None))
-            x = self._add_sum(self.with_lora(part, inner, self.lora_out, adapters), residual)
+            part = self.kernels.project(inner, replace(linear, bias=None))
+            x = self._add(self.communicator.tp_sum(part), residual)
         return x if self.norm is None else self.kernels.norm(x, self.norm, torch.float32)
 
-    def _add_sum(self, part: Tensor, residual: Tensor) -> Tensor:
-        """residual plus what the branch adds, of this rank's part of out_proj(inner)."""
-        return self._add(self.communicator.tp_sum(part), residual)
-
     def _add(self, out: Tensor, residual: Tensor) -> Tensor:
-        """The same of the sum over the ranks."""
+        """residual plus what the branch adds, of out_proj(inner) without its bias."""
         kernels, linear = self.kernels, self.out_proj
         if self.output_norm is not None:
             out = out if linear.bias is None else out + linear.bias
@@ -233,13 +220,7 @@ class Sublayer(ABC):
         adapters: Tensor | None,
     ) -> Hidden:
         """Hidden states x plus out_proj(inner), in the form that norm_of_next asks for."""
-        kernels, linear = self.kernels, self.out_proj
-        if self.lora_out is not None and adapters is not None:
-            if self.output_norm is not None or self.communicator.tp_size > 1:
-                part = kernels.partial_product(inner, linear)
-                part = self.with_lora(part, inner, self.lora_out, adapters)
-                return kernels.hidden(self._add_sum(part, x.exact), norm_of_next, x.operand.dtype)
-            x = replace(x, exact=self.with_lora(x.exact, inner, self.lora_out, adapters))
+        kernels, linear = self.kernels, self.output_projection(adapters)
         if self.output_norm is not None:
             out = kernels.product_over_ranks(inner, linear, self.communicator)
             return kernels.hidden(self._add(out, x.exact), norm_of_next, x.operand.dtype)
@@ -313,9 +294,7 @@ class SelfAttention(Attention):
     ) -> Tensor:
         """Queries [N, heads, head_size]; keys and values go to the cache tokens slots [N]."""
         kernels = self.kernels
-        qkv = self.project(x)  # [N, q + k + v]
-        if self.lora_in is not None and context.lora_adapters is not None:
-            qkv = self.with_lora(qkv, self.normalized(x), self.lora_in, context.lora_adapters)
+        qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
         qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, kernels.norm)
         return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
@@ -367,19 +346,10 @@ class MLP(Sublayer):
         self.gate = self.gate and self.kernels.prepare(self.gate)
 
     def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
-        if self.lora_in is not None and context.lora_adapters is not None:
-            hidden = self.kernels.activate_with_lora(
-                self.project(x),
-                None if self.gate is None else self.project(x, self.gate),
-                self.normalized(x),
-                context.lora_adapters,
-                self.lora_in,
-                self.activation,
-            )
-            return scaled(hidden, self.ia3, context.ia3_tasks)
+        up = self.input_projection(context.lora_adapters)
         if isinstance(x, Hidden):
-            return self.kernels.expand(x, self.in_proj, self.gate, self.activation)
-        hidden = self.kernels.mlp_up(x, self.in_proj, self.gate, self.activation)
+            return self.kernels.expand(x, up, self.gate, self.activation)
+        hidden = self.kernels.mlp_up(x, up, self.gate, self.activation)
         return scaled(hidden, self.ia3, context.ia3_tasks)
 
 

@@ -20,6 +20,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.hi_lo import dot_hi_lo, load_piece, split_hi_lo, splits
+from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
 from launcher_scripts.kernels.cuda.norm import add_parts
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
@@ -86,7 +87,7 @@ def _halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(product, [2, ROWS // 2, BATCH]), [1, 2, 0]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["adapters"])
 def dot_rows(
     x,
     steps,
@@ -96,6 +97,9 @@ def dot_rows(
     gate_scales,
     offsets,
     gate_offsets,
+    lora_up,
+    lora_inner,
+    adapters,
     out,
     largest,
     places,
@@ -108,6 +112,7 @@ def dot_rows(
     LARGEST: tl.constexpr,
     SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LORA: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -119,25 +124,28 @@ def dot_rows(
     Of the ROWS that a program multiplies, half are the gate's with GATED. With SPLITS > 1 the parts
     over the columns go to out [SPLITS, count, OUT], to be summed. With LARGEST nothing but the
     largest of the program's values and its place is kept, for each row. With USE_PDL the weight's
-    first PREFETCH pieces are prefetched before gdc_wait.
+    first PREFETCH pieces are prefetched before gdc_wait. LORA: what lora_arguments says of the LoRA
+    of both products.
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
     own: tl.constexpr = ROWS // 2 if GATED else ROWS
-    rows = part * own + tl.arange(0, own)
+    row = part * own
+    rows = row + tl.arange(0, own)
     batch = tl.arange(0, BATCH)
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
     lines = tl.arange(0, ROWS)[:, None]
-    held = part * own + lines % own < OUT
-    place = tl.minimum(part * own + lines % own, OUT - 1).to(tl.int64) * IN
+    held = row + lines % own < OUT
+    place = tl.minimum(row + lines % own, OUT - 1).to(tl.int64) * IN
     starts = weight + place
     if GATED:
         starts = tl.where(lines < own, starts, gate_weight + place)
     if USE_PDL:
         gdc_launch_dependents()
         _prefetch(starts, first, last, PREFETCH, BLOCK)
+        prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, own)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
     if x.dtype.element_ty.primitive_bitwidth == 8:
@@ -150,18 +158,24 @@ def dot_rows(
     if OFFSET:
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
         value += offset.to(tl.float32)[:, None]
+    value = add_deltas(
+        value, lora_up, lora_inner, adapters, row, split, count, LORA, SPLITS, own, BATCH
+    )
     value = activate(value, ACTIVATION)
     if GATED:
         gate *= scales_of(gate_scales, gate_weight, rows, OUT)[:, None]
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
+        gate = add_deltas(
+            gate, lora_up, lora_inner, adapters, OUT + row, split, count, LORA, SPLITS, own, BATCH
+        )
         value = value * gate
     if LARGEST:
         value = tl.where((rows < OUT)[:, None], value, -float("inf"))
         top, at = tl.max(value, 0, return_indices=True)
         target = batch * tl.num_programs(0) + part
         tl.store(largest + target, top, mask=batch < count)
-        tl.store(places + target, part * own + at, mask=batch < count)
+        tl.store(places + target, row + at, mask=batch < count)
     else:
         target = out + (split * count + batch[None, :]) * OUT + rows[:, None]
         mask = (rows < OUT)[:, None] & (batch < count)[None, :]
@@ -253,17 +267,17 @@ def _launch(
     own = tile.rows if gate is None else tile.rows // 2
     launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(
         given,
-        steps,
-        linear.weight,
-        linear.weight if gate is None else gate.weight,
-        x if linear.scale is None else linear.scale,
-        x if gate is None or gate.scale is None else gate.scale,
-        x if linear.bias is None else linear.bias,
-        x if gate_bias is None else gate_bias,
-        x if out is None else out,
-        found,
-        places,
-        x.shape[0],
+        steps=steps,
+        weight=linear.weight,
+        gate_weight=linear.weight if gate is None else gate.weight,
+        scales=x if linear.scale is None else linear.scale,
+        gate_scales=x if gate is None or gate.scale is None else gate.scale,
+        offsets=x if linear.bias is None else linear.bias,
+        gate_offsets=x if gate_bias is None else gate_bias,
+        out=x if out is None else out,
+        largest=found,
+        places=places,
+        count=x.shape[0],
         OUT=out_size,
         IN=linear.weight.shape[1],
         OFFSET=linear.bias is not None,
@@ -277,5 +291,6 @@ def _launch(
         BATCH=batch,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **lora_arguments(x, linear),
         **pdl_options(x),
     )

@@ -39,8 +39,6 @@ from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
 from launcher_scripts.kernels.cuda.embedding import embed as embed
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
-from launcher_scripts.kernels.cuda.lora import activate_with_lora as activate_with_lora
-from launcher_scripts.kernels.cuda.lora import add_lora as add_lora
 from launcher_scripts.kernels.cuda.many_rows import (
     dense,
     many_rows,
@@ -94,14 +92,14 @@ def project(x: Tensor, linear: Linear) -> Tensor:
     """See reference.project."""
     if x.shape[0] == 1:
         return _row(x, linear, linear.dtype, "plain")
-    return many_rows(_normalized(x, linear), linear)
+    return _several_rows(_normalized(x, linear), linear)
 
 
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
     if x.shape[0] == 1:
         return _row(x, linear, torch.float32, "add", onto=Hidden(residual, residual))
-    return residual + many_rows(x, linear)
+    return residual + _several_rows(x, linear)
 
 
 def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
@@ -110,6 +108,8 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
         kind = "up" if gate is None else "gated"
         without = None if gate is None else gate.without_norm()
         return _row(x, up, up.dtype, kind, gate=without, activation=activation)
+    if up.lora is not None:
+        return expand(Hidden(x, _normalized(x, up)), up, gate, activation)
     linears = (up,) if gate is None else (up, gate)
     inner, *factors = products(_normalized(x, up), linears)
     hidden = ACTIVATIONS[activation](inner)
@@ -135,6 +135,15 @@ def _normalized(x: Tensor, linear: Linear) -> Tensor:
     if linear.norm is None:
         return x.to(linear.dtype)
     return norm(x, linear.norm, linear.dtype)
+
+
+def _several_rows(x: Tensor, linear: Linear) -> Tensor:
+    """linear(x) for more than one row, its norm aside. With adapters few rows go through dot.py,
+    which reads their own alone.
+    """
+    if linear.lora is not None and fits(x):
+        return dot_product(x, linear, "plain")
+    return many_rows(x, linear)
 
 
 def _row(x: Tensor, linear: Linear, dtype: torch.dtype, kind: str, **more: Any) -> Tensor:
@@ -278,7 +287,8 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
     if fits(x):
         return dot_add(x, linear, onto, norm_of_next)
     if x.shape[0] > 1 or not _has_expected(onto, norm_of_next):
-        added = many_rows(x, replace(linear, bias=None))
+        product = partial_product if x.shape[0] == 1 and linear.lora is not None else many_rows
+        added = product(x, replace(linear, bias=None))
         return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
 
@@ -324,7 +334,9 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
         row_product(Hidden(x, x), alone, out, "add", launch=pdl_options(x))
         return out
-    return dot_partial(x, alone) if fits(x) else logits(x, alone)
+    if fits(x):
+        return dot_partial(x, alone)
+    return reference.added_lora([logits(x, replace(alone, lora=None))], x, linear.lora)[0]
 
 
 def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:

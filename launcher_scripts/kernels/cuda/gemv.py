@@ -23,6 +23,7 @@ from launcher_scripts.kernels.cuda.gemv_tile import (
     scales_of,
     vector,
 )
+from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
     load_expected,
@@ -42,7 +43,7 @@ from launcher_scripts.kernels.operands import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["adapters"])
 def gemv(
     x,
     row_stats,
@@ -57,6 +58,9 @@ def gemv(
     residual,
     residual_stats,
     gain,
+    lora_up,
+    lora_inner,
+    adapters,
     out,
     rounded,
     new_row_stats,
@@ -72,6 +76,7 @@ def gemv(
     RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr,
     PRESCALED: tl.constexpr,
+    LORA: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -79,10 +84,10 @@ def gemv(
 ):
     """out = residual + act(W norm(x) + b) * (W2 norm(x) + b2), the parts as the flags say.
 
-    Where there is a norm, x is the operand that norm.py describes. ROUNDED: the
-    result goes to `rounded` as well, in its type; with PRESCALED, the code of a norm behind, as the
-    operand for that norm, whose gain is `gain`, and its statistics to `new_row_stats`;
-    residual_stats say what to expect; part_eps is for that norm.
+    Where there is a norm, x is the operand that norm.py describes. LORA: what lora_arguments says
+    of the LoRA of both products. ROUNDED: the result goes to `rounded` as well, in its type; with
+    PRESCALED, the code of a norm behind, as the operand for that norm, whose gain is `gain`, and
+    its statistics to `new_row_stats`; residual_stats say what to expect; part_eps is for that norm.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -102,11 +107,13 @@ def gemv(
     row_sums = vector(sums, rows, OUT, NORM == 1)
     gate_row_sums = vector(gate_sums, rows, OUT, NORM == 1 and GATED)
     next_gain = vector(gain, rows, OUT, PRESCALED > 0)
+    up, gate_up = load_up(lora_up, adapters, rows, OUT + rows, rows < OUT, LORA, GATED)
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     added = vector(residual, rows, OUT, RESIDUAL)
     next_shift, next_unit = load_expected(residual_stats, PRESCALED)
+    inner, gate_inner = load_inner(lora_inner, rows, OUT + rows, rows < OUT, LORA, GATED)
     value, gate = multiply(
         x,
         weight,
@@ -126,9 +133,10 @@ def gemv(
     )
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
-    value = activate(value, ACTIVATION)
+    value = activate(add_delta(value, up, inner, LORA), ACTIVATION)
     if GATED:
         gate = normalized(gate * gate_scale, gate_row_sums, mean, scale, NORM)
+        gate = add_delta(gate, gate_up, gate_inner, LORA)
         value = value * (gate + gate_offset)
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
@@ -277,6 +285,7 @@ def row_product(
         num_warps=tile.warps,
         num_stages=1,
         **linear_arguments(x, linear),
+        **lora_arguments(operand, linear, x.row_stats),
         **launch,
     )
     return found

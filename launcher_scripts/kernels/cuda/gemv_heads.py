@@ -18,6 +18,7 @@ from launcher_scripts.kernels.cuda.gemv_tile import (
     scales_of,
     vector,
 )
+from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_terms, normalized
 from launcher_scripts.kernels.cuda.tiles import row_tile
 from launcher_scripts.kernels.operands import (
@@ -38,7 +39,7 @@ def _features(pairs, SIZE: tl.constexpr, HALF: tl.constexpr):
     return pairs // (SIZE // 2), pair, lower, upper
 
 
-@triton.jit(do_not_specialize=["pool_tokens"])
+@triton.jit(do_not_specialize=["pool_tokens"], do_not_specialize_on_alignment=["adapters"])
 def gemv_heads(
     x,
     row_stats,
@@ -46,6 +47,9 @@ def gemv_heads(
     scales,
     offsets,
     sums,
+    lora_up,
+    lora_inner,
+    adapters,
     query,
     keys,
     values,
@@ -63,6 +67,7 @@ def gemv_heads(
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    LORA: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -71,7 +76,7 @@ def gemv_heads(
     """Query, key and value of one token: queries to `query`, the rest to its place in the cache.
 
     A program owns ROWS pairs of features, each of which rotary positions rotate together; they
-    rotate HALF of each head's pairs.
+    rotate HALF of each head's pairs. LORA: see lora_arguments.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -84,9 +89,8 @@ def gemv_heads(
     even: tl.constexpr = (OUT // 2) % ROWS == 0
     whole: tl.constexpr = even and BLOCK <= IN
     inside = pairs < OUT // 2
-    base = row_places(rows, columns, IN)
     other_base = row_places(other_rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    tile = load_tile(weight, row_places(rows, columns, IN), rows, columns, 0, OUT, IN, whole)
     other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
@@ -94,6 +98,7 @@ def gemv_heads(
     other_offset = vector(offsets, other_rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     other_sums = vector(sums, other_rows, OUT, NORM == 1)
+    up, other_up = load_up(lora_up, adapters, rows, other_rows, inside, LORA, True)
     position = tl.load(positions)
     slot = tl.load(starts) + position
     if HALF > 0:
@@ -103,6 +108,7 @@ def gemv_heads(
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    inner, other_inner = load_inner(lora_inner, rows, other_rows, inside, LORA, True)
     low, high = multiply(
         x,
         weight,
@@ -123,14 +129,15 @@ def gemv_heads(
     mean, scale = norm_terms(total, squares, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
+    low = add_delta(low, up, inner, LORA)
+    high = add_delta(high, other_up, other_inner, LORA)
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
     is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = inside & (head >= HEADS + KV_HEADS)
     place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
     _store_pair(query, head * SIZE, lower, upper, low, high, inside & (head < HEADS))
     _store_pair(keys, place, lower, upper, low, high, is_key)
-    _store_pair(values, place, lower, upper, low, high, is_value)
+    _store_pair(values, place, lower, upper, low, high, inside & (head >= HEADS + KV_HEADS))
 
 
 @triton.jit
@@ -176,6 +183,7 @@ def row_heads(
         num_warps=tile.warps,
         num_stages=1,
         **linear_arguments(x, linear),
+        **lora_arguments(operand, linear, x.row_stats),
         **pdl_options(operand),
     )
     return query

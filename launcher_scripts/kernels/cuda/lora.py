@@ -1,13 +1,11 @@
 """LoRA of a few rows, each with an adapter of its own, in the Triton language.
 
-What one row takes of the matrices is read once, in two kernels: A x, whose inputs several programs
-share, and B A x, added where it belongs. A row without an adapter reads nothing. The matrices do
-not depend on the kernel before, so their first pieces are fetched before it has ended.
+A x of the rows' adapters is a kernel before the projection's. The projection's own kernel adds B
+times that: it reads the rows of B that belong to its outputs. A and B do not depend on the kernel
+before, so both kernels ask for them before it has ended. A row without an adapter reads neither.
 """
 
 from __future__ import annotations
-
-from math import gcd
 
 import torch
 import triton
@@ -15,258 +13,272 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.dot import MOST_ROWS
-from launcher_scripts.kernels.operands import LoRA
+from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_code, norm_terms, parts_of
+from launcher_scripts.kernels.operands import Linear
 
-INPUTS = 512  # of A that a program takes
-TILE = 4096  # numbers of B that a program takes, where ranks are small
-RANKS = 16  # of A that a program takes
-OUTPUTS = 512  # the most outputs of these
+TILE = 8192  # numbers of A that a program takes at once
+MOST_INPUTS = 16384  # of a row of A that a program takes at once
+DEPTH = tl.constexpr(64)  # columns of B, of whichever rows, that are multiplied at once
+PREFETCHED = tl.constexpr(256)  # and that are prefetched
+LINE = tl.constexpr(64)  # numbers of B that one prefetch brings: 128 bytes
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize_on_alignment=["adapters"])
 def shrink(
     x,
+    row_stats,
+    gain,
+    bias,
     adapters,
     down,
-    parts,
-    rows,
+    inner,
     IN: tl.constexpr,
     RANKS: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPREAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: what BLOCK inputs of a row x [IN] add to BLOCK_R results of its adapter's
-    matrix down [RANKS, IN]; they go to parts [pieces of IN, rows, RANKS].
+    """One program: BLOCK_R results of a row x [IN] times its adapter's A [RANKS, IN], to inner,
+    float32 [rows, RANKS]; zeros where the row has no adapter.
+
+    NORM: the only row is the operand that norm.py describes, of which gain and bias are missing
     """
-    row, piece = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(0)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inputs = piece * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     adapter = tl.load(adapters + row)
-    held = (ranks < RANKS) & (adapter >= 0)
-    inside = inputs < IN
-    place = down + (adapter * RANKS + ranks)[:, None] * IN + inputs[None, :]
-    weights = tl.load(place, mask=held[:, None] & inside[None, :], other=0.0)
+    held = ((ranks < RANKS) & (adapter >= 0))[:, None]
+    weights = down + (adapter * RANKS + ranks)[:, None] * IN + columns[None, :]
+    tile = tl.load(weights, mask=held & (columns < IN)[None, :], other=0.0)
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    values = tl.load(x + row.to(tl.int64) * IN + inputs, mask=inside & (adapter >= 0), other=0.0)
-    total = tl.sum(weights.to(tl.float32) * values.to(tl.float32)[None, :], 1)
-    tl.store(parts + (piece * rows + row) * RANKS + ranks, total, mask=held)
+    total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
+    mean, scale = norm_terms(total, squares, IN, NORM)
+    result = tl.zeros([BLOCK_R], tl.float32)
+    for first in tl.static_range(0, IN, BLOCK):
+        place = first + columns
+        inside = place < IN
+        if first > 0:
+            tile = tl.load(weights + first, mask=held & inside[None, :], other=0.0)
+        values = tl.load(x + row.to(tl.int64) * IN + place, mask=inside, other=0.0).to(tl.float32)
+        if NORM == 1:
+            values -= mean * tl.load(gain + place, mask=inside, other=0.0)
+            values = values * scale + tl.load(bias + place, mask=inside, other=0.0)
+        result += tl.sum(tile.to(tl.float32) * values[None, :], 1)
+    if NORM == 2:
+        result *= scale
+    target = inner + row * RANKS + ranks
+    tl.store(target, result, mask=ranks < RANKS)
 
 
 @triton.jit
-def expanded(
-    weights,
-    parts,
-    row,
-    rows,
+def _block_of(outputs, LORA: tl.constexpr):
+    """Which of up to three blocks outputs belong to, each of which has rows of A of its own."""
+    return (outputs >= LORA[2]).to(tl.int32) + (outputs >= LORA[3]).to(tl.int32)
+
+
+@triton.jit
+def load_up(up, adapters, outputs, others, inside, LORA: tl.constexpr, PAIRED: tl.constexpr):
+    """B of the only row's adapter for the outputs [ROWS], and for others with PAIRED: each [ROWS,
+    rank as a power of two]."""
+    tile, other = 0.0, 0.0
+    if LORA is not None:
+        adapter = tl.load(adapters)
+        tile = _load_up(up, adapter, outputs, inside, LORA)
+        if PAIRED:
+            other = _load_up(up, adapter, others, inside, LORA)
+    return tile, other
+
+
+@triton.jit
+def _load_up(up, adapter, outputs, inside, LORA: tl.constexpr):
+    WIDTH: tl.constexpr = LORA[0]
+    RANK: tl.constexpr = LORA[1]
+    ranks = tl.arange(0, triton.next_power_of_2(RANK))[None, :]
+    mask = inside[:, None] & (ranks < RANK) & (adapter >= 0)
+    return tl.load(up + (adapter * RANK + ranks) * WIDTH + outputs[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_inner(inner, outputs, others, inside, LORA: tl.constexpr, PAIRED: tl.constexpr):
+    """What both results of `load_up` are multiplied with: those of `shrink`, in the same shapes."""
+    values, other = 0.0, 0.0
+    if LORA is not None:
+        values = _load_inner(inner, outputs, inside, LORA)
+        if PAIRED:
+            other = _load_inner(inner, others, inside, LORA)
+    return values, other
+
+
+@triton.jit
+def _load_inner(inner, outputs, inside, LORA: tl.constexpr):
+    RANK: tl.constexpr = LORA[1]
+    ranks = tl.arange(0, triton.next_power_of_2(RANK))[None, :]
+    place = (_block_of(outputs, LORA) * RANK)[:, None] + ranks
+    return tl.load(inner + place, mask=inside[:, None] & (ranks < RANK), other=0.0)
+
+
+@triton.jit
+def add_delta(value, tile, values, LORA: tl.constexpr):
+    """value [ROWS] plus what the only row's adapter adds."""
+    if LORA is not None:
+        value += tl.sum(tile.to(tl.float32) * values, 1)
+    return value
+
+
+@triton.jit
+def _steps_of(first, count, LORA: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr):
+    """How many steps of DEPTH columns go through B of all `count` rows for one block; and the first
+    step, and the one behind the last, for the blocks of the ROWS outputs from `first` on."""
+    steps = tl.cdiv(count * LORA[1], DEPTH)
+    last = tl.minimum(first + ROWS, LORA[0]) - 1
+    return steps, _block_of(first, LORA) * steps, (_block_of(last, LORA) + 1) * steps
+
+
+@triton.jit
+def _columns_of(step, steps, adapters, count, RANK: tl.constexpr, DEPTH: tl.constexpr):
+    """The columns [DEPTH] of a step: their row, the row's adapter, and which one of its ranks."""
+    place = step % steps * DEPTH + tl.arange(0, DEPTH)
+    row = place // RANK
+    return row, tl.load(adapters + row, mask=row < count, other=-1), place % RANK
+
+
+@triton.jit
+def prefetch_up(
+    up,
+    adapters,
     first,
-    held,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """weights [BLOCK_R, BLOCK] of an adapter's B times RANK sums of the parts from `first` on."""
-    ranks = tl.arange(0, BLOCK_R)[:, None]
-    pieces = tl.arange(0, BLOCK_P)[None, :]
-    place = parts + (pieces * rows + row) * RANKS + first + ranks
-    inner = tl.load(place, mask=(ranks < RANK) & (pieces < PIECES) & held, other=0.0)
-    return tl.sum(weights.to(tl.float32) * tl.sum(inner, 1)[:, None], 0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expand_add(
-    out,
-    adapters,
-    up,
-    parts,
-    rows,
-    OUT: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program: BLOCK outputs of one row, of one of up to three blocks, of which the second
-    and the third begin at SECOND and THIRD; each has RANK sums of its own.
-    """
-    row = tl.program_id(0)
-    start = tl.program_id(1) * BLOCK
-    ranks, columns = tl.arange(0, BLOCK_R), start + tl.arange(0, BLOCK)
-    adapter = tl.load(adapters + row)
-    held, inside = adapter >= 0, columns < OUT
-    place = up + (adapter * RANK + ranks)[:, None] * OUT + columns[None, :]
-    mask = (ranks < RANK)[:, None] & inside[None, :] & held
-    weights = tl.load(place, mask=mask, other=0.0)
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    first = ((start >= SECOND).to(tl.int32) + (start >= THIRD).to(tl.int32)) * RANK
-    delta = expanded(weights, parts, row, rows, first, held, RANK, RANKS, PIECES, BLOCK_R, BLOCK_P)
-    target = out + row.to(tl.int64) * OUT + columns
-    value = tl.load(target, mask=inside & held, other=0.0).to(tl.float32) + delta
-    tl.store(target, value.to(out.dtype.element_ty), mask=inside & held)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def expand_activate(
-    inner,
-    gate,
-    adapters,
-    up,
-    parts,
-    rows,
+    split,
+    count,
     OUT: tl.constexpr,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
+    LORA: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """One program: BLOCK activations of one row, in the place of `inner`."""
-    row = tl.program_id(0)
-    ranks, columns = tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    adapter = tl.load(adapters + row)
-    held, inside = adapter >= 0, columns < OUT
-    width: tl.constexpr = 2 * OUT if GATED else OUT
-    place = up + (adapter * RANK + ranks)[:, None] * width + columns[None, :]
-    mask = (ranks < RANK)[:, None] & inside[None, :] & held
-    weights = tl.load(place, mask=mask, other=0.0)
-    if GATED:
-        others = tl.load(place + OUT, mask=mask, other=0.0)
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    target = row.to(tl.int64) * OUT + columns
-    value = tl.load(inner + target, mask=inside, other=0.0).to(tl.float32)
-    value += expanded(weights, parts, row, rows, 0, held, RANK, RANKS, PIECES, BLOCK_R, BLOCK_P)
-    value = activate(value, ACTIVATION)
-    if GATED:
-        factor = tl.load(gate + target, mask=inside, other=0.0).to(tl.float32)
-        factor += expanded(
-            others, parts, row, rows, RANK, held, RANK, RANKS, PIECES, BLOCK_R, BLOCK_P
-        )
-        value *= factor
-    tl.store(inner + target, value.to(inner.dtype.element_ty), mask=inside)
+    """Prefetch into L2 what add_deltas reads of B for the outputs from `first` on, and for those of
+    the gate with GATED."""
+    if LORA is not None:
+        WIDTH: tl.constexpr = LORA[0]
+        RANK: tl.constexpr = LORA[1]
+        steps, begin, end = _steps_of(first, count, LORA, PREFETCHED, ROWS)
+        for step in tl.range(begin + split, end, SPLITS):
+            _, adapter, rank = _columns_of(step, steps, adapters, count, RANK, PREFETCHED)
+            columns = up + (adapter * RANK + rank) * WIDTH + first
+            for line in tl.static_range(0, ROWS, LINE):
+                _prefetch_if(columns + tl.minimum(line, OUT - 1 - first), adapter >= 0)
+                if GATED:
+                    _prefetch_if(columns + OUT + tl.minimum(line, OUT - 1 - first), adapter >= 0)
 
 
-def add_lora(out: Tensor, x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
-    """See reference.add_lora. Many rows go through A of every adapter."""
-    if x.shape[0] > MOST_ROWS:
-        return reference.add_lora(out, x, adapters, lora)
-    parts = shrunk(x, adapters, lora)
-    size, block = out.shape[1], _outputs_of(lora)
-    ends = (lora.widths[0], sum(lora.widths[:2])) if len(lora.widths) > 1 else (size, size)
-    launcher(expand_add, (x.shape[0], triton.cdiv(size, block)))(
-        out,
-        adapters,
-        lora.up,
-        parts,
-        x.shape[0],
-        OUT=size,
-        SECOND=ends[0],
-        THIRD=ends[1],
-        BLOCK=block,
-        **_sizes(lora, parts),
-        **pdl_options(out),
+@triton.jit
+def _prefetch_if(addresses, wanted):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [addresses, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
-    return out
 
 
-def activate_with_lora(
-    up: Tensor,
-    gate: Tensor | None,
-    x: Tensor,
-    adapters: Tensor,
-    lora: LoRA,
-    activation: str,
-) -> Tensor:
-    """See reference.activate_with_lora."""
-    if x.shape[0] > MOST_ROWS:
-        return reference.activate_with_lora(up, gate, x, adapters, lora, activation)
-    parts, size = shrunk(x, adapters, lora), up.shape[1]
-    block = _share(lora)
-    launcher(expand_activate, (x.shape[0], triton.cdiv(size, block)))(
-        up,
-        up if gate is None else gate,
-        adapters,
-        lora.up,
-        parts,
-        x.shape[0],
-        OUT=size,
-        GATED=gate is not None,
-        ACTIVATION=ACTIVATION_CODES[activation],
-        BLOCK=block,
-        **_sizes(lora, parts),
-        **pdl_options(up),
-    )
-    return up
+@triton.jit
+def add_deltas(
+    value,
+    up,
+    inner,
+    adapters,
+    first,
+    split,
+    count,
+    LORA: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """value [ROWS, BATCH], the outputs from `first` on of `count` rows, plus one of SPLITS shares
+    of B times the results of `shrink`.
 
-
-def shrunk(x: Tensor, adapters: Tensor, lora: LoRA) -> Tensor:
-    """A x of each row's adapter, float32 [pieces, N, blocks * rank], to be summed over the pieces;
-    of rows without one anything.
+    The columns of B of all rows are side by side, [ROWS, count * rank], and each row has zeros but
+    for its own results: it is one product of matrices.
     """
-    (rows, size), ranks = x.shape, lora.down.shape[1]
-    block = min(INPUTS, triton.next_power_of_2(size))
-    parts = torch.empty(triton.cdiv(size, block), rows, ranks, device=x.device)
-    at_once = min(RANKS, triton.next_power_of_2(ranks))
-    launcher(shrink, (rows, triton.cdiv(ranks, at_once), parts.shape[0]))(
-        x,
-        adapters,
-        lora.down,
-        parts,
-        rows,
-        IN=size,
-        RANKS=ranks,
-        BLOCK_R=at_once,
-        BLOCK=block,
-        num_warps=4,
-        **pdl_options(x),
-    )
-    return parts
+    if LORA is not None:
+        WIDTH: tl.constexpr = LORA[0]
+        RANK: tl.constexpr = LORA[1]
+        blocks: tl.constexpr = 1 + (LORA[2] < WIDTH) + (LORA[3] < WIDTH)
+        even: tl.constexpr = WIDTH % ROWS == 0 and LORA[2] % ROWS == 0 and LORA[3] % ROWS == 0
+        outputs = (first + tl.arange(0, ROWS))[:, None]
+        batch = tl.arange(0, BATCH)[None, :]
+        steps, begin, end = _steps_of(first, count, LORA, DEPTH, ROWS)
+        for step in tl.range(begin + split, end, SPLITS):
+            block = step // steps
+            row, adapter, rank = _columns_of(step, steps, adapters, count, RANK, DEPTH)
+            mask = (adapter >= 0)[None, :]
+            if not even:
+                mask &= (outputs < WIDTH) & (_block_of(outputs, LORA) == block)
+            weights = up + (adapter * RANK + rank)[None, :] * WIDTH + outputs
+            tile = tl.load(weights, mask=mask, other=0.0)
+            place = (row * blocks + block) * RANK + rank
+            values = tl.load(inner + place, mask=row < count, other=0.0)
+            own = tl.where(row[:, None] == batch, values.to(tile.dtype)[:, None], 0.0)
+            value = tl.dot(tile, own, value)
+    return value
 
 
-def _sizes(lora: LoRA, parts: Tensor) -> dict[str, int]:
-    """What the kernels that read `parts` are compiled for."""
-    rank = lora.up.shape[1]
+def lora_arguments(x: Tensor, linear: Linear, row_stats: Tensor | None = None) -> dict[str, object]:
+    """Arguments about LoRA of a product's kernel, for which A x is made first; x [N, in] stands for
+    what there is not.
+
+    LORA: outputs and rank of B, and where its second and third block begin; None without LoRA
+    row_stats: where x is the operand of one row whose norm is folded; see norm.py
+    """
+    if linear.lora is None:
+        return {"lora_up": x, "lora_inner": x, "adapters": x, "LORA": None}
+    lora, adapters = linear.lora.lora, linear.lora.adapters
+    rank, width = lora.up.shape[1:]
     return {
-        "RANK": rank,
-        "RANKS": parts.shape[2],
-        "PIECES": parts.shape[0],
-        "BLOCK_R": triton.next_power_of_2(rank),
-        "BLOCK_P": triton.next_power_of_2(parts.shape[0]),
-        "num_warps": 4,
+        "lora_up": lora.up,
+        "lora_inner": _shrunk(x, linear, lora.down, adapters, row_stats),
+        "adapters": adapters,
+        "LORA": (width, rank, lora.widths[0], sum(lora.widths[:2])),
     }
 
 
-def _share(lora: LoRA) -> int:
-    """Outputs that a program takes of B."""
-    rank: int = triton.next_power_of_2(lora.up.shape[1])
-    return min(OUTPUTS, max(16, TILE // rank))
-
-
-def _outputs_of(lora: LoRA) -> int:
-    """The same where each program's outputs are of one block: a power of two."""
-    share = _share(lora)
-    if len(lora.widths) == 1:
-        return share
-    common = gcd(*lora.widths)
-    return min(share, common & -common)
+def _shrunk(
+    x: Tensor, linear: Linear, down: Tensor, adapters: Tensor, row_stats: Tensor | None
+) -> Tensor:
+    """A x of each row's adapter, float32 [N, blocks * rank]; see shrink."""
+    (rows, size), ranks = x.shape, down.shape[1]
+    norm = None if linear.folded is None or row_stats is None else linear.norm
+    parts = 1 if norm is None else parts_of(row_stats)
+    gain = x if norm is None else norm.weight
+    bias = None if norm is None else norm.bias
+    inner = torch.empty(rows, ranks, device=x.device)
+    block = min(MOST_INPUTS, triton.next_power_of_2(size))
+    at_once = min(max(1, TILE // block), triton.next_power_of_2(ranks))
+    launcher(shrink, (rows, triton.cdiv(ranks, at_once)))(
+        x,
+        x if norm is None else row_stats,
+        gain,
+        gain if bias is None else bias,
+        adapters,
+        down,
+        inner,
+        IN=size,
+        RANKS=ranks,
+        NORM=norm_code(norm),
+        PARTS=parts,
+        SPREAD=triton.next_power_of_2(parts),
+        BLOCK_R=at_once,
+        BLOCK=block,
+        num_warps=8 if block * at_once > TILE else 4,
+        **pdl_options(x),
+    )
+    return inner

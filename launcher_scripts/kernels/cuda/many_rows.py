@@ -19,6 +19,7 @@ from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS
 from launcher_scripts.kernels.cuda.e4m3 import LARGEST
 from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.reference import added_lora
 
 MULTIPLE = 16  # of which torch._scaled_mm wants both of a weight's sizes
 
@@ -75,12 +76,16 @@ def many_rows(x: Tensor, linear: Linear) -> Tensor:
 
 
 def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """linear(x) [N, out] of several linears with weights of one shape and type, norms aside."""
-    if not multiplies_fp8(x, linears[0]):
+    """linear(x) [N, out] of several linears with weights of one shape and type, norms aside; see
+    reference.products.
+    """
+    if multiplies_fp8(x, linears[0]):
+        rows, scales = fp8_rows(x)
+        outs = [_scaled_product(rows, scales, linear) for linear in linears]
+    else:
         whole = [dense(linear) for linear in linears]
-        return [functional.linear(x, linear.weight, linear.bias) for linear in whole]
-    rows, scales = fp8_rows(x)
-    return [_scaled_product(rows, scales, linear) for linear in linears]
+        outs = [functional.linear(x, linear.weight, linear.bias) for linear in whole]
+    return added_lora(outs, x, linears[0].lora)
 
 
 def _scaled_product(rows: Tensor, scales: Tensor, linear: Linear) -> Tensor:

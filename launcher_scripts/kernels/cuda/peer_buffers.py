@@ -25,6 +25,7 @@ from launcher_scripts.kernels.cuda.gemv_tile import (
     scales_of,
     vector,
 )
+from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
     load_expected,
@@ -38,11 +39,14 @@ from launcher_scripts.kernels.operands import Hidden, Linear, Norm, PeerBuffers
 SHARE = 64  # values that share a count of exchanges
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["adapters"])
 def gemv_to_peers(
     x,
     weight,
     scales,
+    lora_up,
+    lora_inner,
+    adapters,
     addresses,
     exchanges,
     rank,
@@ -51,12 +55,13 @@ def gemv_to_peers(
     IN: tl.constexpr,
     RANKS: tl.constexpr,
     SHARE: tl.constexpr,
+    LORA: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROLLED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W x of this rank's part of x, to the buffers at the addresses."""
+    """W x of this rank's part of x, to the buffers at the addresses. LORA: see lora_arguments."""
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -66,10 +71,12 @@ def gemv_to_peers(
     base = row_places(rows, columns, IN)
     tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
     row_scale = scales_of(scales, weight, rows, OUT)
+    inside = rows < OUT
+    up, _ = load_up(lora_up, adapters, rows, rows, inside, LORA, False)
     if USE_PDL:
         gdc_wait()
-    inside = rows < OUT
     number = tl.load(exchanges + rows // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
+    inner, _ = load_inner(lora_inner, rows, rows, inside, LORA, False)
     value, _ = multiply(
         x,
         weight,
@@ -87,7 +94,8 @@ def gemv_to_peers(
         BLOCK,
         USE_PDL,
     )
-    bits = (value * row_scale).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    value = add_delta(value * row_scale, up, inner, LORA)
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits
     lane = ((number & 1) * RANKS + rank) * lane_words
     for receiver in tl.static_range(RANKS):
@@ -214,12 +222,12 @@ def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
     tile = row_tile("add", out_size, in_size, linear.quantization)
     launcher(gemv_to_peers, (triton.cdiv(out_size, tile.rows),))(
         x,
-        linear.weight,
-        x if linear.scale is None else linear.scale,
-        buffers.addresses,
-        buffers.exchanges,
-        buffers.rank,
-        buffers.lane_words,
+        weight=linear.weight,
+        scales=x if linear.scale is None else linear.scale,
+        addresses=buffers.addresses,
+        exchanges=buffers.exchanges,
+        rank=buffers.rank,
+        lane_words=buffers.lane_words,
         OUT=out_size,
         IN=in_size,
         RANKS=buffers.ranks,
@@ -229,6 +237,7 @@ def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
         BLOCK=tile.block,
         num_warps=tile.warps,
         num_stages=1,
+        **lora_arguments(x, linear),
         **pdl_options(x),
     )
 
