@@ -130,21 +130,22 @@ def dot_rows(
     part = tl.program_id(0)
     split = tl.program_id(1)
     own: tl.constexpr = ROWS // 2 if GATED else ROWS
-    rows = part * own + tl.arange(0, own)
+    row = part * own
+    rows = row + tl.arange(0, own)
     batch = tl.arange(0, BATCH)
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
     lines = tl.arange(0, ROWS)[:, None]
-    held = part * own + lines % own < OUT
-    place = tl.minimum(part * own + lines % own, OUT - 1).to(tl.int64) * IN
+    held = row + lines % own < OUT
+    place = tl.minimum(row + lines % own, OUT - 1).to(tl.int64) * IN
     starts = weight + place
     if GATED:
         starts = tl.where(lines < own, starts, gate_weight + place)
     if USE_PDL:
         gdc_launch_dependents()
         _prefetch(starts, first, last, PREFETCH, BLOCK)
-        prefetch_up(lora_up, adapters, part * own, split, count, OUT, GATED, LORA, SPLITS, own)
+        prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, own)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
     if x.dtype.element_ty.primitive_bitwidth == 8:
@@ -158,7 +159,7 @@ def dot_rows(
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
         value += offset.to(tl.float32)[:, None]
     value = add_deltas(
-        value, lora_up, lora_inner, adapters, part * own, split, count, LORA, SPLITS, own, BATCH
+        value, lora_up, lora_inner, adapters, row, split, count, LORA, SPLITS, own, BATCH
     )
     value = activate(value, ACTIVATION)
     if GATED:
@@ -166,17 +167,7 @@ def dot_rows(
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
         gate = add_deltas(
-            gate,
-            lora_up,
-            lora_inner,
-            adapters,
-            OUT + part * own,
-            split,
-            count,
-            LORA,
-            SPLITS,
-            own,
-            BATCH,
+            gate, lora_up, lora_inner, adapters, OUT + row, split, count, LORA, SPLITS, own, BATCH
         )
         value = value * gate
     if LARGEST:
@@ -184,7 +175,7 @@ def dot_rows(
         top, at = tl.max(value, 0, return_indices=True)
         target = batch * tl.num_programs(0) + part
         tl.store(largest + target, top, mask=batch < count)
-        tl.store(places + target, part * own + at, mask=batch < count)
+        tl.store(places + target, row + at, mask=batch < count)
     else:
         target = out + (split * count + batch[None, :]) * OUT + rows[:, None]
         mask = (rows < OUT)[:, None] & (batch < count)[None, :]
