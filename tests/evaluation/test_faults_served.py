@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import math
 import random
@@ -36,10 +35,7 @@ from tests.server.processes import running
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 ITEMS = 200  # that show a drop of 2 %
 LM_HEAD = "model.lm_head.weight.bin"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +24,7 @@ from tests.server.requests import Client as TritonClient
 from tests.server.requests import Stream
 from tests.server.shared import given_up
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 ROWS = [(1, 2, 3, 4, 5), (7,), (9, 8, 7, 6, 5, 4, 3, 2, 1, 0), (400, 2)]
 
 

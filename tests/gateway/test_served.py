@@ -34,10 +34,7 @@ from tests.server.shared import cache_tokens_used
 from tests.server.test_protection import certificates
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
 PROMPT = "Hello the people"
 KEY = "sk-of-the-tests"

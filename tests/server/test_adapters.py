@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,7 @@ from tests.server.processes import running
 from tests.server.repositories import export_settings
 from tests.server.requests import Client, generated, ids_request
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 MODELS = {"gpt3": ("gpt", gpt, "fp32"), "t5": ("t5", t5, "bf16")}
 

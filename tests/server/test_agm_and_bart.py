@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +28,7 @@ from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
 from tests.server.requests import Client, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 PROMPTS = [(5, 6, 7, 8), (400,)]
 CONFIG = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
 BART = bart_config(vocab_size=VOCAB_SIZE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,10 +30,7 @@ from tests.server.repositories import export_settings
 from tests.server.requests import Client, text_rows
 from tests.tokenizer.bart_tokenizers import bart, mbart, mbart50, pieces, save_pieces
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 SIZES = {
     "d_model": 16,
     "encoder_layers": 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -16,10 +15,7 @@ from tests.processes import wait_for
 from tests.server.processes import running
 from tests.server.test_service import assert_clean_failure, make_repository
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+needs_server = pytest.mark.usefixtures("tritonserver")
 
 # What is seen of a server that locks what its worker has left locked.
 ABORTS_THE_SERVER = """print("what():  boost::interprocess::lock_exception", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import urllib.request
 from collections.abc import Iterator
@@ -21,10 +20,7 @@ from tests.server.processes import running
 from tests.server.repositories import END_ID, export, text_config
 from tests.server.requests import Client, ids_request
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16)]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,10 +13,7 @@ from tests.server import test_t5 as t5
 from tests.server.processes import running
 from tests.server.repositories import VOCAB_SIZE, export
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 MOST_GROWTH = 0.03  # of the memory: allocators keep some of what they freed
 
 

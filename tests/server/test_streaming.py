@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 from collections.abc import Iterator
@@ -26,10 +25,7 @@ from tests.server.shared import (
     tokens_generated,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PROMPT = (5, 6, 7)
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}

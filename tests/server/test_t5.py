@@ -4,7 +4,6 @@ text out.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,10 +43,7 @@ from tests.server.repositories import SHAPES, TOKENIZERS, VOCAB_SIZE, beside
 from tests.server.requests import Client, text_rows
 from tests.server.test_model_repository import parse
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+needs_server = pytest.mark.usefixtures("tritonserver")
 END_ID = 3
 SOURCES = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20)]
 NUMPY_TYPES = {
