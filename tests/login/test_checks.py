@@ -206,7 +206,10 @@ def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str
         ("deploy.run.nodes=0", "nodes must be at least 1"),
         ("deploy.run.nodes=2", "2 ranks need 2 nodes, and this cluster type has 1"),
         ("cluster.gpus_per_node=1", "2 ranks need 2 nodes, and this cluster type has 1"),
-        ("evaluate.tasks.lambada.data_file=/nowhere/x", "the data of lambada is not there"),
+        (
+            "evaluate.tasks.lambada.data_file=/nowhere/x",
+            "data_file of the task lambada is not there",
+        ),
         ("evaluate.tasks.lambada.limit=0", "limit must be at least 1"),
         ("+evaluate.tasks.squid={data_file:/x}", "unknown evaluation task; got 'squid'"),
         ("evaluate.model_name=large", "no such model; got 'large'; choices: tiny"),
