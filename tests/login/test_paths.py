@@ -34,11 +34,11 @@ def test_paths_become_absolute_and_other_text_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     given = Settings("a/../b", ("~/c", "/d"), Block("e"), (Block(), Block("f", "notes/g")))
     assert with_absolute_paths(given) == Settings(
         f"{tmp_path}/b",
-        ("/home/me/c", "/d"),
+        ("/users/me/c", "/d"),
         Block(f"{tmp_path}/e"),
         (Block(), Block(f"{tmp_path}/f", "notes/g")),
     )

@@ -141,12 +141,6 @@ def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
         assert step.stop() == 0, step.err
 
 
-@pytest.fixture
-def client(served: dict[str, Any]) -> Iterator[Client]:
-    with Client(served, "grpc") as client:
-        yield client
-
-
 def texts(client: Client, model: str, *prompts: str, **more: np.ndarray) -> list[str]:
     ensemble = "ensemble" if model == "bart" else f"{model}_ensemble"
     lengths = np.full((len(prompts), 1), TOKENS, np.uint32)

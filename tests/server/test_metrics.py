@@ -92,6 +92,8 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
         with pytest.raises(InferenceServerException, match="temperature"):
             client.infer("tiny", **{**ids_request([(1,)], 9), "temperature": np.float32([[-1.0]])})
     wait_for(lambda: value(samples(served), names.REQUEST, "_count") >= len(PROMPTS))
+    refused = {"reason": names.REFUSED}  # counted after the answers
+    wait_for(lambda: value(samples(served), names.FAILURE, **refused) >= 2)
     found = samples(served)
     grown = {key: found[key] - before[key] for key in found}
     texts = [
@@ -103,7 +105,7 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
     assert value(grown, names.GENERATION_TOKENS) == tokens
     assert value(grown, names.SUCCESS, finished_reason=names.STOP) == stopped
     assert value(grown, names.SUCCESS, finished_reason=names.LENGTH) == len(PROMPTS) - stopped
-    assert value(grown, names.FAILURE, reason=names.REFUSED) == 2
+    assert value(grown, names.FAILURE, **refused) == 2
     for metric in (names.FIRST_TOKEN, names.QUEUE, names.PREFILL, names.REQUEST):
         assert value(grown, metric, "_count") == len(PROMPTS)
     assert value(grown, names.INTER_TOKEN, "_count") == tokens - len(PROMPTS)
