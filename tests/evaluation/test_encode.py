@@ -16,7 +16,7 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.comparison import TimedModel
 from launcher_scripts.evaluation.speed import sweep
 from launcher_scripts.evaluation.tasks import encode
-from launcher_scripts.evaluation.tasks.task import Asked, States
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, States
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from tests.evaluation.test_speed import SETTINGS
 from tests.evaluation.text_tasks import Words, asked, no_progress
@@ -63,7 +63,7 @@ def task(folder: Path, reference: Path, **changes: Any) -> TaskSettings:
     return TaskSettings("encode", str(folder / "texts"), **values | changes)
 
 
-def asked_with(model: Any, folder: Path) -> Asked:
+def asked_with(model: Any, folder: Path) -> EvaluatedModel:
     return dataclasses.replace(asked([], folder, closing=(1,)), model=model, tokenizer=Words())
 
 

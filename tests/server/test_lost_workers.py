@@ -61,10 +61,10 @@ def test_a_server_that_waits_for_a_worker_is_noticed(monkeypatch: pytest.MonkeyP
     shell = ["sh", "-c", "sleep 600; true"]
     with subprocess.Popen(shell, start_new_session=True) as waits:
         try:
-            wait_for(lost_workers.WaitingForLost(waits.pid))
+            wait_for(lost_workers.LostWorkerDetector(waits.pid))
         finally:
             os.killpg(waits.pid, signal.SIGKILL)
     with subprocess.Popen(["sleep", "600"]) as sleeps:
-        noticed = [lost_workers.WaitingForLost(sleeps.pid)() for _ in range(3)]
+        noticed = [lost_workers.LostWorkerDetector(sleeps.pid)() for _ in range(3)]
         sleeps.kill()
     assert noticed == [False] * 3

@@ -26,7 +26,13 @@ from launcher_scripts.evaluation.tasks.prompts import (
     read_lines,
     require_items,
 )
-from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult, fraction
+from launcher_scripts.evaluation.tasks.task import (
+    EvaluatedModel,
+    Metric,
+    Progress,
+    TaskResult,
+    fraction,
+)
 
 TEMPLATE = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
@@ -82,7 +88,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
     prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "passage")

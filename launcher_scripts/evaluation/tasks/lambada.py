@@ -26,7 +26,7 @@ from launcher_scripts.common.errors import ConfigError, Problems, ServerError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
-    Asked,
+    EvaluatedModel,
     Metric,
     Progress,
     TaskResult,
@@ -207,7 +207,7 @@ def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
     items = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))

@@ -162,7 +162,7 @@ def from_the_first(ask: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluatedModel:
     """A model with what makes text of its tokens and tokens of text.
 
     opening_ids, closing_ids: what a model that was trained with them wants around every prompt
@@ -181,7 +181,7 @@ class Asked:
     continued: Continue = from_the_first
 
 
-Task = Callable[[TaskSettings, Asked, Progress], TaskResult]
+Task = Callable[[TaskSettings, EvaluatedModel, Progress], TaskResult]
 
 
 def fraction(flags: Sequence[bool], meaning: str) -> Metric:
