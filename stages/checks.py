@@ -71,7 +71,7 @@ class Checks:
         """Slurm's notations of a time."""
         if not _TIME_LIMIT.fullmatch(value):
             notations = ("minutes", "hours:minutes:seconds", "days-hours:minutes:seconds")
-            self.problems.add("no time limit", got=value, choices=notations, change=change)
+            self.problems.add("not a time limit", got=value, choices=notations, change=change)
 
     def ranks(
         self, ranks: int, nodes: int, gpus_per_node: int | None, max_nodes: int | None

@@ -228,7 +228,7 @@ class Deploy(Stage):
             checks.problems.add("replicas must be at least 1", got=count, change=key)
         elif most is not None and count > most:
             checks.problems.add(
-                "replicas are an array of Slurm jobs, which this cluster type has not",
+                "replicas are an array of Slurm jobs, which this cluster type does not have",
                 got=count,
                 change=f"{key} or cluster_type",
             )

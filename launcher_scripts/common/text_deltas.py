@@ -16,7 +16,7 @@ from dataclasses import dataclass
 WINDOW = 64
 CONTEXT = 16
 LONGEST_CHARACTER = 4  # tokens
-# What a decoder gives for bytes that are no character, or not yet.
+# What a decoder gives for bytes that are not characters, or not yet.
 REPLACEMENT = "\ufffd"
 
 

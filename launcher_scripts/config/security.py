@@ -60,7 +60,7 @@ class ServerSecurity:
         for name in self.restricted_apis:
             if name not in RESTRICTABLE:
                 problems.add(
-                    "no part of Triton's interface",
+                    "not a part of Triton's interface",
                     got=name,
                     choices=RESTRICTABLE,
                     change="deploy.server.security.restricted_apis",

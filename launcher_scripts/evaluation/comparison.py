@@ -203,7 +203,7 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
-                f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
+                f"{path} is not a report of {settings.name}: {type(error).__name__}: {error}",
                 change=REFERENCE_KEY,
             )
         ) from error

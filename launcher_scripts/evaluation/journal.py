@@ -128,7 +128,7 @@ class Journal:
         if reason is not None:
             old = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(old)
-            _say(f"{self.path.stem} begins anew: {reason}; the results until now are in {old}")
+            _say(f"{self.path.stem} starts over: {reason}; the results until now are in {old}")
             return
         for value in values[1:]:
             if "run" in value:
@@ -143,7 +143,7 @@ class Journal:
     def _other(self, head: Any) -> str | None:
         """Why the results are of no use here; None where they are."""
         if not isinstance(head, dict) or head.get("journal") != VERSION:
-            return f"{self.path} is no journal of version {VERSION}"
+            return f"{self.path} is not a journal of version {VERSION}"
         changed = differences(head.get("set_up"), self._head["set_up"])
         return "other " + ", ".join(name for name, *_ in changed) if changed else None
 

@@ -46,7 +46,7 @@ class Report:
     """
 
     def __init__(self, results_dir: Path, model_name: str) -> None:
-        """Raises ConfigError when the folder's report is another model's or is no report."""
+        """Raises ConfigError when the folder's report is another model's or is not a report."""
         self.results_dir = results_dir
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
         if self.json_file.exists():

@@ -285,7 +285,9 @@ def _check(
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options need stream", "stream_options")
     if options.echo and model.encodes:
-        raise unsupported("echo", f"{model.name} is an encoder-decoder: its prompt is no beginning")
+        raise unsupported(
+            "echo", f"{model.name} is an encoder-decoder: its prompt is not a beginning"
+        )
     if body.min_tokens > options.max_tokens:
         raise bad_request(
             f"min_tokens is more than max_tokens; got {body.min_tokens} and {options.max_tokens}",

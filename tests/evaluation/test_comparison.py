@@ -74,7 +74,7 @@ def _never(*_: object) -> TaskResult:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"tasks": {}}, "is no report of boolq_generate: KeyError"),
+        ({"tasks": {}}, "is not a report of boolq_generate: KeyError"),
         (
             {"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}},
             "has another limit of items; got 5",

@@ -127,7 +127,7 @@ def test_what_cannot_be_compared_is_refused(original: tuple[Path, Any], tmp_path
     with pytest.raises(ConfigError, match=r"needs a reference; choices: .*tasks.encode.reference"):
         TaskSettings("encode", "texts")
     settings = task(tmp_path, folder, generation=GenerationSettings(ia3_task=1))
-    with pytest.raises(ConfigError, match=r"transformers is no reference for this; got \['ia3"):
+    with pytest.raises(ConfigError, match=r"transformers is not a reference for this; got \['ia3"):
         encode.run(settings, asked_with(Encoder(model, 0.0), tmp_path), no_progress)
     (tmp_path / "empty").write_text("a\n\n")
     with pytest.raises(ConfigError, match="line 2 is empty"):

@@ -240,7 +240,7 @@ def broken(source: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_client() -> Iterator[None]:
-    """A busy machine delays the client of a load test, too, which is no fault here."""
+    """A busy machine delays the client of a load test, too, which is not a fault here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validity, "LAG_MS", math.inf)
         patch.setattr(validity, "MOST_BUSY", math.inf)

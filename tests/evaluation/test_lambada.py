@@ -163,7 +163,7 @@ def test_lines_are_read_as_json_means_them(tmp_path):
 def test_logits_that_are_no_numbers_are_an_error(value):
     logits = logits_after([0, 1])
     logits[1, 3] = value
-    with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are no numbers"):
+    with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are not numbers"):
         list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits]))
     logits[1, 3] = -np.inf  # of a token that never comes
     (result,) = lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits])

@@ -51,7 +51,7 @@ class Table:
 def table() -> Iterator[Table]:
     shown = Table()
     yield shown
-    head = "| what happens | what is said | exit code | seconds | left |\n|---|---|---|---|---|"
+    head = "| what happens | message | exit code | seconds | left |\n|---|---|---|---|---|"
     print("\n".join(["", head, *shown.rows]))
 
 
@@ -185,7 +185,7 @@ def _missing_mount(launch: Submit) -> tuple[str, ...]:
 
 # What fails in its job: arguments, what is said, the job's state, the exit code of `jobs wait`.
 FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = {
-    "image that the registry has not": (
+    "image that the registry does not have": (
         _container("container='nvcr.io#nvidia/absent:1'"),
         "pyxis: failed to import docker image: nvcr.io#nvidia/absent:1",
         "FAILED",

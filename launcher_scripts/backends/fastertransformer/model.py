@@ -302,7 +302,7 @@ def with_parameters(
 ) -> Mapping[str, torch.Tensor]:
     """The tensors of a request, batch axis first, and those that its parameters stand for.
 
-    Raises ParameterError for one that is no optional input with one value per row.
+    Raises ParameterError for one that is not an optional input with one value per row.
     """
     if forwarded_request(request) is not None:
         return tensors

@@ -110,7 +110,7 @@ def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
     kind, dtype, key, *rest = pid
     found = (kind, pickles.meaning(dtype), key, *rest)
     if kind != "storage" or not isinstance(found[1], np.dtype) or not isinstance(key, (str, int)):
-        raise CheckpointError(f"{origin} refers to something that is no storage")
+        raise CheckpointError(f"{origin} refers to something that is not a storage")
     return found
 
 

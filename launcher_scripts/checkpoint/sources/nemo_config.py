@@ -136,7 +136,7 @@ def _read_file(path: Path) -> tuple[str, bytes] | None:
                 continue
             stream = archive.extractfile(member) if member.isreg() else None
             if stream is None or member.size > MOST_YAML_BYTES:
-                raise CheckpointError(f"{CONFIG_NAME} of {path} is no plain, small file")
+                raise CheckpointError(f"{CONFIG_NAME} of {path} is not a plain, small file")
             return str(PurePosixPath(member.name)), stream.read()
     raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")
 

@@ -1,9 +1,9 @@
 """BoolQ: yes-or-no questions about a passage, by accuracy of the generated answers.
 
 data_file has a JSON object a line: passage, question, answer (true or false, also as text). The
-first word that a model generates counts: yes or true, no or false; anything else is no answer and
-wrong, as in the FasterTransformer backend's tools/t5_utils/boolq_test.py. lm-eval's boolq is
-another task: it compares the log-likelihoods of yes and no.
+first word that a model generates counts: yes or true, no or false; anything else is wrong, as in
+the FasterTransformer backend's tools/t5_utils/boolq_test.py. lm-eval's boolq is another task: it
+compares the log-likelihoods of yes and no.
 
 Data set: Clark et al., "BoolQ: Exploring the Surprising Difficulty of Natural Yes/No Questions",
 NAACL 2019.

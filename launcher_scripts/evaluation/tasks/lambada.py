@@ -148,7 +148,7 @@ def measure(
         needed = [predictions.max(axis=-1), predictions[:, item.tokens[-item.target_length :]]]
         if not all(np.isfinite(values).all() for values in needed):
             raise ServerError(
-                f"the server's logits of LAMBADA's item {item.index} are no numbers: the model's "
+                f"the server's logits of LAMBADA's item {item.index} are not numbers: the model's "
                 "values leave the range of its data_type"
             )
         yield score_item(item, logits)

@@ -143,7 +143,7 @@ def _starts(section: Mapping[str, str]) -> bool:
 
 
 def read_lines(path: str, key: str) -> list[str]:
-    """The lines of a UTF-8 file, which may be compressed with gzip; a byte order mark is no text.
+    """The lines of a UTF-8 file, which may be compressed with gzip; a byte order mark is not text.
 
     Only a line feed ends a line: JSON may hold other separators as they are.
     """

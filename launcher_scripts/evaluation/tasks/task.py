@@ -144,7 +144,7 @@ def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> No
     for name in ("prompt_task", "ia3_task", "lora_adapter"):
         wrong += [name] if any(getattr(row, name) is not None for row in rows) else []
     if wrong:
-        what = f"{who} is no reference for this"
+        what = f"{who} is not a reference for this"
         raise ConfigError(problem(what, got=wrong, change=REFERENCE_KEY))
 
 
