@@ -365,7 +365,7 @@ class EvaluateSettings(EvaluateOptions):
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
-    steps: those of the job, in order; behind the last one the next evaluation asks all anew
+    steps: those of the job, in order; after the last one the next evaluation asks all again
     published_as: the ready file that this server gets after GO; None: it is not held back.
     """
 

@@ -138,7 +138,7 @@ class Journal:
                 self.counts = value
         self._end = sum(map(len, lines[: len(values)]))
         began = f"begun {self._runs[0]['date']}" if self._runs else "begun before"
-        _say(f"{self.path.stem} goes on behind {len(self.kept)} results of the evaluation {began}")
+        _say(f"{self.path.stem} continues after {len(self.kept)} results of the evaluation {began}")
 
     def _other(self, head: Any) -> str | None:
         """Why the results are of no use here; None where they are."""

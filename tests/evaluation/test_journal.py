@@ -260,8 +260,8 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(job: Path, capsys: Any) 
         assert measure_speed.main(arguments) == 0
         assert len(server.received) - before == 3
     said = capsys.readouterr().err
-    assert f"translation goes on behind {kept} results of the evaluation begun " in said
-    assert "speed goes on behind 1 results" in said
+    assert f"translation continues after {kept} results of the evaluation begun " in said
+    assert "speed continues after 1 results" in said
     resumed = json.loads(report.read_text())
     assert len(resumed["tasks"]["translation"]["measured_on"]["runs"]) == 2
     assert len(resumed["tasks"]["lambada"]["measured_on"]["runs"]) == 1

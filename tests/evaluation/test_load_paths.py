@@ -352,7 +352,7 @@ def test_an_interrupted_load_test_goes_on_behind_its_valid_runs(
     assert code == ERROR and [run["valid"] for run in before["runs"]] == [True, False]
     faults.clear()
     code, load = step(*range(0, 36, 6), **sizes)
-    assert code == 0 and "load goes on behind 1 results" in capsys.readouterr().err
+    assert code == 0 and "load continues after 1 results" in capsys.readouterr().err
     assert load["runs"][0] == before["runs"][0] and load["saturation"] is not None
     assert [(run["clients"], run["rate"]) for run in load["runs"]][:3] == [
         *((1, None), (2, None), (None, 50.0))
