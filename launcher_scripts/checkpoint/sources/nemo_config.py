@@ -138,7 +138,7 @@ def _read_file(path: Path) -> tuple[str, bytes] | None:
             if stream is None or member.size > MOST_YAML_BYTES:
                 raise CheckpointError(f"{CONFIG_NAME} of {path} is not a plain, small file")
             return str(PurePosixPath(member.name)), stream.read()
-    raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")
+    raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is not a NeMo checkpoint")
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:
