@@ -111,7 +111,7 @@ def read_twin_texts(settings: TwinSettings) -> list[str]:
         if isinstance(text, str) and len(text.split()) > 1:
             texts.append(text)
         else:
-            problems.add(f'line {number} is not a JSON object with a "text"', got=line[:60])
+            problems.add(f'line {number} is not JSON with a "text" of words', got=line[:60])
     require_items(texts, problems)
     return texts
 
