@@ -92,7 +92,7 @@ class Ended(SystemExit):
 
 
 def refused(error: LauncherError) -> NoReturn:
-    """End with the code of a verdict or of a failed job, or else with one that is no verdict."""
+    """End with the code of a verdict or of a failed job, or else with one that is not a verdict."""
     if isinstance(error, VerdictError):
         print(error, file=sys.stderr)
         raise Ended(error.exit_code)

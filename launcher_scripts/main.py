@@ -10,6 +10,6 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 if __name__ == "__main__":
-    # This folder's modules (errors, settings, ...) are no top-level modules.
+    # This folder's modules (errors, settings, ...) are not top-level modules.
     sys.path[0] = str(CHECKOUT)
     runpy.run_path(str(CHECKOUT / "main.py"), run_name="__main__")

@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.common.errors import Problems
-from launcher_scripts.config.security import too_open
+from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.paths import paths_in
+from launcher_scripts.config.security import ServerSecurity, too_open
 from stages.mounts import Mount, host_path
 
+SECURITY_KEY = "deploy.server.security"
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID|STORAGE_KEY)(_|$)",
+    re.IGNORECASE,
+)
+_PATH_NAME = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)
 _TIME_LIMIT = re.compile(r"\d+(:\d+(:\d+)?)?|\d+-\d+(:\d+(:\d+)?)?")
 
 
@@ -49,11 +58,20 @@ class Checks:
         if reason is not None:
             self.problems.add(reason, got=str(path), change=change)
 
+    def paths(self, what: str, settings: Any, key: str) -> None:
+        """Every path that `settings` name is there, and nobody else may use those that are secret.
+
+        what: for errors, with {} for the path's name;  key: of the configuration, of `settings`
+        """
+        for named in paths_in(settings):
+            check = self.private if named.private else self.exists
+            check(what.format(named.name), named.path, f"{key}.{named.name}")
+
     def time_limit(self, value: str, change: str) -> None:
         """Slurm's notations of a time."""
         if not _TIME_LIMIT.fullmatch(value):
             notations = ("minutes", "hours:minutes:seconds", "days-hours:minutes:seconds")
-            self.problems.add("no time limit", got=value, choices=notations, change=change)
+            self.problems.add("not a time limit", got=value, choices=notations, change=change)
 
     def ranks(
         self, ranks: int, nodes: int, gpus_per_node: int | None, max_nodes: int | None
@@ -77,4 +95,34 @@ class Checks:
                 f"{ranks} ranks on {nodes} nodes need {ranks // nodes} GPUs on each",
                 got=gpus_per_node,
                 change=f"cluster.gpus_per_node, {sizes}",
+            )
+
+
+def check_gateway(
+    checks: Checks, gateway: DeployedGateway, server: ServerSecurity, key: str
+) -> None:
+    """Its files are there, those that are secret are private, and it speaks as its server does.
+
+    key: of the configuration, where the gateway is said
+    """
+    checks.paths("{} of the gateway", gateway, key)
+    if server.grpc_tls is not None and gateway.grpc_tls is None:
+        checks.problems.add(
+            "the server's gRPC speaks TLS",
+            change=f"{key}.grpc_tls={{ca: FILE}}, whose certificates the gateway trusts",
+        )
+
+
+def check_variables(checks: Checks, names: Iterable[str]) -> None:
+    """Variables become lines of a script, which is no place for a secret."""
+    for name in names:
+        if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
+            checks.problems.add(
+                f"the value of {name} would be written into scripts: put the line {name}=... into "
+                f"a file of mode 600",
+                choices=(
+                    "the environment you submit from",
+                    f"{SECURITY_KEY}.secrets_file (the file)",
+                ),
+                change=f"env_vars.{name}",
             )

@@ -42,7 +42,7 @@ def with_names_of_today(arguments: Iterable[str]) -> list[str]:
 def check_choices(arguments: Iterable[str], conf: Path) -> None:
     """Raises ConfigError for every `group=choice` that `conf` has no file of.
 
-    Whatever is no plain choice, or may come from another folder, is left to Hydra.
+    Whatever is not a plain choice, or may come from another folder, is left to Hydra.
     """
     arguments = list(arguments)
     if any(argument.startswith(("--config-dir", "-cd")) for argument in arguments):

@@ -11,7 +11,8 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
-from launcher_scripts.config.security import LOOPBACK, ServerSecurity
+from launcher_scripts.config.paths import absolute, with_absolute_paths
+from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
@@ -19,14 +20,8 @@ from launcher_scripts.models.repository import (
     is_remote,
     served_models,
 )
+from stages.checks import SECURITY_KEY, check_gateway
 from stages.export import Export
-from stages.paths import absolute
-from stages.protection import (
-    check_files,
-    check_gateway,
-    gateway_with_absolute_files,
-    with_absolute_files,
-)
 from stages.stage import Launch, Stage
 
 CLEANUP_SECONDS = 20.0
@@ -67,22 +62,21 @@ class Deploy(Stage):
 
     @cached_property
     def settings(self) -> DeploySettings:
-        server = {**values_of(ServerOptions, self.block.server), "security": self.security}
+        server = values_of(ServerOptions, self.block.server)
         if server["host"] is None and not self.launch.cluster.serves_others:
             server["host"] = LOOPBACK
-        if server["cloud_credentials"] is not None:
-            server["cloud_credentials"] = absolute(server["cloud_credentials"])
         if self.block.promote is not None:
             server |= dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)
-        return DeploySettings(
+        settings = DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
             replica=None if self.replicas else self.block.first_replica,
             restarts=self.restarts,
-            gateway=self.gateway,
+            gateway=self._gateway(),
             promote=self.block.promote,
             **server,
         )
+        return with_absolute_paths(settings)
 
     @property
     def restarts(self) -> int:
@@ -91,23 +85,17 @@ class Deploy(Stage):
         return RESTARTS if self.launch.cluster.serves_others else 0
 
     @property
-    def security(self) -> ServerSecurity:
-        return with_absolute_files(self.block.server.security)
-
-    @property
     def brings(self) -> tuple[str, ...]:
         """Replicas share a gateway; those that join them later find it there."""
         wanted = self.block.gateway.port is not None and self.block.first_replica is None
         return ("gateway",) if wanted and self.replicas else ()
 
-    @property
-    def gateway(self) -> DeployedGateway | None:
+    def _gateway(self) -> DeployedGateway | None:
         """The gateway beside the server; None: there is none, or one in a job of its own."""
         block, alone = self.block.gateway, not self.replicas and self.block.first_replica is None
         if block.port is None or not alone or "gateway" in self.launch.stages:
             return None
-        given = gateway_with_absolute_files(block)
-        return given if self.block.promote is None else replace(given, port=0)
+        return block if self.block.promote is None else replace(block, port=0)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -200,14 +188,9 @@ class Deploy(Stage):
         return ranks
 
     def paths(self) -> list[Path]:
-        files = [*self.security.files().values()]
-        if self.settings.cloud_credentials is not None:
-            files.append(self.settings.cloud_credentials)
-        if self.gateway is not None:
-            files += self.gateway.files().values()
         given = [] if self.remote else [self.repository]
         cache = [self.cache("triton")] if self.in_container else []
-        return [*given, *map(Path, files), *cache]
+        return [*given, *super().paths(), *cache]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -217,9 +200,9 @@ class Deploy(Stage):
             return
         self._check_replicas()
         self._check_promotion()
-        check_files(checks, self.security)
-        if self.gateway is not None:
-            check_gateway(checks, self.gateway, self.security, DeployedGateway.key)
+        checks.paths("{} of the server", settings.security, SECURITY_KEY)
+        if settings.gateway is not None:
+            check_gateway(checks, settings.gateway, settings.security, DeployedGateway.key)
         if self.remote:
             self._check_remote()
         elif not self.models:
@@ -245,7 +228,7 @@ class Deploy(Stage):
             checks.problems.add("replicas must be at least 1", got=count, change=key)
         elif most is not None and count > most:
             checks.problems.add(
-                "replicas are an array of Slurm jobs, which this cluster type has not",
+                "replicas are an array of Slurm jobs, which this cluster type does not have",
                 got=count,
                 change=f"{key} or cluster_type",
             )

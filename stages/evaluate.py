@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,19 +10,18 @@ from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.config.load import LoadSettings
+from launcher_scripts.config.harness import KEY as HARNESS
+from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.options import values_of
-from launcher_scripts.config.policy import BaselineBounds, PolicySettings, opened
+from launcher_scripts.config.paths import absolute, paths_in, with_absolute_paths
+from launcher_scripts.config.policy import opened
 from launcher_scripts.config.schema import build
-from launcher_scripts.config.security import ClientTls
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
 from launcher_scripts.config.tasks import TaskSettings
-from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
-from stages.harness import check_harness, harness_paths, harness_settings
-from stages.paths import absolute
+from stages.gateway import Gateway
 from stages.stage import Launch, Stage
 
 
@@ -82,61 +81,35 @@ class Evaluate(Stage):
     @cached_property
     def settings(self) -> EvaluateSettings:
         block = self.block
-        return EvaluateSettings(
+        settings = EvaluateSettings(
             ready_file=self._ready_file,
             results_dir=str(self.results_dir),
             model_name=block.model_name,
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
             **values_of(EvaluateOptions, block)
-            | {
-                "grpc_tls": self._tls(),
-                "policy": self.policy,
-                "harness": harness_settings(block.harness, self.launch),
-                "load": self._load(),
-                "twin": self._twin(),
-            },
+            | {"policy": opened(block.policy), "harness": self._harness()},
         )
+        return with_absolute_paths(settings)
 
-    def _twin(self) -> TwinSettings | None:
-        twin = self.block.twin
-        if twin is None:
+    def _harness(self) -> HarnessSettings | None:
+        """With the gateway that lm_eval asks: that of the same command line; None: not asked."""
+        harness = self.block.harness
+        if harness is None or not harness.tasks:
             return None
-        paths = (twin.checkpoint and absolute(twin.checkpoint), twin.data_file)
-        return replace(twin, checkpoint=paths[0], data_file=paths[1] and absolute(paths[1]))
+        gateway = harness.gateway
+        if harness.gateway_is_file:
+            gateway = absolute(str(gateway))
+        elif gateway is None and self._brings_gateway:
+            gateway = str(Gateway(self.launch).settings.ready_file)
+        return replace(harness, gateway=gateway)
 
-    def _twin_files(self) -> dict[str, str]:
-        twin = self._twin()
-        files = {"checkpoint": twin.checkpoint, "data_file": twin.data_file} if twin else {}
-        return {name: file for name, file in files.items() if file}
-
-    def _load(self) -> LoadSettings | None:
-        """The load test with absolute paths."""
-        load = self.block.load
-        if load is None:
-            return None
-        return load.with_files(
-            {key: None if file is None else absolute(file) for key, file in load.files.items()}
-        )
-
-    @cached_property
-    def policy(self) -> PolicySettings | None:
-        """The policy with absolute paths."""
-        policy = opened(self.block.policy)
-        if policy is None:
-            return None
-        whole = replace(policy, baseline=_absolute(policy.baseline))
-        inner = whole.if_measured
-        if inner is None:
-            return whole
-        return replace(whole, if_measured=replace(inner, baseline=_absolute(inner.baseline)))
-
-    def _baselines(self) -> Iterator[tuple[str, str]]:
-        """(the path of a report, its key) of those that the policy compares with."""
-        policy = self.policy
-        for key, bounds in (("", policy), (".if_measured", policy and policy.if_measured)):
-            if bounds is not None and bounds.baseline is not None:
-                yield bounds.baseline.report, f"evaluate.policy{key}.baseline.report"
+    @property
+    def _brings_gateway(self) -> bool:
+        """Whether a gateway's job is of the same command line."""
+        stages = self.launch.stages
+        brought = Deploy(self.launch).brings if "deploy" in stages else ()
+        return "gateway" in (*stages, *brought)
 
     @property
     def _ready_file(self) -> str:
@@ -149,20 +122,6 @@ class Evaluate(Stage):
     @property
     def _promotes(self) -> bool:
         return "deploy" in self.launch.stages and Deploy(self.launch).block.promote is not None
-
-    def _tls(self) -> ClientTls | None:
-        tls = self.block.grpc_tls
-        if tls is None:
-            return None
-        own = (tls.certificate and absolute(tls.certificate), tls.key and absolute(tls.key))
-        return ClientTls(absolute(tls.ca), *own)
-
-    def _tls_files(self) -> dict[str, str]:
-        tls = self._tls()
-        files = (
-            {} if tls is None else {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
-        )
-        return {name: file for name, file in files.items() if file}
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """With a server of the same command line, the job ends with it and may stop it."""
@@ -244,28 +203,10 @@ class Evaluate(Stage):
         return {"MPLCONFIGDIR": str(self.cache("matplotlib"))} if self.in_container else {}
 
     def paths(self) -> list[Path]:
-        settings = self.settings
-        data = (Path(path) for _, path, _ in self._task_files())
+        harness = self.settings.harness
+        asked = [Path(str(harness.gateway))] if harness and harness.gateway_is_file else []
         cache = [self.cache("matplotlib")] if self.in_container else []
-        tls = map(Path, (*self._tls_files().values(), *self._twin_files().values()))
-        baselines = (Path(path) for path, _ in self._baselines())
-        harness = [] if settings.harness is None else harness_paths(settings.harness)
-        own = [Path(settings.ready_file), Path(settings.tokenizer_dir)]
-        return [*own, *data, *baselines, *harness, *tls, *cache]
-
-    def _task_files(self) -> Iterator[tuple[str, str, str]]:
-        """(what it is, its path, its key) of every file that the tasks read."""
-        for task in self.settings.tasks:
-            key = f"evaluate.tasks.{task.name}"
-            yield f"the data of {task.name}", task.data_file, f"{key}.data_file"
-            if task.generation.target_file is not None:
-                what, name = f"the targets of {task.name}", "generation.target_file"
-                yield what, task.generation.target_file, f"{key}.{name}"
-            if task.reference is not None:
-                yield f"the reference of {task.name}", task.reference, f"{key}.reference"
-        for name, file in self.settings.load.files.items() if self.settings.load else ():
-            if file is not None:
-                yield f"the load test's {name}", file, f"evaluate.load.{name}"
+        return [*super().paths(), *asked, *cache]
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
@@ -278,7 +219,7 @@ class Evaluate(Stage):
         self._check_tasks()
         self._check_numbers()
         if settings.harness is not None:
-            check_harness(settings.harness, self.launch)
+            self._check_harness(settings.harness)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
             checks.exists(what, settings.ready_file, "evaluate.ready_file")
@@ -287,12 +228,11 @@ class Evaluate(Stage):
         if "export" not in self.launch.stages:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
-        for what, path, key in self._task_files():
-            checks.exists(what, path, key)
-        for path, key in self._baselines():
-            checks.exists("the earlier report", path, key)
-        for name, path in self._twin_files().items():
-            checks.exists(f"the twin's {name}", path, f"evaluate.twin.{name}")
+        for task in settings.tasks:
+            checks.paths(f"{{}} of the task {task.name}", task, f"evaluate.tasks.{task.name}")
+        checks.paths("the load test's {}", settings.load, "evaluate.load")
+        checks.paths("the earlier report", settings.policy, "evaluate.policy")
+        checks.paths("the twin's {}", settings.twin, "evaluate.twin")
 
     def _check_promotion(self) -> None:
         """A server that is held back waits for the verdict of a job of its own."""
@@ -363,10 +303,11 @@ class Evaluate(Stage):
 
     def _check_tls(self) -> None:
         """A client speaks as the server of the same command line does."""
-        checks, tls = self.launch.checks, self._tls()
-        for name, file in self._tls_files().items():
-            checks.exists(f"the client's {name}", file, f"evaluate.grpc_tls.{name}")
-        server = Deploy(self.launch).security if "deploy" in self.launch.stages else None
+        checks, tls = self.launch.checks, self.settings.grpc_tls
+        for file in paths_in(tls):
+            checks.exists(f"the client's {file.name}", file.path, f"evaluate.grpc_tls.{file.name}")
+        served = "deploy" in self.launch.stages
+        server = Deploy(self.launch).settings.security if served else None
         if server is None or server.grpc_tls is None:
             return
         if self.settings.protocol == "http" and not server.http_host and not self._beside_server:
@@ -380,6 +321,20 @@ class Evaluate(Stage):
             checks.problems.add(
                 "the server's gRPC speaks TLS",
                 change="evaluate.grpc_tls={ca: FILE}, whose certificates the client trusts",
+            )
+
+    def _check_harness(self, settings: HarnessSettings) -> None:
+        """Its files are there, and so will be a gateway that it can ask."""
+        checks, launch = self.launch.checks, self.launch
+        checks.exists("the folder of lm_eval's data sets", str(settings.data), f"{HARNESS}.data")
+        if settings.api_keys is not None:
+            checks.private("the file of API keys", settings.api_keys, f"{HARNESS}.api_keys")
+        served = "deploy" in launch.stages
+        if settings.gateway is None and served and Deploy(launch).settings.gateway is None:
+            checks.problems.add(
+                "lm_eval asks a gateway, and this command line starts none",
+                got=list(settings.tasks),
+                change=f"deploy.gateway.port=0 (a free one), or {HARNESS}.gateway=http://host:port/v1",
             )
 
     @property
@@ -410,19 +365,7 @@ class Evaluate(Stage):
             )
 
 
-def _absolute(baseline: BaselineBounds | None) -> BaselineBounds | None:
-    return baseline and replace(baseline, report=absolute(baseline.report))
-
-
 def _task(name: str, block: Any) -> TaskSettings:
-    """The settings of a task from its block, with absolute paths."""
-    key = f"evaluate.tasks.{name}"
+    """The settings of a task from its block."""
     values = {**block, "name": name} if isinstance(block, Mapping) else block
-    task = build(TaskSettings, values, "the evaluation tasks", key=key)
-    target, reference = task.generation.target_file, task.reference
-    return replace(
-        task,
-        data_file=absolute(task.data_file),
-        reference=reference and absolute(reference),
-        generation=replace(task.generation, target_file=target and absolute(target)),
-    )
+    return build(TaskSettings, values, "the evaluation tasks", key=f"evaluate.tasks.{name}")

@@ -19,6 +19,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.options import values_of
+from launcher_scripts.config.paths import absolute, with_absolute_paths
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
     CHECKPOINT_KEY,
@@ -30,7 +31,6 @@ from launcher_scripts.config.settings import (
 )
 from launcher_scripts.models.family import check_division
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
-from stages.paths import absolute
 from stages.stage import Launch, Stage
 
 # Triton hands a model's name to a shell without quotes as well.
@@ -86,20 +86,19 @@ class Export(Stage):
     def settings(self) -> ExportSettings:
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
         said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
-        said |= {name: _absolute(said[name]) for name in ADAPTERS}
-        said["draft_model_dir"] = said["draft_model_dir"] and absolute(said["draft_model_dir"])
         said["quantization"] = quantization_of(
             int(deployment.int8_mode), deployment.quantization, "export.triton_deployment.{}"
         )
-        return ExportSettings(
+        settings = ExportSettings(
             model_name=run.model_train_name,
             model_type=run.model_type,
             checkpoint_path=self._checkpoint(),
-            triton_model_dir=absolute(deployment.triton_model_dir),
+            triton_model_dir=deployment.triton_model_dir,
             parallelism=self.parallelism(),
             tokenizer=_tokenizer(model.tokenizer),
             **said,
         )
+        return with_absolute_paths(settings)
 
     def parallelism(self) -> Parallelism:
         """The sizes that the exported model will be served with."""
@@ -123,17 +122,6 @@ class Export(Stage):
             raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
         return str(path if found.name == path.name else path / found.name)
 
-    def paths(self) -> list[Path]:
-        tokenizer = self.settings.tokenizer
-        draft = self.settings.draft_model_dir
-        files = (tokenizer.model, tokenizer.vocab_file, tokenizer.merge_file, draft)
-        return [
-            Path(self.settings.checkpoint_path),
-            Path(self.settings.triton_model_dir),
-            *(Path(file) for file in files if file),
-            *(Path(path) for paths in self._adapters().values() for path in paths),
-        ]
-
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
         if settings.model_type not in BACKEND_MODEL_TYPES:
@@ -152,17 +140,10 @@ class Export(Stage):
                 check_draft_folder(
                     checks.problems, checks.on_host(draft), None, settings.parallelism
                 )
-        for name, paths in self._adapters().items():
-            for path in paths:
+        for name in ADAPTERS:
+            for path in getattr(settings, name):
                 checks.exists("the checkpoint of adapters", path, f"export.model.{name}")
-        for name in ("model", "vocab_file", "merge_file"):
-            file = getattr(settings.tokenizer, name)
-            if file is not None:
-                checks.exists(f"the tokenizer's {name}", file, f"export.model.tokenizer.{name}")
-
-    def _adapters(self) -> dict[str, tuple[str, ...]]:
-        """Key below export.model -> the checkpoints that are added to the base."""
-        return {name: getattr(self.settings, name) for name in ADAPTERS}
+        checks.paths("the tokenizer's {}", settings.tokenizer, "export.model.tokenizer")
 
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""
@@ -208,10 +189,6 @@ class Export(Stage):
                 check_tokenizer(checks.on_host(self.settings.checkpoint_path))
 
 
-def _absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(absolute(path) for path in paths)
-
-
 def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:
     """`auto`, `none`, or the mapping that replaces the checkpoint's tokenizer."""
     key = "export.model.tokenizer"
@@ -235,9 +212,4 @@ def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:
                 change=key,
             )
         )
-    files = {
-        name: absolute(str(file))
-        for name in ("model", "vocab_file", "merge_file")
-        if (file := value.get(name)) is not None
-    }
-    return build(TokenizerSettings, {"source": "files", **value, **files}, "the tokenizer", key=key)
+    return build(TokenizerSettings, {"source": "files", **value}, "the tokenizer", key=key)

@@ -11,10 +11,11 @@ from hydra.core.config_store import ConfigStore
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.options import values_of
+from launcher_scripts.config.paths import with_absolute_paths
 from launcher_scripts.config.settings import GatewayJobSettings
+from stages.checks import check_gateway
 from stages.deploy import CLEANUP_SECONDS, Deploy
-from stages.paths import absolute
-from stages.protection import check_gateway, gateway_with_absolute_files
 from stages.stage import Launch, Stage
 
 
@@ -60,18 +61,18 @@ class Gateway(Stage):
     @cached_property
     def settings(self) -> GatewayJobSettings:
         block = self.block
-        folder = block.tokenizer_dir
-        return GatewayJobSettings(
-            ready=tuple(map(absolute, block.ready)),
+        settings = GatewayJobSettings(
+            ready=block.ready,
             results_dir=str(self.results_dir),
-            gateway=gateway_with_absolute_files(block),
+            gateway=DeployedGateway(**values_of(DeployedGateway, block)),
             host=block.host or self._deploy.settings.host,
             public_host=block.public_host,
-            tokenizer_dir=None if folder is None else absolute(folder),
+            tokenizer_dir=block.tokenizer_dir,
             ready_timeout=block.ready_timeout,
             stop_timeout=block.stop_timeout,
             restarts=self._deploy.restarts,
         )
+        return with_absolute_paths(settings)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> GatewayJobSettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
@@ -89,14 +90,12 @@ class Gateway(Stage):
 
     def paths(self) -> list[Path]:
         """With the model repository, where the gateway finds the tokenizer."""
-        settings, deploy = self.settings, self._deploy
-        own = [settings.tokenizer_dir] if settings.tokenizer_dir is not None else []
-        files = map(Path, [*settings.ready, *own, *settings.gateway.files().values()])
-        return [*files, *([] if deploy.remote else [deploy.repository])]
+        deploy = self._deploy
+        return [*super().paths(), *([] if deploy.remote else [deploy.repository])]
 
     def check_own(self) -> None:
         checks, settings, deploy = self.launch.checks, self.settings, self._deploy
-        check_gateway(checks, settings.gateway, deploy.security, self.name)
+        check_gateway(checks, settings.gateway, deploy.settings.security, self.name)
         if settings.tokenizer_dir is not None:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "gateway.tokenizer_dir")

@@ -21,11 +21,10 @@ from launcher_scripts.cluster.job import (
     Step,
 )
 from launcher_scripts.common.overlay import FILE_NAME
+from launcher_scripts.config.paths import absolute, paths_in
 from launcher_scripts.config.schema import build
-from stages.checks import Checks
+from stages.checks import Checks, check_variables
 from stages.mounts import Mount, mounts_for
-from stages.paths import absolute
-from stages.protection import check_variables
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,9 @@ class Stage(ABC):
     def check_own(self) -> None:
         """Find what cannot work with this stage's settings."""
 
-    @abstractmethod
     def paths(self) -> list[Path]:
         """The paths that the job reads or writes, besides its job folder."""
+        return [Path(named.path) for named in paths_in(self.settings)]
 
     def step_names(self) -> tuple[str, ...]:
         """Those of `modules` that this job runs, in order."""

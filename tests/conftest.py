@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -59,6 +60,14 @@ def shared_dir() -> Path:
 def data_dir() -> Path:
     """The small data that ships with the tests; tests/data/SOURCES.md says where it is from."""
     return CHECKOUT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def tritonserver() -> None:
+    """A tritonserver and what its backend needs are installed; the test skips without."""
+    for package in ("pytriton", "torch"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the pip-installable tritonserver needs {package}, which is not there")
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ class Server:
         self.process.wait()
 
     def kill_worker(self) -> None:
-        """Returns once the worker, which is no child of this process, holds nothing any more."""
+        """Returns once the worker, which is not a child of this process, holds nothing any more."""
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(self.worker)
             os.kill(self.worker, signal.SIGKILL)

@@ -145,5 +145,5 @@ def split_words(line: str) -> list[str]:
     try:
         rows = list(csv.reader([line.translate(HIDDEN)]))
     except csv.Error as error:
-        raise BadRequestError(f"the words are no comma separated text: {error}") from error
+        raise BadRequestError(f"the words are not comma separated text: {error}") from error
     return [word.translate(SHOWN) for words in rows for word in words if word]

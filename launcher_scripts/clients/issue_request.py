@@ -202,7 +202,7 @@ def parse_json(text: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{origin} is no JSON: {error}") from error
+        raise ConfigError(f"{origin} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(
             problem(f"{origin} must hold one JSON object", got=type(content).__name__)

@@ -55,7 +55,7 @@ def image_problem(image: str) -> str | None:
         name = registry_name(image)
         if _NAME.fullmatch(name) or _LOCAL_NAME.fullmatch(name):
             return None
-        return "no name of an image: [USER@][REGISTRY/]IMAGE[:TAG], with IMAGE in lower case"
+        return "not a name of an image: [USER@][REGISTRY/]IMAGE[:TAG], with IMAGE in lower case"
     try:
         with Path(image).open("rb") as file:
             magic = file.read(len(_SQUASHFS))
@@ -63,7 +63,7 @@ def image_problem(image: str) -> str | None:
         magic = b""
     except OSError:  # not for this user, or not on this machine
         return None
-    return None if magic == _SQUASHFS else "the container image is no squashfs file (.sqsh)"
+    return None if magic == _SQUASHFS else "the container image is not a squashfs file (.sqsh)"
 
 
 def check_mounts(job: Job, runtime: str) -> None:

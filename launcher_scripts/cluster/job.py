@@ -188,7 +188,7 @@ class Job:
         problems = Problems(f"the {self.stage} job")
         for name, value in self.env.items():
             if not _VARIABLE.fullmatch(name):
-                problems.add("no name of an environment variable", got=name, change="env_vars")
+                problems.add("not a name of an environment variable", got=name, change="env_vars")
             if "\0" in value:
                 problems.add(f"the value of {name} holds a NUL", got=value, change="env_vars")
         problems.raise_if_any(ConfigError)

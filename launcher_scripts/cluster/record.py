@@ -62,7 +62,7 @@ class JobRecord:
             return build(cls, {name: values[name] for name in known}, "it")
         except ConfigError as error:
             said = ", ".join(error.problems)
-            raise ClusterError(f"{folder / RECORD} is no job's record: {said}") from error
+            raise ClusterError(f"{folder / RECORD} is not a job's record: {said}") from error
 
     def ids(self) -> tuple[str, ...]:
         """The cluster's id of every replica."""
@@ -95,7 +95,7 @@ def read_end(folder: Path, job_id: str) -> JobState | None:
     try:
         return JobState.from_json(values)
     except ConfigError as error:
-        raise ClusterError(f"{path} is no job's end: {', '.join(error.problems)}") from error
+        raise ClusterError(f"{path} is not a job's end: {', '.join(error.problems)}") from error
 
 
 def _end_file(folder: Path, job_id: str) -> Path:

@@ -20,17 +20,17 @@ _ALL = float("inf")
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """What a job takes of each of its nodes, or what a node has; memory in megabytes."""
 
     cpus: float
     memory: float
     gpus: float
 
-    def beside(self, other: Share) -> Share:
-        return Share(self.cpus + other.cpus, self.memory + other.memory, self.gpus + other.gpus)
+    def beside(self, other: NodeShare) -> NodeShare:
+        return NodeShare(self.cpus + other.cpus, self.memory + other.memory, self.gpus + other.gpus)
 
-    def within(self, node: Share) -> bool:
+    def within(self, node: NodeShare) -> bool:
         return self.cpus <= node.cpus and self.memory <= node.memory and self.gpus <= node.gpus
 
 
@@ -91,16 +91,16 @@ def _share(
     cluster: _Cluster,
     *,
     whole: bool,
-) -> Share:
+) -> NodeShare:
     """What a job with these options of sbatch takes of a node."""
     if whole or parameters["exclusive"] is True:
-        return Share(_ALL, _ALL, _ALL)
+        return NodeShare(_ALL, _ALL, _ALL)
     cpus = parameters["ntasks_per_node"] * (parameters["cpus_per_task"] or 1)
     gpus = parameters["gpus_per_node"] or parameters["gpus_per_task"] or 0
     memory = 0.0
     if cluster.memory:
         memory = _memory(parameters["mem"], cpus, (partition, cluster.default_memory))
-    return Share(cpus, memory, gpus)
+    return NodeShare(cpus, memory, gpus)
 
 
 def _memory(asked: str | None, cpus: int, defaults: Iterable[Mapping[str, str]]) -> float:
@@ -132,9 +132,9 @@ def _eligible(
     ]
 
 
-def _node(fields: Mapping[str, str]) -> Share:
+def _node(fields: Mapping[str, str]) -> NodeShare:
     gpus = sum(int(count) for count in _GPUS.findall(fields.get("Gres", "")))
-    return Share(int(fields["CPUTot"]), int(fields["RealMemory"]), gpus)
+    return NodeShare(int(fields["CPUTot"]), int(fields["RealMemory"]), gpus)
 
 
 def _ask_cluster() -> _Cluster:

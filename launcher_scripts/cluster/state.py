@@ -55,7 +55,7 @@ class JobState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> JobState:
-        """Raises ConfigError where they are no state."""
+        """Raises ConfigError where they are not a state."""
         known = {field.name for field in fields(cls)} & values.keys()
         return build(cls, {name: values[name] for name in known}, "the state")
 

@@ -34,7 +34,7 @@ def is_word(path: str | Path) -> bool:
 
 
 def temporary_folder() -> Path:
-    """The node's folder for what servers have; not TMPDIR where that is no word for a shell."""
+    """The node's folder for what servers have; not TMPDIR where that is not a word for a shell."""
     folder = Path(tempfile.gettempdir())
     return folder if is_word(folder) else Path("/tmp")
 

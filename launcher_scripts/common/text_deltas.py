@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# A growing text is decoded anew from CONTEXT tokens before what is new, once it has WINDOW more.
+# A growing text is decoded again from CONTEXT tokens before what is new, once it has WINDOW more.
 WINDOW = 64
 CONTEXT = 16
 LONGEST_CHARACTER = 4  # tokens
-# What a decoder gives for bytes that are no character, or not yet.
+# What a decoder gives for bytes that are not characters, or not yet.
 REPLACEMENT = "\ufffd"
 
 

@@ -441,7 +441,7 @@ def _around_of_mbart(tokenizer: Tokenizer, said: dict[str, Any]) -> tuple[list[i
     source, end = tokenizer.special_id(str(language)), tokenizer.end_id
     if source is None or end is None:
         where = f"src_lang of {OPTIONAL_FILES[1]}"
-        raise TokenizerError(f"{where} is no language of the tokenizer; got {language!r}")
+        raise TokenizerError(f"{where} is not a language of the tokenizer; got {language!r}")
     if _tokenizer_class(said).startswith(MBART_50):
         return [source], [end]
     return [], [end, source]

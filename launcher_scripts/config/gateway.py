@@ -16,6 +16,7 @@ from launcher_scripts.config.options import (
     option,
     values_of,
 )
+from launcher_scripts.config.paths import ConfigPath, SecretPath
 from launcher_scripts.config.security import ClientTls
 
 MIB = 1 << 20
@@ -37,10 +38,10 @@ class GatewayOptions:
     models: tuple[str, ...] = option(
         (), "names of those to serve; by default all that generate", metavar="NAME"
     )
-    api_keys: str | None = option(
+    api_keys: SecretPath | None = option(
         None, "lines NAME=key; only their owner may read it", metavar="FILE"
     )
-    chat_template: str | None = option(
+    chat_template: ConfigPath | None = option(
         None, "Jinja, for models whose checkpoint has none", metavar="FILE"
     )
     max_running: int = option(512, "rows that the servers are given at a time", least=1)
@@ -54,8 +55,8 @@ class GatewayOptions:
         None, "seconds for an answer, unless the request says its timeout"
     )
     cors_origins: tuple[str, ...] = option((), "web pages' origins that may ask", metavar="URL")
-    tls_certificate: str | None = option(None, "PEM, for HTTPS", metavar="FILE")
-    tls_key: str | None = option(None, "PEM, of that certificate", metavar="FILE")
+    tls_certificate: ConfigPath | None = option(None, "PEM, for HTTPS", metavar="FILE")
+    tls_key: SecretPath | None = option(None, "PEM, of that certificate", metavar="FILE")
 
     @classmethod
     def key_of(cls, name: str) -> str:
@@ -132,20 +133,6 @@ class DeployedGateway(GatewayOptions):
 
     grpc_tls: ClientTls | None = None
 
-    def files(self) -> dict[str, str]:
-        """Key below `key` -> file that must be there."""
-        tls = self.grpc_tls
-        files = {
-            "api_keys": self.api_keys,
-            "chat_template": self.chat_template,
-            "tls_certificate": self.tls_certificate,
-            "tls_key": self.tls_key,
-            "grpc_tls.ca": tls and tls.ca,
-            "grpc_tls.certificate": tls and tls.certificate,
-            "grpc_tls.key": tls and tls.key,
-        }
-        return {key: path for key, path in files.items() if path}
-
     def settings(
         self,
         ready: Sequence[str],
@@ -169,9 +156,6 @@ class DeployedGateway(GatewayOptions):
             server_certificate=tls.certificate if tls else None,
             server_key=tls.key if tls else None,
         )
-
-
-PRIVATE_FILES = ("api_keys", "tls_key", "grpc_tls.key")  # that nobody but their owner may read
 
 
 def example_command(openai: str, model: str, *, keyed: bool) -> str:

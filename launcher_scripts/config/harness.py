@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
+from launcher_scripts.config.paths import ConfigPath, SecretPath
 
 KEY = "evaluate.harness"
 _NAME = re.compile(r"\w[\w.:+-]*")
@@ -24,14 +25,14 @@ class HarnessSettings:
     """
 
     tasks: tuple[str, ...] = ()
-    data: str | None = None
+    data: ConfigPath | None = None
     limit: int | None = option(None, "items of a task at most; by default all", least=1)
     num_fewshot: int | None = option(
         None, "examples before an item; by default the task's", least=0
     )
     concurrency: int = option(8, "requests at a time", least=1)
     gateway: str | None = None
-    api_keys: str | None = None
+    api_keys: SecretPath | None = None
     python: str | None = None
 
     def __post_init__(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
+from launcher_scripts.config.paths import ConfigPath
 
 PATHS = ("gateway", "grpc", "http")
 GENERATORS = ("builtin", "guidellm")
@@ -22,7 +22,7 @@ class LoadPrompts:
     spread:    lengths are uniform between (1 - spread) and (1 + spread) times input and output
     """
 
-    data_file: str | None = None
+    data_file: ConfigPath | None = None
     input: int = option(128, "tokens of a prompt; of data_file: at most", least=1)
     output: int = option(64, "tokens that each request generates", least=1)
     spread: float = 0.0
@@ -76,7 +76,7 @@ class LoadSettings:
     paths: tuple[str, ...] = PATHS[:1]
     clients: tuple[int, ...] = (1, 8)
     rates: tuple[float, ...] = ()
-    trace_file: str | None = None
+    trace_file: ConfigPath | None = None
     requests: int | None = option(None, "requests of a run", least=1)
     seconds: float | None = option(30.0, "seconds of a run", least=1)
     warmup: float = option(2.0, "seconds before a run counts", least=0)
@@ -86,29 +86,11 @@ class LoadSettings:
     find_saturation: bool = False
     saturation_runs: int = option(12, "runs of the search at most", least=2)
     gateway: str | None = None
-    api_key_file: str | None = None
+    api_key_file: ConfigPath | None = None
     generator: str = option("builtin", "who asks the gateway", choices=GENERATORS)
     processes: int = option(1, "client processes", least=1)
     seed: int = option(0, "of prompts and arrivals", least=0)
     time_limit: float = option(3600.0, "seconds for the whole test", least=1)
-
-    @property
-    def files(self) -> dict[str, str | None]:
-        """What it reads, by the key that names it."""
-        return {
-            "prompts.data_file": self.prompts.data_file,
-            "trace_file": self.trace_file,
-            "api_key_file": self.api_key_file,
-        }
-
-    def with_files(self, files: Mapping[str, str | None]) -> LoadSettings:
-        """The same with the files of `files`, which has the keys of the property."""
-        return replace(
-            self,
-            prompts=replace(self.prompts, data_file=files["prompts.data_file"]),
-            trace_file=files["trace_file"],
-            api_key_file=files["api_key_file"],
-        )
 
     def __post_init__(self) -> None:
         problems = Problems("the load test")

@@ -17,6 +17,7 @@ import yaml
 
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.options import check_options, option
+from launcher_scripts.config.paths import ConfigPath
 from launcher_scripts.config.schema import build
 
 KEY = "evaluate.policy"
@@ -71,7 +72,7 @@ class AgreementBounds(_Checked):
 class BaselineBounds(AgreementBounds):
     """Against an earlier report. report: the path of its report.json."""
 
-    report: str
+    report: ConfigPath
 
 
 @dataclass(frozen=True)

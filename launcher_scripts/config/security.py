@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.config.paths import ConfigPath, SecretPath
 
 # Triton's names of the parts of its interface that can be restricted.
 RESTRICTABLE = (
@@ -21,18 +21,18 @@ _GROUP_OR_OTHERS = 0o077
 class ServerTls:
     """PEM files of a server whose gRPC speaks TLS. client_ca: clients need a certificate of it."""
 
-    certificate: str
-    key: str
-    client_ca: str | None = None
+    certificate: ConfigPath
+    key: SecretPath
+    client_ca: ConfigPath | None = None
 
 
 @dataclass(frozen=True)
 class ClientTls:
     """PEM files of a client: whom it trusts, and its own certificate where the server wants one."""
 
-    ca: str
-    certificate: str | None = None
-    key: str | None = None
+    ca: ConfigPath
+    certificate: ConfigPath | None = None
+    key: SecretPath | None = None
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -53,14 +53,14 @@ class ServerSecurity:
     http_host: str | None = None
     restricted_apis: tuple[str, ...] = ("shared-memory", "trace", "logging")
     grpc_tls: ServerTls | None = None
-    secrets_file: str | None = None
+    secrets_file: SecretPath | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the server's security")
         for name in self.restricted_apis:
             if name not in RESTRICTABLE:
                 problems.add(
-                    "no part of Triton's interface",
+                    "not a part of Triton's interface",
                     got=name,
                     choices=RESTRICTABLE,
                     change="deploy.server.security.restricted_apis",
@@ -71,22 +71,6 @@ class ServerSecurity:
         """The address that every interface listens on, of a server with the address `host`."""
         plain = self.http_host or (LOOPBACK if self.grpc_tls else host)
         return {"http": plain, "grpc": host, "metrics": plain}
-
-    def files(self) -> Mapping[str, str]:
-        """key -> file that must be there."""
-        tls = self.grpc_tls
-        files = {
-            "grpc_tls.certificate": tls and tls.certificate,
-            "grpc_tls.key": tls and tls.key,
-            "grpc_tls.client_ca": tls and tls.client_ca,
-            "secrets_file": self.secrets_file,
-        }
-        return {key: path for key, path in files.items() if path}
-
-    def private_files(self) -> Mapping[str, str]:
-        """Those that nobody but their owner may read."""
-        private = ("grpc_tls.key", "secrets_file")
-        return {key: path for key, path in self.files().items() if key in private}
 
 
 def too_open(path: Path) -> str | None:

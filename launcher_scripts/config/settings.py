@@ -24,6 +24,7 @@ from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.options import PORTS, check_options, described, option
+from launcher_scripts.config.paths import ConfigPath, SecretPath
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
@@ -49,9 +50,9 @@ class TokenizerSettings:
         metavar="auto|none|files",
     )
     library: str | None = option(None, "library of --tokenizer files")
-    model: str | None = option(None, "SentencePiece model or tokenizer.json", metavar="FILE")
-    vocab_file: str | None = option(None, "vocabulary of a byte-level BPE", metavar="FILE")
-    merge_file: str | None = option(None, "merges of a byte-level BPE", metavar="FILE")
+    model: ConfigPath | None = option(None, "SentencePiece model or tokenizer.json", metavar="FILE")
+    vocab_file: ConfigPath | None = option(None, "vocabulary of a byte-level BPE", metavar="FILE")
+    merge_file: ConfigPath | None = option(None, "merges of a byte-level BPE", metavar="FILE")
     start_id: int | None = option(None, "token that starts a sequence", flag="start-id")
     end_id: int | None = option(None, "token that ends a sequence", flag="end-id")
     pad_id: int | None = option(None, "token that fills a batch", flag="pad-id")
@@ -84,17 +85,17 @@ class ModelOptions:
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)
     num_attention_heads: int | None = option(None, "for a checkpoint that does not say it")
     encoder_only: bool = option(False, "of an encoder-decoder, export the encoder alone")
-    prompt_checkpoints: tuple[str, ...] = option(
+    prompt_checkpoints: tuple[ConfigPath, ...] = option(
         (), "virtual tokens to add, in this order", metavar="PATH"
     )
-    ia3_checkpoints: tuple[str, ...] = option(
+    ia3_checkpoints: tuple[ConfigPath, ...] = option(
         (), "IA3 vectors to add, in this order", metavar="PATH"
     )
     ia3_in_place: bool = option(False, "fold IA3 into the weights")
-    adapter_checkpoints: tuple[str, ...] = option(
+    adapter_checkpoints: tuple[ConfigPath, ...] = option(
         (), "adapters and LoRA to add, in this order", metavar="PATH"
     )
-    lora_checkpoints: tuple[str, ...] = option(
+    lora_checkpoints: tuple[ConfigPath, ...] = option(
         (), "LoRA adapters of which each request chooses one", metavar="PATH"
     )
     training_checkpoint: str = option(
@@ -126,7 +127,7 @@ class ServingOptions:
     deterministic: bool = option(
         False, "tokens do not depend on the requests beside, also on a GPU"
     )
-    draft_model_dir: str | None = option(
+    draft_model_dir: ConfigPath | None = option(
         None,
         "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
         metavar="FOLDER",
@@ -153,14 +154,14 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     model_name: str
     model_type: str
-    checkpoint_path: str = field(
+    checkpoint_path: ConfigPath = field(
         metadata=described(
             "a .nemo file, an unpacked one, the folder of a training, of Megatron-LM or of Hugging "
             "Face, or a GGUF file",
             metavar="PATH",
         )
     )
-    triton_model_dir: str = field(
+    triton_model_dir: ConfigPath = field(
         metadata=described("the model's folder; the shards go to 1/<N>-gpu in it", metavar="FOLDER")
     )
     parallelism: Parallelism = Parallelism()
@@ -249,7 +250,7 @@ class ServerOptions:
     ready_timeout: float = option(1800.0, "seconds until the server must be ready", least=0)
     stop_timeout: float = option(30.0, "seconds to finish requests in", least=0)
     max_waiting_rows: int = option(512, "rows of one model that wait for their turn", least=1)
-    cloud_credentials: str | None = None
+    cloud_credentials: SecretPath | None = None
     network_interface: str | None = None
     security: ServerSecurity = ServerSecurity()
 
@@ -324,12 +325,12 @@ class GatewayJobSettings:
 
     stage: ClassVar[str] = "gateway"
 
-    ready: tuple[str, ...]
+    ready: tuple[ConfigPath, ...]
     results_dir: str
     gateway: DeployedGateway
     host: str | None = LOOPBACK
     public_host: str | None = None
-    tokenizer_dir: str | None = None
+    tokenizer_dir: ConfigPath | None = None
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
     restarts: int = 0
@@ -377,16 +378,16 @@ class EvaluateSettings(EvaluateOptions):
     """Measure the model served at the address in `ready_file`; reports go to results_dir.
 
     server_job_folder is that of the run of the server that is meant; None: whoever is ready.
-    steps: those of the job, in order; behind the last one the next evaluation asks all anew
+    steps: those of the job, in order; after the last one the next evaluation asks all again
     published_as: the ready file that this server gets after GO; None: it is not held back.
     """
 
     error_code: ClassVar[int] = ERROR
 
-    ready_file: str
+    ready_file: ConfigPath
     results_dir: str
     model_name: str
-    tokenizer_dir: str
+    tokenizer_dir: ConfigPath
     tasks: tuple[TaskSettings, ...] = ()
     server_job_folder: str | None = None
     steps: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
+from launcher_scripts.config.paths import ConfigPath
 
 TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation", "encode")
 # The name of a task in earlier configurations and reports -> its name.
@@ -23,7 +24,7 @@ class GenerationSettings:
     """
 
     template: str | None = None
-    target_file: str | None = None
+    target_file: ConfigPath | None = None
     output_len: int = option(64, "tokens generated at most", least=1)
     max_input_len: int | None = option(None, "tokens of a prompt at most", least=1)
     prompt_task: int | None = option(None, "number of a learned prompt", least=0)
@@ -48,10 +49,10 @@ class TaskSettings:
     """
 
     name: str
-    data_file: str
+    data_file: ConfigPath
     limit: int | None = option(None, "items at most; by default all", least=1)
     batch_size: int = option(8, "items asked at once", least=1)
-    reference: str | None = None
+    reference: ConfigPath | None = None
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import check_options, option
+from launcher_scripts.config.paths import ConfigPath
 
 RUNNERS = ("auto", "transformers", "core", "nemo", "engine")
 
@@ -20,9 +21,9 @@ class TwinSettings:
     data_file:  JSON lines with a "text"; None: the LAMBADA items that come with the launcher
     """
 
-    checkpoint: str | None = None
+    checkpoint: ConfigPath | None = None
     runner: str = option("auto", "what runs the original", choices=RUNNERS)
-    data_file: str | None = None
+    data_file: ConfigPath | None = None
     limit: int | None = option(32, "texts at most; null: all", least=1)
     max_tokens: int = option(128, "tokens of a text that are compared", least=2)
     continuation: int = option(16, "tokens generated after a text", least=0)

@@ -22,7 +22,7 @@ from launcher_scripts.config.policy import (
     TwinBounds,
 )
 from launcher_scripts.evaluation import paired, statistics
-from launcher_scripts.evaluation.paired import Others
+from launcher_scripts.evaluation.paired import ComparedAnswers
 from launcher_scripts.evaluation.report_content import harness_samples, read_content
 from launcher_scripts.evaluation.statistics import Interval
 
@@ -169,7 +169,9 @@ def _with_own_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
             yield (*key, figure)
 
 
-def _baseline(tasks: Tasks, bounds: BaselineBounds | None) -> dict[tuple[str, str], Others]:
+def _baseline(
+    tasks: Tasks, bounds: BaselineBounds | None
+) -> dict[tuple[str, str], ComparedAnswers]:
     """What the earlier report has of each task."""
     if bounds is None:
         return {}
@@ -187,8 +189,8 @@ def _baseline(tasks: Tasks, bounds: BaselineBounds | None) -> dict[tuple[str, st
 def _figures(
     tasks: Tasks,
     bounds: Bounds,
-    references: Mapping[tuple[str, str], Others],
-    baseline: Mapping[tuple[str, str], Others],
+    references: Mapping[tuple[str, str], ComparedAnswers],
+    baseline: Mapping[tuple[str, str], ComparedAnswers],
 ) -> Iterator[Check]:
     """The bounds of single figures."""
     for (group, name), figure, limits in _figures_of(bounds):
@@ -223,7 +225,7 @@ def _agreement(
     name: str,
     bounds: AgreementBounds,
     tasks: Tasks,
-    all_others: Mapping[tuple[str, str], Others],
+    all_others: Mapping[tuple[str, str], ComparedAnswers],
     own: Set[tuple[str, str, str]],
     how: str,
 ) -> Iterator[Check]:
@@ -250,7 +252,7 @@ def _task_agreement(
     bounds: AgreementBounds,
     key: tuple[str, str],
     task: TaskSection,
-    others: Others,
+    others: ComparedAnswers,
     own: Set[tuple[str, str, str]],
 ) -> Iterator[Check]:
     how = f"{others.source} has no item in common with it"
@@ -275,7 +277,12 @@ def _task_agreement(
 
 
 def _drop(
-    bound: str, task_name: str, figure: str, task: TaskSection, others: Others, limit: float
+    bound: str,
+    task_name: str,
+    figure: str,
+    task: TaskSection,
+    others: ComparedAnswers,
+    limit: float,
 ) -> Check:
     what = f"the drop of {task_name}'s {figure} from {others.source}"
     how = f"{others.source} has no item in common with it"

@@ -165,7 +165,7 @@ class Client:
     ) -> Iterator[States]:
         """An encoder's states at every position of every row, in order; asked as in score.
 
-        Raises ServerError as generate does, and ConfigError for a model that is no encoder.
+        Raises ServerError as generate does, and ConfigError for a model that is not an encoder.
         """
         if not lookup(CONTRACTS, self.model_type, "model_type").encoder_only:
             raise ConfigError(

@@ -20,8 +20,8 @@ from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.report_content import read_content, task_result
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
-    Asked,
     Comparison,
+    EvaluatedModel,
     Model,
     Pace,
     Progress,
@@ -104,7 +104,7 @@ Reference = TransformersModel | NemoModel | TaskResult
 def timed(
     task: Task,
     settings: TaskSettings,
-    asked: Asked,
+    asked: EvaluatedModel,
     progress: Progress,
     journal: Journal | None = None,
 ) -> TaskResult:
@@ -130,7 +130,7 @@ def open_reference(settings: TaskSettings) -> Reference | None:
 def compared(
     task: Task,
     settings: TaskSettings,
-    asked: Asked,
+    asked: EvaluatedModel,
     progress: Progress,
     served: TaskResult,
     reference: Reference,
@@ -203,7 +203,7 @@ def read_report(path: Path, settings: TaskSettings) -> TaskResult:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             problem(
-                f"{path} is no report of {settings.name}: {type(error).__name__}: {error}",
+                f"{path} is not a report of {settings.name}: {type(error).__name__}: {error}",
                 change=REFERENCE_KEY,
             )
         ) from error

@@ -91,7 +91,7 @@ def floor_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
     facts: dict[str, Any] = {}
     for name in ("speed", "load"):
         section: Mapping[str, Any] = report.get(name) or {}
-        reads = Reads.of(section["measured_on"]) if section else None
+        reads = StepReads.of(section["measured_on"]) if section else None
         if reads is None:
             continue
         facts = {"device": reads.device, "bandwidth": reads.bandwidth, "weights": reads.step_bytes}
@@ -104,7 +104,7 @@ def _has_floor(run: Mapping[str, Any]) -> bool:
     return bool(run["valid"] and run["clients"] and run["generated_tokens"])
 
 
-def _speed_floor(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
+def _speed_floor(row: Mapping[str, Any], reads: StepReads) -> dict[str, Any]:
     context = row["input_len"] + row["output_len"] / 2
     floor = 1e3 * row["output_len"] * reads.step_seconds(row["batch_size"], context)
     measured = row["latency_p50_ms"]
@@ -116,7 +116,7 @@ def _speed_floor(row: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
     }
 
 
-def _load_floor(run: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
+def _load_floor(run: Mapping[str, Any], reads: StepReads) -> dict[str, Any]:
     requests, clients = run["requests"], run["clients"]
     context = run["prompt_tokens"] / requests + run["generated_tokens"] / requests / 2
     most = clients / reads.step_seconds(clients, context)
@@ -129,7 +129,7 @@ def _load_floor(run: Mapping[str, Any], reads: Reads) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Reads:
+class StepReads:
     """What a decode step reads, and how fast the GPUs that share it can.
 
     step_bytes: of weights, by all ranks together; token_bytes: of keys and values, for each token
@@ -143,7 +143,7 @@ class Reads:
     ranks: int
 
     @classmethod
-    def of(cls, measured_on: Mapping[str, Any]) -> Reads | None:
+    def of(cls, measured_on: Mapping[str, Any]) -> StepReads | None:
         """None for a model that nothing is known of, other GPUs than one, and several servers."""
         reads, names = measured_on.get("reads"), gpus(measured_on)
         if not reads or len(set(names)) != 1 or names[0] not in BANDWIDTH:

@@ -229,7 +229,7 @@ def read_results(folder: Path, version: str) -> HarnessResult:
             for name, values in content["results"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{results[0]} is no file of lm_eval's results: {type(error).__name__}: {error}"
+        what = f"{results[0]} is not a file of lm_eval's results: {type(error).__name__}: {error}"
         raise ServerError(what) from error
     return HarnessResult(version, tasks, files)
 

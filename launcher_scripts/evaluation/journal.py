@@ -128,7 +128,7 @@ class Journal:
         if reason is not None:
             old = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(old)
-            _say(f"{self.path.stem} begins anew: {reason}; the results until now are in {old}")
+            _say(f"{self.path.stem} starts over: {reason}; the results until now are in {old}")
             return
         for value in values[1:]:
             if "run" in value:
@@ -138,12 +138,12 @@ class Journal:
                 self.counts = value
         self._end = sum(map(len, lines[: len(values)]))
         began = f"begun {self._runs[0]['date']}" if self._runs else "begun before"
-        _say(f"{self.path.stem} goes on behind {len(self.kept)} results of the evaluation {began}")
+        _say(f"{self.path.stem} continues after {len(self.kept)} results of the evaluation {began}")
 
     def _other(self, head: Any) -> str | None:
         """Why the results are of no use here; None where they are."""
         if not isinstance(head, dict) or head.get("journal") != VERSION:
-            return f"{self.path} is no journal of version {VERSION}"
+            return f"{self.path} is not a journal of version {VERSION}"
         changed = differences(head.get("set_up"), self._head["set_up"])
         return "other " + ", ".join(name for name, *_ in changed) if changed else None
 

@@ -27,7 +27,7 @@ Item = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Others:
+class ComparedAnswers:
     """Other answers to the items of a task.
 
     source:  what gave them
@@ -42,7 +42,7 @@ class Others:
     alike: Sequence[bool]
 
 
-def of_reference(section: Mapping[str, Any]) -> Others | None:
+def of_reference(section: Mapping[str, Any]) -> ComparedAnswers | None:
     """What the reference of a task's section answered; None: it has none."""
     reference = section.get("reference")
     if reference is None:
@@ -56,7 +56,7 @@ def of_reference(section: Mapping[str, Any]) -> Others | None:
         item["index"] not in different and _same_flags(item, other, metrics)
         for item, other in pairs
     ]
-    return Others(reference["source"], metrics, pairs, alike)
+    return ComparedAnswers(reference["source"], metrics, pairs, alike)
 
 
 def of_report(
@@ -64,14 +64,14 @@ def of_report(
     others: Sequence[Item],
     metrics: Mapping[str, Mapping[str, Any]],
     source: str,
-) -> Others:
+) -> ComparedAnswers:
     """What an earlier report has of those of `items` that it has too."""
     known = {item["index"]: item for item in others}
     pairs = [(item, known[item["index"]]) for item in items if same_item(item, known)]
     alike = [
         answer(one) == answer(other) and _same_flags(one, other, metrics) for one, other in pairs
     ]
-    return Others(source, metrics, pairs, alike)
+    return ComparedAnswers(source, metrics, pairs, alike)
 
 
 def values(items: Sequence[Item], figure: str) -> list[float] | None:
@@ -87,7 +87,9 @@ def flags(of_items: Sequence[float]) -> bool:
     return all(value in (0, 1) for value in of_items)
 
 
-def drop(figure: str, metric: Mapping[str, Any], others: Others) -> tuple[Interval, str] | None:
+def drop(
+    figure: str, metric: Mapping[str, Any], others: ComparedAnswers
+) -> tuple[Interval, str] | None:
     """By how much a figure is worse than the others', and a test of it in words.
 
     Of a percentage it is the difference of the fractions, of another figure a part of the others'.
@@ -111,7 +113,7 @@ def drop(figure: str, metric: Mapping[str, Any], others: Others) -> tuple[Interv
     return _relative(lost_each, figure, other), "paired bootstrap"
 
 
-def largest_difference(others: Others) -> float | None:
+def largest_difference(others: ComparedAnswers) -> float | None:
     """The largest difference of an item's log-likelihood, without its sign."""
     both = [
         abs(one[LOG_LIKELIHOOD] - other[LOG_LIKELIHOOD])

@@ -140,7 +140,7 @@ def project_commit() -> str | None:
 def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     """What answers depend on: a journal goes on while this stays as it is.
 
-    The server may have been started anew, elsewhere, where a manifest says that it serves the same
+    The server may have been started again, elsewhere, where a manifest says that it serves the same
     weights. Without one only the same start of a server is known to.
 
     own: what the measurement asks, as plain values

@@ -1,7 +1,7 @@
 """The report of an evaluation: report.json for programs, report.html for people.
 
 Both steps of an evaluation add their section to the same report.json (docs/report.md says what
-is in it), and report.html is made anew from it. A section carries what it was measured on, so
+is in it), and report.html is made from it again. A section carries what it was measured on, so
 sections of different days or servers may stand side by side. Steps that share a results folder
 run one after another.
 """
@@ -46,7 +46,7 @@ class Report:
     """
 
     def __init__(self, results_dir: Path, model_name: str) -> None:
-        """Raises ConfigError when the folder's report is another model's or is no report."""
+        """Raises ConfigError when the folder's report is another model's or is not a report."""
         self.results_dir = results_dir
         self.content: dict[str, Any] = {"schema": SCHEMA, "model": model_name, "tasks": {}}
         if self.json_file.exists():

@@ -17,17 +17,17 @@ SCHEMA = 1
 def read_content(path: Path, change: str) -> dict[str, Any]:
     """The content of a report.json, or of the one in a folder.
 
-    change: what names the file, for the error. Raises ConfigError for what is no report.
+    change: what names the file, for the error. Raises ConfigError for what is not a report.
     """
     file = report_file(path)
     try:
         content = parse_json(read_plain(file))
         schema, _ = content["schema"], content["model"]
         if not isinstance(content["tasks"], dict):
-            raise TypeError("its tasks are no mapping")
+            raise TypeError("its tasks are not a mapping")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            problem(f"{file} is no report: {type(error).__name__}: {error}", change=change)
+            problem(f"{file} is not a report: {type(error).__name__}: {error}", change=change)
         ) from error
     if schema != SCHEMA:
         raise ConfigError(
@@ -55,7 +55,7 @@ def harness_samples(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any
     except OSError:
         return []
     except (ValueError, KeyError, TypeError) as error:
-        what = f"{path} is no samples file: {type(error).__name__}: {error}"
+        what = f"{path} is not a samples file: {type(error).__name__}: {error}"
         raise ConfigError(problem(what)) from error
 
 
@@ -70,7 +70,7 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         try:
             items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{task.get('samples')} is no samples file: {type(error).__name__}: {error}"
+            what = f"{task.get('samples')} is not a samples file: {type(error).__name__}: {error}"
             raise ConfigError(problem(what, got=str(sample)[:100])) from error
     return [items[index] for index in sorted(items)]
 

@@ -21,9 +21,9 @@ class Admission:
         self.waiting = 0
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._queues: OrderedDict[str, deque[Place]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[QueuedRow]] = OrderedDict()
 
-    def reserve(self, client: str, rows: int) -> list[Place]:
+    def reserve(self, client: str, rows: int) -> list[QueuedRow]:
         """A place for every row; they must be taken or left.
 
         Raises ApiError where too many wait.
@@ -34,7 +34,7 @@ class Admission:
                 f"{self.running} rows are running and {self.waiting} are waiting; this request has "
                 f"{rows}, and at most {self._max_waiting} may wait"
             )
-        places = [Place(self) for _ in range(rows)]
+        places = [QueuedRow(self) for _ in range(rows)]
         self._queues.setdefault(client, deque()).extend(places)
         self.waiting += rows
         self.advance()
@@ -54,7 +54,7 @@ class Admission:
             place.let_in.set()
 
 
-class Place:
+class QueuedRow:
     """One row's place."""
 
     def __init__(self, admission: Admission) -> None:

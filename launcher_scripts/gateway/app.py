@@ -22,10 +22,16 @@ from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
-from launcher_scripts.gateway.door import Door, Keys, Life, read_body, refusal
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.metrics import Metrics
+from launcher_scripts.gateway.middleware import (
+    Keys,
+    Lifecycle,
+    RequestMiddleware,
+    read_body,
+    refusal,
+)
 from launcher_scripts.gateway.page import show_page
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.schemas import (
@@ -50,7 +56,7 @@ class Gateway:
     ) -> None:
         self.models = Models(models)
         self._replicas = replicas
-        self.life = Life()
+        self.life = Lifecycle()
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self._limits = Limits(self.admission, settings.request_timeout, settings.chat_tokens)
         self._max_body = settings.max_body
@@ -192,7 +198,7 @@ class Gateway:
 class EventResponse(StreamingResponse):
     """Server-sent events; when the client goes, what makes them is closed at once."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], life: Life) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], life: Lifecycle) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._first = first
@@ -272,7 +278,7 @@ def make_app(
         Route("/version", gateway.version, methods=get),
         Route("/metrics", gateway.show_metrics, methods=get),
     ]
-    middleware = [Middleware(Door, keys=keys or Keys({}), count=gateway.metrics.count)]
+    middleware = [Middleware(RequestMiddleware, keys=keys or Keys({}), count=gateway.metrics.count)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware,

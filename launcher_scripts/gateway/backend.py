@@ -76,7 +76,7 @@ class Increment(NamedTuple):
     finished:         nothing comes after this one
     beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
                       has no token_ids
-    begins_again:     what has come so far does not count: another server begins the row anew
+    begins_again:     what has come so far does not count: another server begins the row again
     """
 
     token_ids: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ class _Generation(Extension):
 class ChatTemplate:
     """A model's templates, ready to render.
 
-    Raises ValueError for one that is no Jinja.
+    Raises ValueError for one that is not Jinja.
     """
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:

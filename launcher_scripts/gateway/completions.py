@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
-from launcher_scripts.gateway.generation import Generation, Prompt, Record, Wishes
+from launcher_scripts.gateway.generation import Generation, GenerationOptions, Prompt, Record
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
 from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
@@ -140,7 +140,7 @@ class Answering(ABC):
 
     def _best(self, answers: Mapping[int, Piece]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
-        rows, shown = self.generation.wishes.rows, self.body.n
+        rows, shown = self.generation.options.rows, self.body.n
         found = []
         for start in range(0, len(self.generation.prompts) * rows, rows):
             row = [choice for choice in range(start, start + rows) if choice in answers]
@@ -172,11 +172,11 @@ class Completion(Answering):
                 prompts.append(Prompt(tuple(each), text))
         max_tokens = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
         rows = body.n if body.best_of is None else body.best_of
-        wishes = Wishes(max_tokens, rows, body.logprobs, body.echo)
+        options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
         return cls(
             model,
             body,
-            Generation(model, body, prompts, wishes, record, limits.admission, limits.timeout),
+            Generation(model, body, prompts, options, record, limits.admission, limits.timeout),
         )
 
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -220,12 +220,12 @@ class Chat(Answering):
             room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
             asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
-        wishes = Wishes(asked, body.n, top)
+        options = GenerationOptions(asked, body.n, top)
         prompts = [Prompt(ids, text)]
         return cls(
             model,
             body,
-            Generation(model, body, prompts, wishes, record, limits.admission, limits.timeout),
+            Generation(model, body, prompts, options, record, limits.admission, limits.timeout),
         )
 
     def choice(self, answer: Piece) -> dict[str, Any]:

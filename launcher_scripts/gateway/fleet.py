@@ -38,7 +38,7 @@ _LEAST_SECONDS = 0.1  # between a server's failure and the look at it
 
 
 @dataclass(frozen=True)
-class Found:
+class TokenModel:
     """A token model that a server serves. folder: where its tokenizer may lie."""
 
     config: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Member:
     replica: Replica
     server: TritonServer
     ready: Mapping[str, Any] = field(default_factory=dict)
-    found: Mapping[str, Found] = field(default_factory=dict)
+    found: Mapping[str, TokenModel] = field(default_factory=dict)
     next_check: float = -math.inf
     failures: int = 0
     why: str = ""
@@ -82,7 +82,7 @@ class Fleet:
             )
         self._failed = asyncio.Event()
 
-    async def until_found(self) -> dict[str, Found]:
+    async def until_found(self) -> dict[str, TokenModel]:
         """Every model that a server serves, once each place of the settings has a healthy server.
 
         Raises ServerError where that takes longer than ready_timeout.
@@ -265,7 +265,7 @@ def _read_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, 
     return "", ready
 
 
-async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str, Found]:
+async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str, TokenModel]:
     """The token models of a server. Raises ServerFailure where it does not answer."""
     configs = {name: await server.model_config(name) for name in await server.models()}
     text = {
@@ -275,7 +275,9 @@ async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str
     }
     folders = await asyncio.to_thread(_folders, str(ready.get("model_repository") or ""))
     return {
-        name: Found(config, text.get(name, {}), folders.get(name), TritonBackend(server, config))
+        name: TokenModel(
+            config, text.get(name, {}), folders.get(name), TritonBackend(server, config)
+        )
         for name, config in configs.items()
         if config.get("backend") == "fastertransformer"
         and parameters_of(config).get("model_type", "GPT") in GENERATING

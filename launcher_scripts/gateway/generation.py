@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.gateway.admission import Admission, Place
+from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.merging import merged
@@ -61,7 +61,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GenerationOptions:
     """What completions and chats ask for under different names.
 
     rows:      generated for every prompt; `n` of the body are shown
@@ -76,14 +76,14 @@ class Wishes:
 
 
 class Generation:
-    """All rows of one request. A choice is one answer: prompt * wishes.rows + row."""
+    """All rows of one request. A choice is one answer: prompt * options.rows + row."""
 
     def __init__(
         self,
         model: ServedModel,
         body: SamplingBody,
         prompts: Sequence[Prompt],
-        wishes: Wishes,
+        options: GenerationOptions,
         record: Record,
         admission: Admission,
         timeout: float | None = None,
@@ -92,18 +92,18 @@ class Generation:
 
         Raises ApiError for what cannot be done, and where too many rows wait.
         """
-        _check(model, body, prompts, wishes)
+        _check(model, body, prompts, options)
         self.model = model
         self.body = body
         self.prompts = tuple(prompts)
-        self.wishes = wishes
+        self.options = options
         self.record = record
         self._timeout = body.timeout or timeout
-        self._beams = body.use_beam_search and wishes.rows > 1
+        self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        rows = len(prompts) * (1 if self._beams else wishes.rows)
+        rows = len(prompts) * (1 if self._beams else options.rows)
         self._places = admission.reserve(record.client, rows)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -136,11 +136,11 @@ class Generation:
 
     def _prompt(self, number: int) -> Prompt:
         """The prompt of a row."""
-        return self.prompts[number // (1 if self._beams else self.wishes.rows)]
+        return self.prompts[number // (1 if self._beams else self.options.rows)]
 
     def _request(self, number: int, seed: int) -> RowRequest:
         """What the engine is asked for a row."""
-        body, model, wishes = self.body, self.model, self.wishes
+        body, model, options = self.body, self.model, self.options
         end_ids = () if body.ignore_eos else model.end_ids
         sampling: dict[str, Any] = {
             name: model.defaults.get(name, usual) if (said := getattr(body, name)) is None else said
@@ -148,12 +148,12 @@ class Generation:
         }
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
-        ranked = not self._beams and wishes.rows > body.n
+        ranked = not self._beams and options.rows > body.n
         name = self.record.request_id
         return RowRequest(
             request_id=name if len(self._places) == 1 else f"{name}-{number}",
             prompt_ids=self._prompt(number).ids,
-            max_tokens=wishes.max_tokens,
+            max_tokens=options.max_tokens,
             decoder_ids=model.decoder_ids,
             **sampling,
             presence_penalty=body.presence_penalty,
@@ -163,26 +163,26 @@ class Generation:
             min_tokens=body.min_tokens,
             end_id=end_ids[0] if end_ids else None,
             stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
-            beam_width=wishes.rows if self._beams else 1,
+            beam_width=options.rows if self._beams else 1,
             length_penalty=body.length_penalty,
             grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,
-            log_probs=0 if ranked and wishes.log_probs is None else wishes.log_probs,
-            prompt_log_probs=wishes.log_probs if wishes.echo else None,
+            log_probs=0 if ranked and options.log_probs is None else options.log_probs,
+            prompt_log_probs=options.log_probs if options.echo else None,
             timeout=self._timeout,
             whole=not body.stream,
         )
 
     async def _row(
-        self, number: int, request: RowRequest, place: Place
+        self, number: int, request: RowRequest, place: QueuedRow
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of one row, or of all hypotheses of a beam search."""
-        choice = number * (self.wishes.rows if self._beams else 1)
+        choice = number * (self.options.rows if self._beams else 1)
         async with place.taken():
             if not request.max_tokens and request.prompt_log_probs is None:
-                echo = self._prompt(number).text if self.wishes.echo else ""
+                echo = self._prompt(number).text if self.options.echo else ""
                 for beam in range(request.beam_width):
                     yield choice + beam, Piece(echo, finish_reason="length")
                 return
@@ -211,7 +211,7 @@ class _Shown:
         self._generation = generation
         self._request = request
         self._prompt = prompt
-        self._echo = prompt.text if generation.wishes.echo else ""
+        self._echo = prompt.text if generation.options.echo else ""
         self._entries: tuple[LogProbEntry, ...] = ()
         self._text = self._new_text()
 
@@ -262,19 +262,19 @@ def _cache_salt(owner: str | None, given: str | None) -> int:
 
 
 def _check(
-    model: ServedModel, body: SamplingBody, prompts: Sequence[Prompt], wishes: Wishes
+    model: ServedModel, body: SamplingBody, prompts: Sequence[Prompt], options: GenerationOptions
 ) -> None:
-    """Raises ApiError for wishes that contradict each other or the model."""
-    if wishes.rows < body.n:
-        raise bad_request(f"best_of must be at least n; got {wishes.rows} and {body.n}", "best_of")
-    if body.stream and wishes.rows > body.n:
+    """Raises ApiError for options that contradict each other or the model."""
+    if options.rows < body.n:
+        raise bad_request(f"best_of must be at least n; got {options.rows} and {body.n}", "best_of")
+    if body.stream and options.rows > body.n:
         raise bad_request("the best of several answers cannot be streamed", "best_of")
     if body.stream and body.use_beam_search:
         raise unsupported("stream", "a beam search cannot be streamed")
-    if body.use_beam_search and wishes.log_probs is not None:
+    if body.use_beam_search and options.log_probs is not None:
         raise unsupported("logprobs", "a beam search has no log-probabilities")
-    if body.use_beam_search and wishes.rows > _MOST_BEAMS:
-        raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {wishes.rows}", "n")
+    if body.use_beam_search and options.rows > _MOST_BEAMS:
+        raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {options.rows}", "n")
     if len(body.grammars) > 1:
         raise bad_request(
             "a text follows one of response_format, guided_json, guided_regex and guided_choice",
@@ -284,27 +284,29 @@ def _check(
         raise unsupported("use_beam_search", "a beam search follows no grammar")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options need stream", "stream_options")
-    if wishes.echo and model.encodes:
-        raise unsupported("echo", f"{model.name} is an encoder-decoder: its prompt is no beginning")
-    if body.min_tokens > wishes.max_tokens:
+    if options.echo and model.encodes:
+        raise unsupported(
+            "echo", f"{model.name} is an encoder-decoder: its prompt is not a beginning"
+        )
+    if body.min_tokens > options.max_tokens:
         raise bad_request(
-            f"min_tokens is more than max_tokens; got {body.min_tokens} and {wishes.max_tokens}",
+            f"min_tokens is more than max_tokens; got {body.min_tokens} and {options.max_tokens}",
             "min_tokens",
         )
-    if len(prompts) * wishes.rows > _MOST_ROWS_OF_REQUEST:
+    if len(prompts) * options.rows > _MOST_ROWS_OF_REQUEST:
         raise bad_request(
             f"a request has at most {_MOST_ROWS_OF_REQUEST} answers; got {len(prompts)} prompts "
-            f"and {wishes.rows} for each",
+            f"and {options.rows} for each",
             "prompt",
         )
     for prompt in prompts:
         if model.encodes and not prompt.ids:
             raise bad_request("the prompt is empty, and the encoder needs a token", "prompt")
-        needed = wishes.max_tokens + (0 if model.encodes else len(prompt.ids))
+        needed = options.max_tokens + (0 if model.encodes else len(prompt.ids))
         if model.max_len is not None and needed > model.max_len:
             raise bad_request(
                 f"{model.name} has {model.max_len} positions; got {len(prompt.ids)} tokens of the "
-                f"prompt and {wishes.max_tokens} to generate; change max_tokens or the prompt",
+                f"prompt and {options.max_tokens} to generate; change max_tokens or the prompt",
                 "max_tokens",
                 "context_length_exceeded",
             )

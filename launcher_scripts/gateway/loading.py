@@ -21,7 +21,7 @@ from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
-from launcher_scripts.gateway.fleet import GENERATING, Fleet, Found
+from launcher_scripts.gateway.fleet import GENERATING, Fleet, TokenModel
 from launcher_scripts.gateway.replicas import Replicas
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.triton_backend import parameters_of
@@ -67,7 +67,9 @@ def _companions(folder: Path) -> dict[str, bytes]:
     return {each: read_plain(folder / each) for each in there}
 
 
-def _served(name: str, found: Found, backend: Backend, settings: GatewaySettings) -> ServedModel:
+def _served(
+    name: str, found: TokenModel, backend: Backend, settings: GatewaySettings
+) -> ServedModel:
     """The model with its tokenizer. Raises ConfigError for one that has none."""
     folder = Path(settings.tokenizer_dir) if settings.tokenizer_dir else found.folder
     if folder is None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.generation import Record
 
-# Paths that are told apart, and those below one that ends in /: what clients make up is no label.
+# Paths with a label of their own, and those below one that ends in /; the rest may be made up.
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/v1/models/"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/servers", "/version"),

@@ -218,7 +218,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise bad_request(f"the body is no JSON: {error}", code="invalid_json") from error
+        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
     return {name: value for name, value in values.items() if value is not None}

@@ -20,9 +20,9 @@ from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_secrets
 from launcher_scripts.gateway.app import Gateway, make_app
-from launcher_scripts.gateway.door import Keys
 from launcher_scripts.gateway.fleet import Fleet
 from launcher_scripts.gateway.loading import load_models
+from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.served_model import ServedModel
 
 _BACKLOG = 2048

@@ -35,7 +35,7 @@ class StreamLost(Exception):
     """The stream has ended before a row of which something has come."""
 
 
-class _Inbox:
+class _RowBuffer:
     """What has come of one row and has not been taken yet.
 
     begun:  something has been taken
@@ -96,8 +96,8 @@ class SharedStream:
         self._model = model
         self._name = ""  # of the open stream
         self._numbers = itertools.count()
-        self._rows: dict[int, _Inbox] = {}
-        self._untold: OrderedDict[_Inbox, None] = OrderedDict()
+        self._rows: dict[int, _RowBuffer] = {}
+        self._untold: OrderedDict[_RowBuffer, None] = OrderedDict()
         self._reading: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -115,7 +115,7 @@ class SharedStream:
         Raises NoStream, StreamLost, and the server's failures.
         """
         number = next(self._numbers)
-        inbox = self._rows[number] = _Inbox(number)
+        inbox = self._rows[number] = _RowBuffer(number)
         name = row_id(self._name, number, request_id)
         call = asyncio.create_task(self._call(inbox, tensors, {**more, "request_id": name}))
         self._calls.add(call)
@@ -143,7 +143,7 @@ class SharedStream:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(
-        self, inbox: _Inbox, tensors: Mapping[str, Any], more: Mapping[str, Any]
+        self, inbox: _RowBuffer, tensors: Mapping[str, Any], more: Mapping[str, Any]
     ) -> None:
         """The row's own request, which ends with nothing or with an error.
 

@@ -151,7 +151,7 @@ class TritonBackend:
                 raise unsupported(
                     _PARAMETERS[name],
                     f"{self._name} was exported without the input {name}: export it again, or "
-                    "write its config.pbtxt anew with prepare_triton_model_config",
+                    "write its config.pbtxt again with prepare_triton_model_config",
                 )
         if missing:
             raise bad_request(f"{self._name} has no input {missing[0]}")

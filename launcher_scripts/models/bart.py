@@ -66,7 +66,7 @@ class BartConfig(ModelConfig):
             self.check_divides(problems, name, "hidden_size")
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
             problems.add(
-                "forced_bos_id (forced_bos_token_id) is no id of the vocabulary",
+                "forced_bos_id (forced_bos_token_id) is not an id of the vocabulary",
                 got=self.forced_bos_id,
                 choices=(f"0-{self.vocab_size - 1}",),
             )

@@ -13,7 +13,7 @@ from launcher_scripts.common.parallelism import Parallelism, divisors
 
 NORMALIZATIONS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
-# What a hyperparameter that is no whole number may be, so that float32 holds it and its inverse.
+# What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
 
@@ -169,7 +169,7 @@ def check_numbers(problems: Problems, config: Any) -> None:
         token = getattr(config, name)
         if token not in (None, defaults[name]) and not 0 <= token <= most:
             problems.add(
-                f"{name} ({others}) is no id of the vocabulary",
+                f"{name} ({others}) is not an id of the vocabulary",
                 got=token,
                 choices=(f"0-{most}",),
                 change=f"it in config.ini, or export.model.tokenizer.{name} for an export",

@@ -32,7 +32,7 @@ def is_sign(line: str) -> bool:
     return any(sign in line for sign in _SIGNS)
 
 
-class WaitingForLost:
+class LostWorkerDetector:
     """Notices a starting server that waits for the end of a worker, which does not come."""
 
     def __init__(self, pid: int) -> None:

@@ -47,7 +47,7 @@ from launcher_scripts.server.health import (
     read_statuses,
 )
 from launcher_scripts.server.installation import Installation, find_installation
-from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, WaitingForLost
+from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, LostWorkerDetector
 from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
@@ -212,7 +212,7 @@ class Service:
     def wait_until_ready(self, give_up_early: bool) -> bool:
         """True when every model answers; False when somebody asked to stop before."""
         deadline = time.monotonic() + self._settings.ready_timeout
-        waits_for_lost = WaitingForLost(self._process.pid)
+        waits_for_lost = LostWorkerDetector(self._process.pid)
         while self._stop.received is None:
             statuses = self._check()
             if all_ready(self._client, statuses):

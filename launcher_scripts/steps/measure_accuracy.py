@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
-from launcher_scripts.evaluation.tasks.task import Asked, Progress, TaskResult
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, Progress, TaskResult
 from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -50,7 +50,7 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     tables = []
     with client:
-        asked = Asked(
+        asked = EvaluatedModel(
             client,
             tokenizer,
             client.special_ids("closing"),
@@ -73,7 +73,7 @@ def measure(settings: EvaluateSettings) -> None:
 def measure_task(
     settings: EvaluateSettings,
     task_settings: TaskSettings,
-    asked: Asked,
+    asked: EvaluatedModel,
     report: Report,
     environment: dict[str, Any],
 ) -> TaskResult:

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     )
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.config.paths import paths_in
 from launcher_scripts.config.policy import opened
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.journal import FOLDER, Journal
@@ -49,7 +50,7 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     saturation: Saturation | None = None
     with client, ExitStack() as stack:
-        files = [file for file in load.files.values() if file is not None]
+        files = [named.path for named in paths_in(load)]
         environment = measured_on(settings, ready, data=files, parameters=client.parameters)
         asked = {name: value for name, value in asdict(load).items() if name not in _LIMITS}
         served = set_up(environment, settings=asked, request_timeout=settings.request_timeout)

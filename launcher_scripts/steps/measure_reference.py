@@ -24,7 +24,7 @@ from launcher_scripts.evaluation.provenance import data_files, questions_of, ref
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
-from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.measure_accuracy import log_progress
 
@@ -51,7 +51,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
     model = NemoModel(checkpoint)
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
-    asked = Asked(model, tokenizer, (), Path(settings.tokenizer_dir))
+    asked = EvaluatedModel(model, tokenizer, (), Path(settings.tokenizer_dir))
     with locked(results_dir) as journals:
         for task in settings.tasks:
             run = lookup(TASKS, task.name, "evaluate.tasks")

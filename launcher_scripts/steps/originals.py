@@ -30,7 +30,7 @@ from launcher_scripts.steps.references import ENGINE, RUNNERS, missing_packages,
 
 KEY = "evaluate.twin.checkpoint"
 RUNNER_KEY = "evaluate.twin.runner"
-# What an export may be told: they are no part of what is computed.
+# What an export may be told: they are not part of what is computed.
 _TOLD = ("start_id", "end_id", "pad_id")
 
 

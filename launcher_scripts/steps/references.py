@@ -122,7 +122,7 @@ def runner_of(source: str | None) -> str | None:
 
 
 def missing_packages(runner: str) -> list[str]:
-    """Those that this Python has not got."""
+    """Those that this Python lacks."""
     return [name for name in RUNNERS[runner].packages if find_spec(name) is None]
 
 

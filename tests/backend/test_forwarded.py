@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.forwarded import (
-    ERRAND,
     FINAL,
+    FORWARDED,
     Channel,
     Channels,
     ChannelSender,
-    Errand,
-    errand_of,
+    ForwardedRequest,
+    forwarded_request,
     news,
 )
 from launcher_scripts.backends.text.text_channel import Channel as TextChannel
@@ -36,14 +36,14 @@ from tests.processes import wait_for
         ("", None),
         ("4242", None),
         ("a client's own id", None),
-        (f"{ERRAND} ab", None),
-        (f"{ERRAND} ab c 1", Errand("ab", "c", streams=True)),
-        (f"{ERRAND} ab c 0", Errand("ab", "c", streams=False)),
+        (f"{FORWARDED} ab", None),
+        (f"{FORWARDED} ab c 1", ForwardedRequest("ab", "c", streams=True)),
+        (f"{FORWARDED} ab c 0", ForwardedRequest("ab", "c", streams=False)),
     ],
 )
-def test_errands(request_id: str, expected: Errand | None) -> None:
+def test_ids_of_forwarded_requests(request_id: str, expected: ForwardedRequest | None) -> None:
     request: Any = types.SimpleNamespace(request_id=lambda: request_id)
-    assert errand_of(request) == expected
+    assert forwarded_request(request) == expected
 
 
 class Ends:
@@ -81,7 +81,9 @@ def failed(message: str, code: str) -> Any:
 
 def test_responses_go_over_the_channel(ends: Ends) -> None:
     answered = []
-    sender = ChannelSender(ends.token, Errand("k", "", True), lambda: answered.append(True))
+    sender = ChannelSender(
+        ends.token, ForwardedRequest("k", "", True), lambda: answered.append(True)
+    )
     ids = torch.tensor([[[5, 6, 7]]], dtype=torch.int32)
     sender.send(response(news=ids, cum_log_probs=torch.tensor([[-1.5]])))
     sender.hand_over()
@@ -100,7 +102,7 @@ def test_only_the_key_cancels_and_only_while_the_request_runs(ends: Ends) -> Non
     cancelled: list[str] = []
     senders = {}
     for key in ("a", "b"):
-        senders[key] = ChannelSender(ends.token, Errand(key, "", True), lambda: None)
+        senders[key] = ChannelSender(ends.token, ForwardedRequest(key, "", True), lambda: None)
         answer: Any = types.SimpleNamespace(cancel=lambda key=key: cancelled.append(key))
         senders[key].opened(answer)
     senders["a"].send(flags=FINAL)
@@ -115,7 +117,7 @@ def test_what_a_text_model_leaves_is_cancelled(ends: Ends) -> None:
     cancelled: list[bool] = []
     answer: Any = types.SimpleNamespace(cancel=lambda: cancelled.append(True))
     ends.token.add("k", answer)
-    ChannelSender(ends.token, Errand("k", "", True), lambda: None).send()
+    ChannelSender(ends.token, ForwardedRequest("k", "", True), lambda: None).send()
     wait_for(lambda: bool(ends.messages))
     ends.text.close()
     wait_for(lambda: cancelled == [True])

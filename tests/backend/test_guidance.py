@@ -198,7 +198,7 @@ def test_grammars_travel_as_bytes(model):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([[195, 40], [0, 0]], "guided_grammar is no UTF-8"),
+        ([[195, 40], [0, 0]], "guided_grammar is not UTF-8"),
         ([[[1]], [[1]]], r"guided_grammar must be \[2, n\]; got \[2, 1, 1\]"),
         ([[1], [1], [1]], r"must be \[2, n\]; got \[3, 1\]"),
     ],

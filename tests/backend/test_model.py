@@ -297,11 +297,11 @@ def test_an_answered_request_keeps_nothing(backend, fails):
 def test_a_model_that_cannot_load_says_why(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
     model = backend.TritonPythonModel()
-    with pytest.raises(RuntimeError, match="the checkpoint is no folder"):
+    with pytest.raises(RuntimeError, match="the checkpoint is not a folder"):
         model.initialize(arguments(tmp_path / "tiny"))
     status = json.loads((tmp_path / "tiny.json").read_text())
     assert status["state"] == "failed"
-    assert "the checkpoint is no folder" in status["reason"]
+    assert "the checkpoint is not a folder" in status["reason"]
 
 
 def settings(folder: Path, **parameters: str):

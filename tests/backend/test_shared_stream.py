@@ -145,7 +145,7 @@ def test_an_idle_stream_ends_and_takes_no_more_rows(
     sender = stream.row(0)
     found = stream.streams.find("mine")
     monkeypatch.setattr(stream.module, "IDLE_SECONDS", -1.0)
-    found.look_for_departure()
+    found.check_client()
     assert not found.closed  # its row is running
     stream.engine.step(0, last=True)
     assert sender.answered.wait(30)

@@ -160,7 +160,7 @@ def test_generation_defaults_and_all_end_tokens_reach_the_text_models(tmp_path: 
     for role in ("text", "ensemble", "preprocessing"):
         assert GenerationConfig.from_pretrained(root / role / "1").to_dict() == said.to_dict()
         config = (root / role / "config.pbtxt").read_text()
-        assert 'key: "end_ids"\n  value: { string_value: "3 7" }' in config  # 99 is no token
+        assert 'key: "end_ids"\n  value: { string_value: "3 7" }' in config  # 99 is not a token
         assert 'key: "opening_id"\n  value: { string_value: "1" }' in config
     assert notes(root) == ["the checkpoint has no chat template"]
 

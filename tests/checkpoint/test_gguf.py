@@ -113,7 +113,7 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_another_file_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    with pytest.raises(CheckpointError, match="is no GGUF file"):
+    with pytest.raises(CheckpointError, match="is not a GGUF file"):
         export_folder(tmp_path / "hf", tmp_path, source="gguf")
 
 

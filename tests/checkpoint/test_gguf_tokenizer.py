@@ -134,7 +134,10 @@ def test_saved_file_encodes_the_same(tmp_path):
         ),
         ({"model": "llama"}, r"missing field tokenizer\.ggml\.scores"),
         ({"model": "llama", "scores": [0.0]}, "got '1 for 12 tokens'"),
-        ({"model": "t5", "scores": [0.0], "precompiled_charsmap": [300]}, "charsmap is no list of"),
+        (
+            {"model": "t5", "scores": [0.0], "precompiled_charsmap": [300]},
+            "charsmap is not a list of",
+        ),
         ({"token_type": [1, 1]}, "got '2 for 12 tokens'"),
         ({"merges": ["a z"]}, "cannot make the GGUF file's tokenizer: .*out of vocabulary"),
     ],

@@ -268,16 +268,16 @@ def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
     """Nobody writes to it: opening it would wait without end."""
     for name in ("a.nemo", "a.gguf", "a"):
         os.mkfifo(tmp_path / name)
-        refused_export(tmp_path / name, tmp_path, "cannot read the checkpoint .* no plain file")
+        refused_export(tmp_path / name, tmp_path, "cannot read the checkpoint .* not a plain file")
     for name in ("a.nemo", "a"):
-        with pytest.raises(CheckpointError, match="no plain file"):
+        with pytest.raises(CheckpointError, match="not a plain file"):
             read_sizes(tmp_path / name)
     folder = tmp_path / "folder"
     make_nemo(folder, small_config(), Variant(container="folder"))
     (folder / "model_config.yaml").unlink()
     os.mkfifo(folder / "model_config.yaml")
     refused_export(folder, tmp_path, "in no known format")
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with pytest.raises(CheckpointError, match="not a plain file"):
         read_sizes(folder)
 
 
@@ -286,7 +286,7 @@ def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
     make_nemo(tmp_path / "a.nemo", small_config())
     os.mkfifo(tmp_path / "tokenizer.json")
     settings = TokenizerSettings("files", model=str(tmp_path / "tokenizer.json"))
-    refused_export(tmp_path / "a.nemo", tmp_path, "no plain file", tokenizer=settings)
+    refused_export(tmp_path / "a.nemo", tmp_path, "not a plain file", tokenizer=settings)
 
 
 def test_a_path_of_5000_characters(tmp_path: Path) -> None:

@@ -241,5 +241,5 @@ def test_a_harmful_config_ini(case: str, manifest: bool, folder: Path) -> None:
 def test_a_pipe_in_an_exported_folder(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(CheckpointError, match=f"{name}.*(no plain file|missing)"):
+    with pytest.raises(CheckpointError, match=f"{name}.*(not a plain file|missing)"):
         FTCheckpoint.open(folder)

@@ -57,7 +57,7 @@ FILES = {
     "2^62 tensors": file(LLAMA, fields=1, tensors=EB4),
     "arrays in arrays": file(array("a", ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 5000)),
     "an unknown type": file(field("a", 99, b"")),
-    "a key that is no text": file(text(b"\xff\xfe") + struct.pack("<IB", U8, 0)),
+    "a key that is not text": file(text(b"\xff\xfe") + struct.pack("<IB", U8, 0)),
     "a key twice": file(number("a", 1), number("a", 2)),
     "an alignment of 0": file(LLAMA, number("general.alignment", 0)),
     "an alignment of 3": file(LLAMA, number("general.alignment", 3)),
@@ -83,7 +83,7 @@ FILES = {
         LLAMA, tensor(b"a", (256,), kind=14), tensor(b"b", (256,), kind=18, offset=192), tensors=2
     ),
     "blocks of a type that is not read": file(LLAMA, tensor(b"a", (256,), kind=9), tensors=1),
-    "a name that is no text": file(LLAMA, tensor(b"\xff", (4,)), tensors=1),
+    "a name that is not text": file(LLAMA, tensor(b"\xff", (4,)), tensors=1),
     "the other byte order": struct.pack(">4sIQQ", b"GGUF", 3, 0, 0) + bytes(4096),
     "another version": struct.pack("<4sIQQ", b"GGUF", 99, 0, 0),
     "the magic alone": b"GGUF",
@@ -128,7 +128,7 @@ MODELS = {
     "2^64 layers": llama(block_count=field("llama.block_count", U64, b"\xff" * 8)),
     "no layers": llama(block_count=number("llama.block_count", 0)),
     "layers that are a text": llama(block_count=field("llama.block_count", TEXT, text(b"many"))),
-    "layers that are no text": llama(
+    "layers that are not text": llama(
         block_count=field("llama.block_count", TEXT, text(b"\xff\xff"))
     ),
     "a list of layers": llama(

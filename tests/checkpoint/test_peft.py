@@ -411,7 +411,9 @@ def test_tensors_that_no_part_is_named_like(tmp_path: Path) -> None:
     maker = PeftMaker(model)
     maker.tensors[f"{STEM}model.layers.0.mlp.up_proj.ia3_l"] = torch.ones(24, 1)
     adapter = maker.write(tmp_path / "adapter")
-    refused_export(tmp_path / "base", tmp_path, "ia3_l is no part", adapter_checkpoints=(adapter,))
+    refused_export(
+        tmp_path / "base", tmp_path, "ia3_l is not a part", adapter_checkpoints=(adapter,)
+    )
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     refused_export(tmp_path / "base", tmp_path, "holds no weights", adapter_checkpoints=(adapter,))
 

@@ -96,7 +96,7 @@ def test_overflow_of_wider_types(value: float, dtype: np.dtype) -> None:
 @pytest.mark.parametrize("source", [F4, F2, BFLOAT16])
 @pytest.mark.parametrize("dtype", [F4, F2, BFLOAT16])
 def test_what_is_no_finite_number(value: float, source: np.dtype, dtype: np.dtype) -> None:
-    """It passes only where it is asked for, and is no overflow of the export's making."""
+    """It passes only where it is asked for, and is not an overflow of the export's making."""
     values = np.ones((70, 50), F4)
     values[69, 48] = value
     values = converted(values, source).copy()

@@ -149,7 +149,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         "text": (b"hello", "damaged or was cut short"),
         "no storage": (rewritten(content, {"data/0": None}), "lacks data/0"),
         "short storage": (rewritten(content, {"data/0": b"1234"}), "outside of its file"),
-        "no pickle": (rewritten(content, {"data.pkl": None}), "no file of torch.save"),
+        "no pickle": (rewritten(content, {"data.pkl": None}), "not a file of torch.save"),
         "half a pickle": (rewritten(content, {"data.pkl": b"\x80\x02}q\x00("}), "damaged"),
         "big endian": (rewritten(content, {"byteorder": b"big"}), "byte order"),
         "compressed": (rewritten(content, {}, zipfile.ZIP_DEFLATED), "compressed"),

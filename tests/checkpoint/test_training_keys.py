@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     read_gpt,
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
-from launcher_scripts.checkpoint.sources.training_keys import IRRELEVANT, Asked, check_keys
+from launcher_scripts.checkpoint.sources.training_keys import IRRELEVANT, TrackedMapping, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.test_megatron_core import ARGUMENTS
 from tests.checkpoint_maker import Variant, make_nemo, small_config
@@ -62,7 +62,7 @@ def test_the_defaults_of_cores_configuration_leave_nothing_to_say(of: Any) -> No
 
 
 def test_the_configuration_of_a_nemo_training_leaves_nothing_to_say() -> None:
-    said = Asked(NEMO)
+    said = TrackedMapping(NEMO)
     nemo_gpt.read_gpt(said, core=True, local_norms=False)
     problems = Problems("model_config.yaml")
     assert check_keys(said, problems) == ()
@@ -111,13 +111,13 @@ def test_nemo_1_is_looked_at_too(tmp_path: Path, key: str) -> None:
 def test_the_table_has_no_stale_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {*FIELDS, *NEMO}
 
-    class Recording(Asked):
+    class Recording(TrackedMapping):
         def __init__(self, values: Mapping[str, Any]) -> None:
             super().__init__(values)
             known.update(values)
 
     for module in (core_options, nemo):
-        monkeypatch.setattr(module, "Asked", Recording)
+        monkeypatch.setattr(module, "TrackedMapping", Recording)
     for path in STORED:
         open_source(Archive(path, scratch=tmp_path), hints=Hints())
     patterns = [pattern for keys in IRRELEVANT.values() for pattern in keys]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,19 @@ import numpy as np
 import pytest
 
 from launcher_scripts import clients
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import column
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.config.settings import TokenizerSettings
 from tests.engine.small_agm import agm_config, agm_tensors
-from tests.server import test_t5 as t5
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, export_settings, text_config
+from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, export_t5, text_config
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 REQUESTS = Path(clients.__file__).parent / "requests"
 TEXT = "The quick brown fox"
-
-
-def export_agm(folder: Path) -> None:
-    config = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
-    tensors = agm_tensors(config)
-    settings = export_settings(folder, name="agm", model_type="agm")
-    settings = replace(settings, tokenizer=replace(settings.tokenizer, source="none"))
-    with FTWriter(settings.checkpoint_dir, config, 1, "fp32") as writer:
-        for file in weight_files(config, 1):
-            writer.write(file, [tensors[file.spec.tensor_name(file.layer)]])
-    ModelRepository(settings.model_repository).write(settings)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +32,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     folder = tmp_path_factory.mktemp("families")
     bloom = text_config(position_embedding="alibi", embedding_norm=True)
     settings = export(folder, bloom, name="bloom")
-    t5.export(folder, name="t5")
-    t5.export(folder, name="live", decoupled=True)
-    t5.export(folder, "t5-encoder", name="encoder")
-    export_agm(folder)
+    export_t5(folder, name="t5")
+    export_t5(folder, name="live", decoupled=True)
+    export_t5(folder, "t5-encoder", name="encoder")
+    agm = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
+    nothing = TokenizerSettings("none")
+    export(folder, agm, agm_tensors(agm), name="agm", model_type="agm", tokenizer=nothing)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err

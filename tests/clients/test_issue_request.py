@@ -149,7 +149,7 @@ def test_text_is_sent_as_utf_8_and_shown_as_text() -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("nonsense", "is no JSON"),
+        ("nonsense", "is not JSON"),
         ("[]", "must hold one JSON object; got 'list'"),
         ({"config": {}}, "request is missing or empty"),
         ({"config": {"protocl": 1}, "request": []}, "unknown key of config; got 'protocl'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import signal
@@ -27,10 +26,7 @@ from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, text_config
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 REQUESTS = Path(clients.__file__).parent / "requests"
 ROOT = Path(__file__).parents[2]
 LONG = text_config(max_positions=16384)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -59,14 +59,26 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_checkpoint(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, np.ndarray], tp_size: int
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    tp_size: int,
+    *,
+    source: str | None = None,
+    files: Iterable[Path] = (),
 ) -> Path:
-    """The whole tensors as a checkpoint folder cut for `tp_size` ranks."""
-    with FTWriter(folder, config, tp_size, "fp32") as writer:
+    """The whole tensors as a checkpoint folder cut for `tp_size` ranks.
+
+    source: the format that it is said to be exported from;  files: copied beside the weights
+    """
+    said = None if source is None else {"format": source}
+    with FTWriter(folder, config, tp_size, "fp32", source=said) as writer:
         for file in weight_files(config, tp_size):
             whole = tensors[file.spec.tensor_name(file.layer)]
             part = rank_part(file.spec, config, whole, tp_size, file.tp_rank)
             writer.write(file, [np.ascontiguousarray(part)])
+        for path in files:
+            writer.copy(path.read_bytes(), path.name)
     return folder
 
 

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
-from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.engine.engine import Engine, EngineSettings
-from tests.engine.test_nemo_fixtures import TOLERANCE
-from tests.engine.test_nemo_fixtures import logits_of as gpt_logits
-from tests.engine.test_nemo_t5_fixtures import logits_of as t5_logits
+from tests.checkpoint.exporting import export_folder
+from tests.engine.fixture_logits import DIVISIONS, TOLERANCE, logits_of
 
 # Name -> what its configuration says. Those in tests/data are of every tool.
 FIXTURES = {
@@ -52,20 +47,6 @@ FIXTURES = {
 }
 
 
-def exported(source: Path, out: Path, tp_size: int = 1, tokenizer: str = "none") -> Path:
-    return export(
-        ExportSettings(
-            model_name="fixture",
-            model_type="",
-            checkpoint_path=str(source),
-            triton_model_dir=str(out / "fixture"),
-            parallelism=Parallelism(tp_size),
-            processes=1,
-            tokenizer=TokenizerSettings(source=tokenizer),
-        )
-    )
-
-
 @pytest.fixture
 def fixture(request: pytest.FixtureRequest, data_dir: Path) -> Path:
     """The folder of the fixture that the test's parameter names."""
@@ -75,26 +56,11 @@ def fixture(request: pytest.FixtureRequest, data_dir: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp"),
-    [
-        (1, 1),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-    ],
-)
+@DIVISIONS
 @pytest.mark.parametrize("fixture", FIXTURES, indirect=True)
 def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -> None:
-    folder = exported(fixture / "checkpoint", tmp_path, tp)
-    settings = EngineSettings(
-        folder, parallelism=Parallelism(tp, pp), device="cpu", max_batch_size=8
-    )
-    engine = Engine.load(settings)
-    try:
-        compared = t5_logits if "_t5_" in fixture.name else gpt_logits
-        got, want = compared(engine, fixture / "reference.npz")
-    finally:
-        engine.close()
+    folder = export_folder(fixture / "checkpoint", tmp_path, tp, processes=1)
+    got, want = logits_of(folder, fixture / "reference.npz", tp, pp)
     assert (got - want).abs().max() <= TOLERANCE
     config = read_config(folder).config
     assert {name: getattr(config, name) for name in FIXTURES[fixture.name]} == FIXTURES[

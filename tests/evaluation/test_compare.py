@@ -233,7 +233,7 @@ def test_the_harness_items_are_those_of_its_samples(
     assert "    B: prediction no, acc false, bits_per_byte 0.5\n" in said
     (pair[2] / "b" / "harness" / "s.jsonl").write_text('{"doc_id": 0}\n')
     assert compared(pair) == 2
-    assert "s.jsonl is no samples file: KeyError: 'target'" in capsys.readouterr().err
+    assert "s.jsonl is not a samples file: KeyError: 'target'" in capsys.readouterr().err
     (pair[2] / "b" / "harness" / "s.jsonl").unlink()
     assert compared(pair) == 1
     assert "harness boolq (0 items in both, 2 in A alone)" in capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_what_is_no_report_is_named(pair: tuple[Content, Content, Path], capsys:
     compared(pair)
     (pair[2] / "b" / "report.json").write_text("{")
     assert main(["compare", str(pair[2] / "a"), str(pair[2] / "b")]) == 2
-    assert "report.json is no report: JSONDecodeError" in capsys.readouterr().err
+    assert "report.json is not a report: JSONDecodeError" in capsys.readouterr().err
 
 
 def test_real_reports_of_two_servers(job: Path) -> None:

@@ -74,7 +74,7 @@ def _never(*_: object) -> TaskResult:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"tasks": {}}, "is no report of boolq_generate: KeyError"),
+        ({"tasks": {}}, "is not a report of boolq_generate: KeyError"),
         (
             {"tasks": {"boolq": {"metrics": {}, "items": [], "settings": {"limit": 5}}}},
             "has another limit of items; got 5",
@@ -148,7 +148,7 @@ def test_greedy_ids_follow_the_logits(folder: Path) -> None:
 
 def test_what_transformers_does_not_know_is_refused(folder: Path, tmp_path: Path) -> None:
     model = TransformersModel(folder)
-    with pytest.raises(ConfigError, match=r"no reference for this; got \['prompt_task'\]"):
+    with pytest.raises(ConfigError, match=r"not a reference for this; got \['prompt_task'\]"):
         list(model.generate_each([GenerateRequest((1,), 1, prompt_task=0)]))
     rows = [GenerateRequest((1,), 1, SamplingParameters(beam_width=width)) for width in (1, 2)]
     with pytest.raises(ConfigError, match="rows of one batch need one beam_width"):

@@ -16,7 +16,7 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.comparison import TimedModel
 from launcher_scripts.evaluation.speed import sweep
 from launcher_scripts.evaluation.tasks import encode
-from launcher_scripts.evaluation.tasks.task import Asked, States
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, States
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
 from tests.evaluation.test_speed import SETTINGS
 from tests.evaluation.text_tasks import Words, asked, no_progress
@@ -63,7 +63,7 @@ def task(folder: Path, reference: Path, **changes: Any) -> TaskSettings:
     return TaskSettings("encode", str(folder / "texts"), **values | changes)
 
 
-def asked_with(model: Any, folder: Path) -> Asked:
+def asked_with(model: Any, folder: Path) -> EvaluatedModel:
     return dataclasses.replace(asked([], folder, closing=(1,)), model=model, tokenizer=Words())
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_compared_is_refused(original: tuple[Path, Any], tmp_path
     with pytest.raises(ConfigError, match=r"needs a reference; choices: .*tasks.encode.reference"):
         TaskSettings("encode", "texts")
     settings = task(tmp_path, folder, generation=GenerationSettings(ia3_task=1))
-    with pytest.raises(ConfigError, match=r"transformers is no reference for this; got \['ia3"):
+    with pytest.raises(ConfigError, match=r"transformers is not a reference for this; got \['ia3"):
         encode.run(settings, asked_with(Encoder(model, 0.0), tmp_path), no_progress)
     (tmp_path / "empty").write_text("a\n\n")
     with pytest.raises(ConfigError, match="line 2 is empty"):

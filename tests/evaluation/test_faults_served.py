@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import math
 import random
@@ -36,10 +35,7 @@ from tests.server.processes import running
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 ITEMS = 200  # that show a drop of 2 %
 LM_HEAD = "model.lm_head.weight.bin"
 
@@ -244,7 +240,7 @@ def broken(source: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module", autouse=True)
 def patient_client() -> Iterator[None]:
-    """A busy machine delays the client of a load test, too, which is no fault here."""
+    """A busy machine delays the client of a load test, too, which is not a fault here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validity, "LAG_MS", math.inf)
         patch.setattr(validity, "MOST_BUSY", math.inf)

@@ -265,7 +265,7 @@ def test_a_gateway_of_other_models_is_refused(job: Path, gateway: str) -> None:
 
 def test_results_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "results_1.json").write_text('{"results": []}')
-    with pytest.raises(ServerError, match=r"results_1.json is no file of lm_eval's results"):
+    with pytest.raises(ServerError, match=r"results_1.json is not a file of lm_eval's results"):
         harness.read_results(tmp_path, "0.4.13")
     (tmp_path / "results_1.json").unlink()
     with pytest.raises(ServerError, match=r"perplexity,none of t is nan"):

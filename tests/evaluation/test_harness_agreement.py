@@ -7,7 +7,6 @@ is: benchmarks/clients/requirements.txt.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import re
 import shutil
@@ -48,10 +47,7 @@ ITEMS = 20
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PROGRAM is None, reason="there is no lm_eval on PATH"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
+    pytest.mark.usefixtures("tritonserver"),
 ]
 
 

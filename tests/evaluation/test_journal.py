@@ -91,8 +91,8 @@ def test_a_journal_without_its_first_line_holds_nothing(content: bytes, tmp_path
 @pytest.mark.parametrize(
     ("set_up", "options", "says"),
     [
-        ({"limit": 5}, {}, "t begins anew: other set_up"),
-        (1, {"resume": False}, "t begins anew: evaluate.resume is False"),
+        ({"limit": 5}, {}, "t starts over: other set_up"),
+        (1, {"resume": False}, "t starts over: evaluate.resume is False"),
     ],
 )
 def test_another_set_up_begins_anew_and_keeps_the_old_results(
@@ -260,8 +260,8 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(job: Path, capsys: Any) 
         assert measure_speed.main(arguments) == 0
         assert len(server.received) - before == 3
     said = capsys.readouterr().err
-    assert f"translation goes on behind {kept} results of the evaluation begun " in said
-    assert "speed goes on behind 1 results" in said
+    assert f"translation continues after {kept} results of the evaluation begun " in said
+    assert "speed continues after 1 results" in said
     resumed = json.loads(report.read_text())
     assert len(resumed["tasks"]["translation"]["measured_on"]["runs"]) == 2
     assert len(resumed["tasks"]["lambada"]["measured_on"]["runs"]) == 1
@@ -320,7 +320,7 @@ def test_other_data_are_asked_anew(job: Path, capsys: Any) -> None:
         assert len(server.received) == 1
     said = capsys.readouterr().err
     # Without a manifest another server may serve another model, too.
-    assert "lambada begins anew: other data.items.jsonl, server.http; the results until" in said
+    assert "lambada starts over: other data.items.jsonl, server.http; the results until" in said
     assert [path.name for path in (job / "results" / "journal").iterdir()] == ["lambada.jsonl.old"]
 
 

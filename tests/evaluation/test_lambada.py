@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks import TASKS, lambada
 from launcher_scripts.evaluation.tasks.lambada import Item, ItemResult
-from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_run_reads_scores_and_sums_up(tmp_path):
     model = Counting()
     result = TASKS["lambada"](
         TaskSettings("lambada", str(file), limit=3, batch_size=2),
-        Asked(model, Letters(), (), tmp_path),
+        EvaluatedModel(model, Letters(), (), tmp_path),
         lambda done, total: seen.append((done, total)),
     )
     assert [item["correct"] for item in result.items] == [True, True, False]
@@ -163,7 +163,7 @@ def test_lines_are_read_as_json_means_them(tmp_path):
 def test_logits_that_are_no_numbers_are_an_error(value):
     logits = logits_after([0, 1])
     logits[1, 3] = value
-    with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are no numbers"):
+    with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are not numbers"):
         list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits]))
     logits[1, 3] = -np.inf  # of a token that never comes
     (result,) = lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits])

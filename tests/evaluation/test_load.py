@@ -14,7 +14,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Answer, Driven, drive
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult, drive
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.plan import (
     Load,
@@ -40,19 +40,21 @@ async def exact(request: LoadRequest) -> AsyncGenerator[int, None]:
         yield token + 1
 
 
-def driven(load: Load, ask: Any = exact, timeout: float = 60.0, **more: Any) -> list[Driven]:
+def driven(load: Load, ask: Any = exact, timeout: float = 60.0, **more: Any) -> list[DriverResult]:
     """One process, in virtual time. more: LoadSettings."""
     settings = LoadSettings(**{"seconds": None, "requests": 10, "warmup": 0.0, **more})
     return [run_virtually(drive(make_plan(settings, load, PROMPTS, timeout), ask))]
 
 
 def figures(
-    load: Load, of: Sequence[Driven], seconds: float | None = None, **bounds: float
+    load: Load, of: Sequence[DriverResult], seconds: float | None = None, **bounds: float
 ) -> LoadRun:
     return run_figures("grpc", load, of, seconds, LoadBounds(**bounds))
 
 
-def reasons(of: Sequence[Driven], taken: tuple[int, int] | None = (0, 100)) -> tuple[str, ...]:
+def reasons(
+    of: Sequence[DriverResult], taken: tuple[int, int] | None = (0, 100)
+) -> tuple[str, ...]:
     return invalid_reasons(figures(Load(clients=2), of), of, taken)
 
 
@@ -111,7 +113,7 @@ def test_a_late_client_counts_from_when_it_should_have_asked() -> None:
 
 def test_tokens_that_came_together_share_the_time_before_them() -> None:
     answer = Answer(0.0, 3.0, 1, 4, ((1.0, 1), (3.0, 4)))
-    run = figures(Load(clients=1), [Driven((answer,), 0.0, 0.0, ())])
+    run = figures(Load(clients=1), [DriverResult((answer,), 0.0, 0.0, ())])
     assert run.between_tokens_ms is not None and run.per_token_ms is not None
     assert (
         run.between_tokens_ms["p50"]
@@ -123,7 +125,7 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
 
 def test_whole_answers_have_no_first_token() -> None:
     answer = Answer(0.0, 2.0, 1, 4, ((2.0, 4),))
-    of = [Driven((answer,), 0.0, 0.0, ())]
+    of = [DriverResult((answer,), 0.0, 0.0, ())]
     bounds = LoadBounds(between_tokens_ms=499.0)
     run = run_figures("http", Load(clients=1), of, None, bounds, streamed=False)
     assert run.first_token_ms is run.between_tokens_ms is run.per_token_ms is None
@@ -332,7 +334,7 @@ def test_answers_that_are_too_short() -> None:
 
 
 def test_a_run_in_which_nothing_was_asked() -> None:
-    assert reasons([Driven((), 0.0, 0.0, ())], (0, 0)) == (
+    assert reasons([DriverResult((), 0.0, 0.0, ())], (0, 0)) == (
         "no request was asked after the warm-up",
     )
 

@@ -23,7 +23,7 @@ from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import guidellm, load_test
-from launcher_scripts.evaluation.load.driver import Driven, drive
+from launcher_scripts.evaluation.load.driver import DriverResult, drive
 from launcher_scripts.evaluation.load.figures import run_figures
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Load, LoadRequest, Plan, Prompts, make_plan
@@ -89,10 +89,10 @@ def test_a_server_that_is_not_there() -> None:
     assert "ClientConnectorError" in str(driven.answers[0].error)
 
 
-def answering(reply: Any, **more: Any) -> Driven:
+def answering(reply: Any, **more: Any) -> DriverResult:
     """One request to a server whose completions are `reply`, a coroutine function."""
 
-    async def ask() -> Driven:
+    async def ask() -> DriverResult:
         app = web.Application()
         app.add_routes([web.post("/v1/completions", reply)])
         runner = web.AppRunner(app)
@@ -352,7 +352,7 @@ def test_an_interrupted_load_test_goes_on_behind_its_valid_runs(
     assert code == ERROR and [run["valid"] for run in before["runs"]] == [True, False]
     faults.clear()
     code, load = step(*range(0, 36, 6), **sizes)
-    assert code == 0 and "load goes on behind 1 results" in capsys.readouterr().err
+    assert code == 0 and "load continues after 1 results" in capsys.readouterr().err
     assert load["runs"][0] == before["runs"][0] and load["saturation"] is not None
     assert [(run["clients"], run["rate"]) for run in load["runs"]][:3] == [
         *((1, None), (2, None), (None, 50.0))

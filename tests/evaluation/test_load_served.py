@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from launcher_scripts.steps import measure_load
 from tests.gateway.processes import gateway
 from tests.server.processes import RunningStep
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 INPUT, OUTPUT, REQUESTS = 12, 6, 8
 
 

@@ -173,7 +173,7 @@ def test_a_reference_of_nemo_goes_on_and_has_no_manifest(
     with pytest.raises(ValueError, match="zip"):
         measure_reference.main(arguments)
     assert measure_reference.main(arguments) == 0
-    assert "lambada goes on behind 1 results" in capsys.readouterr().err
+    assert "lambada continues after 1 results" in capsys.readouterr().err
     assert len(scored) == 4
     section = json.loads((job / "reference" / "report.json").read_text())["tasks"]["lambada"]
     reasons = section["measured_on"]["digests"]["reasons"]

@@ -117,10 +117,10 @@ def test_measuring_again_replaces_the_section(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is no report: JSONDecodeError"),
-        ("{}", "is no report: KeyError: 'schema'"),
-        ("7", "is no report: TypeError"),
-        ('{"schema": 1, "model": "gpt", "tasks": []}', "is no report: TypeError: its tasks"),
+        ("{", "is not a report: JSONDecodeError"),
+        ("{}", "is not a report: KeyError: 'schema'"),
+        ("7", "is not a report: TypeError"),
+        ('{"schema": 1, "model": "gpt", "tasks": []}', "is not a report: TypeError: its tasks"),
         ('{"schema": 2, "model": "gpt", "tasks": {}}', "has another schema; got 2; choices: 1"),
         ('{"schema": 1, "model": "m", "tasks": {}}', "of another model than gpt; got 'm'; change"),
     ],

@@ -1,7 +1,6 @@
 """The whole evaluation against a real tritonserver with the project's own backend on two ranks."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -23,10 +22,7 @@ from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.server.processes import running
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 MODEL_NAME = "small_gpt"
 ROWS = [(1, 2, 3, 4, 5), (7,), (9, 8, 7, 6, 5, 4, 3, 2, 1, 0)]

@@ -172,7 +172,7 @@ def test_a_wrong_reference_is_found_before_anything_is_asked(job, capsys):
         announce(job, server)
         assert measure_accuracy.main(["--settings", settings_file(job, tasks=(task,))]) == 3
         assert server.received == []
-    assert "items.jsonl is no report: JSONDecodeError" in capsys.readouterr().err
+    assert "items.jsonl is not a report: JSONDecodeError" in capsys.readouterr().err
 
 
 def test_answers_are_kept_where_the_reference_is_of_other_items(job, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +18,12 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.steps import measure_accuracy, measure_speed
-from tests.server import test_t5 as t5
 from tests.server.processes import RunningStep
 from tests.server.requests import Client as TritonClient
-from tests.server.requests import Stream
+from tests.server.requests import Stream, t5_request
 from tests.server.shared import given_up
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 ROWS = [(1, 2, 3, 4, 5), (7,), (9, 8, 7, 6, 5, 4, 3, 2, 1, 0), (400, 2)]
 
 
@@ -120,7 +115,7 @@ def test_a_t5_that_streams_gives_its_last_answer(
         answers = generated(client, [GenerateRequest(row, 6, end_id=1000) for row in ROWS])
     with Stream(shared_server.ready) as stream:
         for row, answer in zip(ROWS, answers, strict=True):
-            request = t5.ids_request([row], max_output_len=6, end_id=1000)
+            request = t5_request([row], max_output_len=6, end_id=1000)
             last = stream.ask("t5", **request)[-1]["output_ids"]
             assert list(answer) == last[0, 0].tolist()
 
@@ -148,4 +143,4 @@ def test_a_stream_over_http_names_the_protocol_that_has_them(ready: dict[str, An
     with Client(ready["http"], "gpt") as client, pytest.raises(ServerError, match=message):
         client.generate([GenerateRequest((5, 6), 2)])
     with TritonClient(ready, "http") as triton, pytest.raises(Exception, match="decoupled"):
-        triton.infer("gpt", **t5.ids_request([(1,)], max_output_len=2))
+        triton.infer("gpt", **t5_request([(1,)], max_output_len=2))

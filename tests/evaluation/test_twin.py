@@ -107,7 +107,7 @@ def test_a_twin_of_another_set_up_begins_anew(
 ) -> None:
     twins.measured(monkeypatch, tmp_path, exported)
     twins.measured(monkeypatch, tmp_path, exported, twin=twin, resume=True)
-    assert f"twin begins anew: other settings.{next(iter(twin))};" in capsys.readouterr().err
+    assert f"twin starts over: other settings.{next(iter(twin))};" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import Asked
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 
 
 class Words:
@@ -46,10 +46,10 @@ class Prepared:
         return [self.tokenizer.decode(row.input_ids) for row in self.rows]
 
 
-def asked(texts: Sequence[str], folder: Path, closing: tuple[int, ...] = ()) -> Asked:
+def asked(texts: Sequence[str], folder: Path, closing: tuple[int, ...] = ()) -> EvaluatedModel:
     """A model that gives these texts one after another."""
     tokenizer = Words()
-    return Asked(Prepared(tokenizer, texts), tokenizer, closing, folder)
+    return EvaluatedModel(Prepared(tokenizer, texts), tokenizer, closing, folder)
 
 
 def no_progress(done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.chat_template import ChatTemplate
-from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
 

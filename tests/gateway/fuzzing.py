@@ -134,7 +134,7 @@ class Fuzzer:
         return Fuzzed([_message(path, self._json(self._body(path)))])
 
     def _bytes(self) -> Fuzzed:
-        """A body that is no JSON, or hardly."""
+        """A body that is not JSON, or hardly."""
         path = self._random.choice(list(BODIES))
         body = self._json(self._body(path))
         place = self._random.randrange(len(body))

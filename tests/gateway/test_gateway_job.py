@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -18,10 +17,7 @@ from tests.gateway.processes import RunningGateway, gateway_job
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+needs_server = pytest.mark.usefixtures("tritonserver")
 
 
 def results(shared_server: RunningStep) -> Path:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.door import Keys
+from launcher_scripts.gateway.middleware import Keys
 from tests.browser import Browser, browser, missing
 from tests.gateway.fakes import GPT2, SETTINGS, FakeBackend, client_of, served
 from tests.processes import wait_for

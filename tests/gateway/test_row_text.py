@@ -106,7 +106,7 @@ def test_a_piece_of_several_tokens_knows_its_parts(kind: str, text: str) -> None
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 200), max_size=40))
 def test_any_ids_pieces_are_their_decoding(kind: str, data: st.DataObject, cuts: list[int]) -> None:
-    """Of models that write bytes which are no characters, too."""
+    """Of models that write bytes which are not characters, too."""
     tokenizer = KINDS[kind]
     token = st.integers(0, tokenizer.vocab_size - 1)
     ids = data.draw(st.lists(token, min_size=1, max_size=60))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -22,13 +21,7 @@ from tests.server.processes import CHECKOUT
 from tests.server.repositories import export, text_config
 
 openai = pytest.importorskip("openai")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 CLIENTS = 12
 TOKENS = 60
 MORE = 40  # answers that the load goes on for after each change

@@ -26,18 +26,14 @@ from launcher_scripts.gateway.triton_backend import TritonBackend, TritonServer
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
 from tests.processes import wait_for
-from tests.server import test_t5 as t5
 from tests.server.processes import CHECKOUT, RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config
-from tests.server.requests import Client, Stream, generated, ids_request
+from tests.server.requests import Client, Stream, generated, ids_request, t5_request
 from tests.server.shared import cache_tokens_used
 from tests.server.test_protection import certificates
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
 PROMPT = "Hello the people"
 KEY = "sk-of-the-tests"
@@ -209,7 +205,7 @@ def test_a_t5_answers_its_prompt(client: Any, shared_server: RunningStep) -> Non
     ready = shared_server.ready
     prompt = TOKENIZER.encode(PROMPT)
     with Stream(ready) as stream:
-        last = stream.ask("t5", **t5.ids_request([prompt], max_output_len=8))[-1]
+        last = stream.ask("t5", **t5_request([prompt], max_output_len=8))[-1]
     count = int(last["sequence_length"][0, 0])
     expected = TOKENIZER.decode(last["output_ids"][0, 0, :count].tolist())
     answer = client.completions.create(model="t5", prompt=prompt, max_tokens=8, temperature=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
 import urllib.request
@@ -21,10 +20,7 @@ from tests.gateway.processes import RunningGateway, gateway
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 SEED = 16
 AT_A_TIME = 8
 SECONDS = 120  # that no answer takes, beside whatever other work

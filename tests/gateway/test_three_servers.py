@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -23,13 +22,7 @@ from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, text_config
 
 openai = pytest.importorskip("openai")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 FIRST = 9  # streams, a third of which every server has begun when the others come
 CLIENTS = 48
 ASKED = {

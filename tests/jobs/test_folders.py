@@ -71,7 +71,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:
 
 
 def records_of_others() -> dict[str, bytes]:
-    """Content of job.json that is no job's, by what is wrong with it."""
+    """Content of job.json that is not a job's, by what is wrong with it."""
     record = {"stage": "a", "name": "a", "cluster_type": "bcm", "job_id": "1", "after": None}
     record |= {"settings": "a", "script": "a", "log": "a"}
     wrong = {"submitted": "now", "replicas": "x", "cluster_type": "kube", "name": None}

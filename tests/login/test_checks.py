@@ -127,7 +127,7 @@ def test_a_pipe_is_no_checkpoint(problems: Finder, tmp_path: Path, name: str) ->
     """Nobody writes to it: opening it would wait without end."""
     os.mkfifo(tmp_path / name)
     (found,) = problems(f"export.model.checkpoint_path={tmp_path / name}")
-    assert "it is no plain file" in found
+    assert "it is not a plain file" in found
 
 
 def test_a_path_of_5000_characters(problems: Finder, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.model.tokenizer={vocab_file:/nowhere/v,merge_file:/nowhere/m}", "vocab_file is"),
         ("export.model.tokenizer={library:megatron}", "names its files"),
         ("export.model.tokenizer={model:x,start:1}", "no key start"),
-        ("+env_vars.A-B=1", "no name of an environment variable; got 'A-B'"),
+        ("+env_vars.A-B=1", "not a name of an environment variable; got 'A-B'"),
         ("container_mounts=[/a:/b:/c:/d]", "a mount is source"),
         ("container_mounts=['/a,b']", "without comma and colon"),
         ("container_mounts=[relative]", "must be absolute"),
@@ -206,7 +206,10 @@ def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str
         ("deploy.run.nodes=0", "nodes must be at least 1"),
         ("deploy.run.nodes=2", "2 ranks need 2 nodes, and this cluster type has 1"),
         ("cluster.gpus_per_node=1", "2 ranks need 2 nodes, and this cluster type has 1"),
-        ("evaluate.tasks.lambada.data_file=/nowhere/x", "the data of lambada is not there"),
+        (
+            "evaluate.tasks.lambada.data_file=/nowhere/x",
+            "data_file of the task lambada is not there",
+        ),
         ("evaluate.tasks.lambada.limit=0", "limit must be at least 1"),
         ("+evaluate.tasks.squid={data_file:/x}", "unknown evaluation task; got 'squid'"),
         ("evaluate.model_name=large", "no such model; got 'large'; choices: tiny"),

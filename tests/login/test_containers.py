@@ -53,7 +53,7 @@ def test_an_image_is_named_as_pyxis_does(image: str, name: str) -> None:
 )
 def test_a_name_that_no_registry_has_is_refused(hydra_config: Compose, image: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"no name of an image.*lower case; got .*; change contai"
+        ConfigError, match=r"not a name of an image.*lower case; got .*; change contai"
     ):
         make_plan(hydra_config(*BASE, f"container='{image}'"))
 
@@ -72,7 +72,7 @@ def test_an_image_s_file_is_looked_at(hydra_config: Compose, tmp_path: Path) -> 
     (tmp_path / "text.sqsh").write_text("no squashfs")
     (tmp_path / "good").write_bytes(b"hsqs")
     for path in (tmp_path, tmp_path / "text.sqsh"):
-        with pytest.raises(ConfigError, match="is no squashfs file"):
+        with pytest.raises(ConfigError, match="is not a squashfs file"):
             make_plan(hydra_config(*BASE, f"container={path}"))
     made = make_plan(hydra_config(*BASE, f"container={tmp_path / 'good'}"))
     assert not any("container image" in note for note in made.absent)

@@ -105,7 +105,7 @@ def test_nothing_is_submitted_where_one_rung_is_wrong(
         (earlier / name).touch()
     result = run(STAGES, LADDER, *arguments, data)
     assert result.returncode != 0
-    assert f"the data of lambada is not there; got '{earlier}/bf16'" in result.stderr
+    assert f"data_file of the task lambada is not there; got '{earlier}/bf16'" in result.stderr
     assert "1 problem" in result.stderr
     assert not calls.exists()
 

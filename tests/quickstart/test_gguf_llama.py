@@ -88,7 +88,7 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama_31", "mixtral", "qwen2"])
 def test_what_the_configuration_does_not_speak_of_is_refused(name: str, data_dir: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no plain Llama"):
+    with pytest.raises(CheckpointError, match="is not a plain Llama"):
         GGUFLlama(data_dir / "gguf" / f"{name}.gguf")
 
 

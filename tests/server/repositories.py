@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
-from tests.engine.small_models import random_tensors, rank_part, small_config
+from tests.engine.small_models import random_tensors, small_config, write_checkpoint
+from tests.engine.small_t5 import NEMO, t5_config, t5_tensors
 
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 VOCAB_SIZE = 491  # of the small GPT-2 vocabulary
 END_ID = 0
+T5_END_ID = 3
+# Layer norms, biases and two kinds of relative bias; the small tokenizer's vocabulary.
+T5_CONFIG = t5_config(
+    **NEMO, vocab_size=VOCAB_SIZE, end_id=T5_END_ID, cross_attention_relative_bias=True
+)
 SHAPES = {"tp1_pp1": (1, 1), "tp2_pp1": (2, 1), "tp1_pp2": (1, 2)}  # models of one server
 
 
@@ -47,27 +54,43 @@ def export_settings(folder: Path, name: str = "tiny", tp: int = 1, pp: int = 1, 
 
 
 def write_weights(
-    settings: ExportSettings, config: GPTConfig | None = None, tokenizer: str | None = "gpt2bpe"
-) -> dict[str, np.ndarray]:
-    """The shards that convert_checkpoint would write; returns the whole tensors."""
+    settings: ExportSettings,
+    config: ModelConfig | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    *,
+    source: str | None = None,
+    tokenizer: str | None = "gpt2bpe",
+) -> None:
+    """The shards that convert_checkpoint would write; by default of a random `text_config`."""
     config = config or text_config()
-    tensors = random_tensors(config)
-    tp_size = settings.parallelism.tp_size
-    with FTWriter(settings.checkpoint_dir, config, tp_size, "fp32") as writer:
-        for file in weight_files(config, tp_size):
-            whole = tensors[file.spec.tensor_name(file.layer)]
-            part = rank_part(file.spec, config, whole, tp_size, file.tp_rank)
-            writer.write(file, [np.ascontiguousarray(part)])
-        if tokenizer is not None:
-            for path in (TOKENIZERS / tokenizer).iterdir():
-                writer.copy(path.read_bytes(), path.name)
-    return tensors
+    write_checkpoint(
+        settings.checkpoint_dir,
+        config,
+        random_tensors(config) if tensors is None else tensors,
+        settings.parallelism.tp_size,
+        source=source,
+        files=() if tokenizer is None else (TOKENIZERS / tokenizer).iterdir(),
+    )
 
 
-def export(folder: Path, config: GPTConfig | None = None, **more: Any) -> ExportSettings:
+def export(
+    folder: Path,
+    config: ModelConfig | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    *,
+    source: str | None = None,
+    **more: Any,
+) -> ExportSettings:
     """A whole repository; its root is the settings' model_repository."""
     settings = export_settings(folder, **more)
     tokenizer = None if settings.tokenizer.source == "none" else "gpt2bpe"
-    write_weights(settings, config, tokenizer)
+    write_weights(settings, config, tensors, source=source, tokenizer=tokenizer)
     ModelRepository(settings.model_repository).write(settings)
     return settings
+
+
+def export_t5(folder: Path, model_type: str = "t5", **more: Any) -> ExportSettings:
+    """A whole repository around T5_CONFIG; `more` is that of `export`."""
+    tensors = t5_tensors(T5_CONFIG)
+    values = {"source": "huggingface", "model_type": model_type, **more}
+    return export(folder, T5_CONFIG, tensors, **values)

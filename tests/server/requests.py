@@ -29,6 +29,7 @@ NUMPY_TYPES = {
     "is_return_log_probs": np.bool_,
     "is_return_context_logits": np.bool_,
     "is_return_prompt": np.bool_,
+    "is_return_attentions": np.bool_,
     "is_return_context_embeddings": np.bool_,
     "min_p": np.float32,
     "frequency_penalty": np.float32,
@@ -156,6 +157,14 @@ def ids_request(rows: Sequence[Sequence[int]], output_len: int, **more: Any) -> 
     for name, value in more.items():
         row = np.atleast_1d(np.asarray(value, NUMPY_TYPES.get(name, np.uint32)))
         tensors[name] = np.stack([row] * len(rows))
+    return tensors
+
+
+def t5_request(rows: Sequence[Sequence[int]], **more: Any) -> dict[str, Any]:
+    """The same for an encoder-decoder, whose max_output_len is one of the further values."""
+    tensors = ids_request(rows, 0, **more)
+    del tensors["request_output_len"]
+    tensors["sequence_length"] = tensors.pop("input_lengths")
     return tensors
 
 

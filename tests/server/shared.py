@@ -13,9 +13,8 @@ import numpy as np
 
 from launcher_scripts.contract import metric_names as names
 from tests.processes import wait_for
-from tests.server import test_t5 as t5
 from tests.server.processes import RunningStep, running
-from tests.server.repositories import export, text_config
+from tests.server.repositories import export, export_t5, text_config
 
 LONG = text_config(max_positions=16384)
 
@@ -34,7 +33,7 @@ def shared_server(folder: Path) -> Iterator[RunningStep]:
         assert text.count("{ decoupled: false }") == 1
         config.write_text(text.replace("{ decoupled: false }", "{\n  decoupled: True\n}"))
     export(folder, LONG, name="plain")
-    t5.export(folder, name="t5", tp=2, decoupled=True)
+    export_t5(folder, name="t5", tp=2, decoupled=True)
     numpy_dir = own_numpy(folder / "numpy")
     with running(folder / "job", settings.model_repository, numpy_dir=str(numpy_dir)) as step:
         step.wait_until_ready()

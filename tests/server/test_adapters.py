@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,31 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, write_checkpoint
 from tests.engine.test_adapters import BOOLQ, CASES, SQUAD, TEXT, Model, gpt, t5
+from tests.server import repositories
 from tests.server.processes import running
-from tests.server.repositories import export_settings
 from tests.server.requests import Client, generated, ids_request
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 MODELS = {"gpt3": ("gpt", gpt, "fp32"), "t5": ("t5", t5, "bf16")}
 
 
 def export(folder: Path, name: str, model_type: str, model: Model, data_type: str) -> Path:
-    settings = export_settings(
+    settings = repositories.export(
         folder,
+        model.config,
+        model.tensors,
         name=name,
         tokenizer=TokenizerSettings("none"),
         model_type=model_type,
         data_type=data_type,
     )
-    write_checkpoint(settings.checkpoint_dir, model.config, model.tensors, 1)
-    ModelRepository(settings.model_repository).write(settings)
     return settings.model_repository
 
 
@@ -74,12 +69,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     with running(folder / "job", repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
-
-
-@pytest.fixture
-def client(served: dict[str, Any]) -> Iterator[Client]:
-    with Client(served, "grpc") as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import yaml
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
@@ -24,15 +21,13 @@ from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_
 from tests.engine.small_bart import bart_config
 from tests.engine.small_bart import plain_greedy as bart_greedy
 from tests.engine.small_bart import plain_logits as bart_logits
-from tests.engine.small_models import random_tensors, rank_part
+from tests.engine.small_models import random_tensors
+from tests.server import repositories
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
-from tests.server.requests import Client, text_rows
+from tests.server.repositories import TOKENIZERS, VOCAB_SIZE
+from tests.server.requests import Client, t5_request, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 PROMPTS = [(5, 6, 7, 8), (400,)]
 CONFIG = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
 BART = bart_config(vocab_size=VOCAB_SIZE)
@@ -40,15 +35,7 @@ BART = bart_config(vocab_size=VOCAB_SIZE)
 
 def export(folder: Path, name: str, config: Any, tensors: dict[str, np.ndarray]) -> Path:
     """A model of its family's name, for two ranks."""
-    settings = export_settings(folder, name=name, tp=2, model_type=name)
-    with FTWriter(settings.checkpoint_dir, config, 2, "fp32") as writer:
-        for file in weight_files(config, 2):
-            whole = tensors[file.spec.tensor_name(file.layer)]
-            part = rank_part(file.spec, config, whole, 2, file.tp_rank)
-            writer.write(file, [np.ascontiguousarray(part)])
-        for path in (TOKENIZERS / "gpt2bpe").iterdir():
-            writer.copy(path.read_bytes(), path.name)
-    ModelRepository(settings.model_repository).write(settings)
+    settings = repositories.export(folder, config, tensors, name=name, tp=2, model_type=name)
     return settings.model_repository
 
 
@@ -62,19 +49,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         assert step.stop() == 0, step.err
 
 
-@pytest.fixture
-def client(served: dict[str, Any]) -> Iterator[Client]:
-    with Client(served, "grpc") as client:
-        yield client
-
-
 def request(whole: int, **more: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        "input_ids": np.array([[5, 6, 7, 8], [400, 0, 0, 0]], np.uint32),
-        "sequence_length": np.array([[4], [1]], np.uint32),
-        "max_output_len": np.array([[whole], [whole]], np.uint32),
-        **more,
-    }
+    return {**t5_request(PROMPTS, max_output_len=whole), **more}
 
 
 def test_logits_and_tokens(client: Client) -> None:

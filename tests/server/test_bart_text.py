@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,10 +30,7 @@ from tests.server.repositories import export_settings
 from tests.server.requests import Client, text_rows
 from tests.tokenizer.bart_tokenizers import bart, mbart, mbart50, pieces, save_pieces
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 SIZES = {
     "d_model": 16,
     "encoder_layers": 2,
@@ -143,12 +139,6 @@ def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
     with running(folder / "job", settings.model_repository) as step:
         yield {**step.wait_until_ready(), "ready_file": str(step.settings.ready_file)}
         assert step.stop() == 0, step.err
-
-
-@pytest.fixture
-def client(served: dict[str, Any]) -> Iterator[Client]:
-    with Client(served, "grpc") as client:
-        yield client
 
 
 def texts(client: Client, model: str, *prompts: str, **more: np.ndarray) -> list[str]:

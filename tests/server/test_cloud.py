@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import threading
@@ -20,10 +19,7 @@ from tests.server.processes import running
 from tests.server.repositories import export, text_config
 from tests.server.requests import Client, generated, ids_request, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 KEY_ID, SECRET = "AKIDTEST", "a-secret-of-the-test"
 
 

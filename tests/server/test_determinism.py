@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.server.determinism_table import CHECKPOINTS, ROWS, counts
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda path: path.parts[-2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import urllib.request
 from pathlib import Path
@@ -16,10 +15,7 @@ from tests.checkpoint.test_generation_files import repository, save_fast
 from tests.checkpoint.tiny_models import DECODERS
 from tests.server.processes import running
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 PROMPT = "the fox"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +20,7 @@ from tests.server.requests import Client, text_rows
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 
 
 @pytest.mark.parametrize("parallelism", DIVISIONS, ids=lambda p: f"tp{p.tp_size}_pp{p.pp_size}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import os
 import re
@@ -26,10 +25,7 @@ from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
 KEY = "sk-of-the-tests"
 LONG = text_config(max_positions=4096)

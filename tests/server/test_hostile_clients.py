@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from tests.server.processes import RunningStep, running
 from tests.server.repositories import export
 from tests.server.requests import Client, Stream, generated, ids_request, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 MANY = 120_000
 IDS = {"input_ids": [3, 4], "input_lengths": 2, "request_output_len": 8}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -16,10 +15,7 @@ from tests.processes import wait_for
 from tests.server.processes import running
 from tests.server.test_service import assert_clean_failure, make_repository
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+needs_server = pytest.mark.usefixtures("tritonserver")
 
 # What is seen of a server that locks what its worker has left locked.
 ABORTS_THE_SERVER = """print("what():  boost::interprocess::lock_exception", flush=True)
@@ -65,10 +61,10 @@ def test_a_server_that_waits_for_a_worker_is_noticed(monkeypatch: pytest.MonkeyP
     shell = ["sh", "-c", "sleep 600; true"]
     with subprocess.Popen(shell, start_new_session=True) as waits:
         try:
-            wait_for(lost_workers.WaitingForLost(waits.pid))
+            wait_for(lost_workers.LostWorkerDetector(waits.pid))
         finally:
             os.killpg(waits.pid, signal.SIGKILL)
     with subprocess.Popen(["sleep", "600"]) as sleeps:
-        noticed = [lost_workers.WaitingForLost(sleeps.pid)() for _ in range(3)]
+        noticed = [lost_workers.LostWorkerDetector(sleeps.pid)() for _ in range(3)]
         sleeps.kill()
     assert noticed == [False] * 3

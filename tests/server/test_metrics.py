@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import urllib.request
 from collections.abc import Iterator
@@ -21,10 +20,7 @@ from tests.server.processes import running
 from tests.server.repositories import END_ID, export, text_config
 from tests.server.requests import Client, ids_request
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16)]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -96,6 +92,8 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
         with pytest.raises(InferenceServerException, match="temperature"):
             client.infer("tiny", **{**ids_request([(1,)], 9), "temperature": np.float32([[-1.0]])})
     wait_for(lambda: value(samples(served), names.REQUEST, "_count") >= len(PROMPTS))
+    refused = {"reason": names.REFUSED}  # counted after the answers
+    wait_for(lambda: value(samples(served), names.FAILURE, **refused) >= 2)
     found = samples(served)
     grown = {key: found[key] - before[key] for key in found}
     texts = [
@@ -107,7 +105,7 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
     assert value(grown, names.GENERATION_TOKENS) == tokens
     assert value(grown, names.SUCCESS, finished_reason=names.STOP) == stopped
     assert value(grown, names.SUCCESS, finished_reason=names.LENGTH) == len(PROMPTS) - stopped
-    assert value(grown, names.FAILURE, reason=names.REFUSED) == 2
+    assert value(grown, names.FAILURE, **refused) == 2
     for metric in (names.FIRST_TOKEN, names.QUEUE, names.PREFILL, names.REQUEST):
         assert value(grown, metric, "_count") == len(PROMPTS)
     assert value(grown, names.INTER_TOKEN, "_count") == tokens - len(PROMPTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -20,10 +19,7 @@ from tests.processes import wait_for
 from tests.server.processes import RunningStep
 from tests.server.test_service import make_repository
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 Start = Callable[..., RunningStep]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -104,10 +103,7 @@ def status(address: str, method: str, path: str, **headers: str) -> int:
         connection.close()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+@pytest.mark.usefixtures("tritonserver")
 def test_a_protected_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from launcher_scripts.clients.__main__ import main as clients
     from launcher_scripts.clients.remote import RemoteServer

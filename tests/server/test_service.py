@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import itertools
 import json
 import os
@@ -21,10 +20,7 @@ from launcher_scripts.common.cleanup import remove_leftovers
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT, RunningStep, running
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 CONFIG = """
 name: "standin"

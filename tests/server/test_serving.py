@@ -27,10 +27,7 @@ from tests.server.processes import running
 from tests.server.repositories import END_ID, SHAPES, TOKENIZERS, beside, export, text_config
 from tests.server.requests import Client, generated, ids_request, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
 PROMPTS = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20), (490, 2), (33, 33, 33, 33)]

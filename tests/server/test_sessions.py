@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +21,7 @@ from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, export, text_config
 from tests.server.requests import Client, Stream, ids_request, text_rows
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 CONFIG = text_config(max_positions=512)
 CACHE_TOKENS = 64 * 512

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -17,10 +16,7 @@ from tests.server.repositories import export
 from tests.server.requests import Client, generated, ids_request
 from tests.server.wrapped_server import WrappedServer
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 
 def mpirun_env(node: int, nodes: int) -> dict[str, str]:

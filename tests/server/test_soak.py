@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,14 +9,10 @@ import pytest
 
 from benchmarks.soak import soak
 from benchmarks.soak_cases import KINDS
-from tests.server import test_t5 as t5
 from tests.server.processes import running
-from tests.server.repositories import VOCAB_SIZE, export
+from tests.server.repositories import VOCAB_SIZE, export, export_t5
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 MOST_GROWTH = 0.03  # of the memory: allocators keep some of what they freed
 
 
@@ -25,7 +20,7 @@ MOST_GROWTH = 0.03  # of the memory: allocators keep some of what they freed
 def test_no_wrong_answer_no_dead_server_and_flat_memory(tmp_path: Path, requests: int) -> None:
     settings = export(tmp_path, name="gpt", tp=2)
     export(tmp_path, name="live", decoupled=True)
-    t5.export(tmp_path, name="t5", decoupled=True)
+    export_t5(tmp_path, name="t5", decoupled=True)
     with running(tmp_path / "job", settings.model_repository) as step:
         ready = step.wait_until_ready()
         result = soak(ready, requests, clients=16, vocab_size=VOCAB_SIZE)

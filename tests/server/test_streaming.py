@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 from collections.abc import Iterator
@@ -15,10 +14,17 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from tests.processes import read, wait_for
-from tests.server import test_t5 as t5
 from tests.server.processes import RunningStep
 from tests.server.repositories import END_ID, TOKENIZERS
-from tests.server.requests import Client, Stream, generated, ids_request, infer_inputs, text_rows
+from tests.server.requests import (
+    Client,
+    Stream,
+    generated,
+    ids_request,
+    infer_inputs,
+    t5_request,
+    text_rows,
+)
 from tests.server.shared import (
     cache_tokens_used,
     given_up,
@@ -26,10 +32,7 @@ from tests.server.shared import (
     tokens_generated,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PROMPT = (5, 6, 7)
 SAMPLED = {"runtime_top_k": 40, "temperature": 1.7, "random_seed": 11}
@@ -158,7 +161,7 @@ def test_a_wrong_request_ends_with_its_error(
 
 
 def test_a_t5_streams_with_zeros_after_its_tokens(stream: Stream) -> None:
-    request = t5.ids_request([(5, 6, 7), (400, 2)], max_output_len=6, end_id=1000)
+    request = t5_request([(5, 6, 7), (400, 2)], max_output_len=6, end_id=1000)
     responses = stream.ask("t5", **request)
     assert len(responses) == 6
     last = responses[-1]["output_ids"]

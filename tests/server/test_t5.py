@@ -4,7 +4,6 @@ text out.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,7 @@ import pytest
 import transformers
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import (
     EvaluateSettings,
@@ -29,7 +25,6 @@ from launcher_scripts.config.settings import (
 )
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.steps import (
     convert_checkpoint,
     measure_accuracy,
@@ -37,90 +32,32 @@ from launcher_scripts.steps import (
     write_model_repository,
 )
 from tests.engine.reference_beams import Settings, search
-from tests.engine.small_models import rank_part
-from tests.engine.small_t5 import NEMO, Plain, t5_config, t5_tensors
+from tests.engine.small_t5 import Plain, t5_tensors
 from tests.server.processes import running
-from tests.server.repositories import SHAPES, TOKENIZERS, VOCAB_SIZE, beside
-from tests.server.requests import Client, text_rows
+from tests.server.repositories import (
+    SHAPES,
+    T5_CONFIG,
+    T5_END_ID,
+    TOKENIZERS,
+    VOCAB_SIZE,
+    beside,
+    export_t5,
+)
+from tests.server.requests import Client, t5_request, text_rows
 from tests.server.test_model_repository import parse
 
-needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
-END_ID = 3
+needs_server = pytest.mark.usefixtures("tritonserver")
 SOURCES = [(5, 6, 7), (400,), (12, 13, 14, 15, 16, 17, 18, 19, 20)]
-NUMPY_TYPES = {
-    "is_return_log_probs": np.bool_,
-    "is_return_context_logits": np.bool_,
-    "is_return_attentions": np.bool_,
-    "random_seed": np.uint64,
-    "temperature": np.float32,
-}
-
-
-def config() -> T5Config:
-    """Layer norms, biases and two kinds of relative bias; the small tokenizer's vocabulary."""
-    return t5_config(
-        **NEMO, vocab_size=VOCAB_SIZE, end_id=END_ID, cross_attention_relative_bias=True
-    )
-
-
-def export(
-    folder: Path,
-    model_type: str = "t5",
-    tp: int = 1,
-    pp: int = 1,
-    source: str = "huggingface",
-    data_type: str = "fp32",
-    name: str = "tiny",
-    **more: Any,
-) -> ExportSettings:
-    """A whole repository around random weights."""
-    model, tensors = config(), t5_tensors(config())
-    settings = ExportSettings(
-        model_name=name,
-        model_type=model_type,
-        checkpoint_path="unused",
-        triton_model_dir=str(folder / "model_repo" / name),
-        parallelism=Parallelism(tp, pp),
-        max_batch_size=1 if more.get("interactive") else 8,
-        data_type=data_type,
-        **more,
-    )
-    writer = FTWriter(settings.checkpoint_dir, model, tp, "fp32", source={"format": source})
-    with writer:
-        for file in weight_files(model, tp):
-            whole = tensors[file.spec.tensor_name(file.layer)]
-            part = rank_part(file.spec, model, whole, tp, file.tp_rank)
-            writer.write(file, [np.ascontiguousarray(part)])
-        for path in (TOKENIZERS / "gpt2bpe").iterdir():
-            writer.copy(path.read_bytes(), path.name)
-    ModelRepository(settings.model_repository).write(settings)
-    return settings
-
-
-def ids_request(rows: list[tuple[int, ...]], **more: Any) -> dict[str, np.ndarray]:
-    """Tensors of one request; every further value is given to each row."""
-    width = max(map(len, rows))
-    tensors = {
-        "input_ids": np.array([[*row, *[0] * (width - len(row))] for row in rows], np.uint32),
-        "sequence_length": np.array([[len(row)] for row in rows], np.uint32),
-    }
-    for name, value in more.items():
-        row = np.atleast_1d(np.asarray(value, NUMPY_TYPES.get(name, np.uint32)))
-        tensors[name] = np.stack([row] * len(rows))
-    return tensors
 
 
 def test_a_t5_has_no_sessions(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a decoder-only model; got 't5'"):
-        export(tmp_path, interactive=True)
+        export_t5(tmp_path, interactive=True)
 
 
 @pytest.mark.parametrize("model_type", ["t5", "t5-encoder"])
 def test_configurations_follow_the_contract(tmp_path: Path, model_type: str) -> None:
-    settings = export(tmp_path, model_type)
+    settings = export_t5(tmp_path, model_type)
     name = {"t5": "T5", "t5-encoder": "T5-Encoder"}[model_type]
     contract, model = CONTRACTS[name], parse(settings.model_repository / "tiny" / "config.pbtxt")
     assert [tensor.name for tensor in model.input] == [spec.name for spec in contract.inputs]
@@ -155,22 +92,22 @@ def test_a_requests_embeddings_have_the_models_type() -> None:
 
 def test_a_model_type_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got 'gpt3'; choices: t5, mt5, t5-encoder"):
-        export(tmp_path, "gpt3")
+        export_t5(tmp_path, "gpt3")
 
 
 @pytest.mark.parametrize(("source", "closes"), [("huggingface", True), ("nemo", False)])
 def test_queries_end_as_the_models_were_trained(tmp_path: Path, source: str, closes: bool) -> None:
-    root = export(tmp_path, source=source).model_repository
+    root = export_t5(tmp_path, source=source).model_repository
     parameters = parse(root / "preprocessing" / "config.pbtxt").parameters
     assert ("closing_id" in parameters) == closes
-    assert not closes or parameters["closing_id"].string_value == str(END_ID)
+    assert not closes or parameters["closing_id"].string_value == str(T5_END_ID)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("served")
     for name, (tp, pp) in SHAPES.items():
-        settings = export(folder, name=name, tp=tp, pp=pp)
+        settings = export_t5(folder, name=name, tp=tp, pp=pp)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err
@@ -182,26 +119,20 @@ def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def client(served: dict[str, Any]) -> Iterator[Client]:
-    with Client(served, "grpc") as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    return Plain(config(), t5_tensors(config()))
+    return Plain(T5_CONFIG, t5_tensors(T5_CONFIG))
 
 
 @needs_server
 def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain, model: str) -> None:
-    answer = client.infer(model, **ids_request(SOURCES, max_output_len=9))
+    answer = client.infer(model, **t5_request(SOURCES, max_output_len=9))
     assert set(answer) == {"output_ids", "sequence_length"}
     assert answer["output_ids"].dtype == answer["sequence_length"].dtype == np.int32
     wanted = [plain.greedy(source, 9) for source in SOURCES]
     longest = max(map(len, wanted))
     for row, ids in enumerate(wanted):
-        padding = [END_ID] * (longest - len(ids)) + [0] * (9 - longest)
+        padding = [T5_END_ID] * (longest - len(ids)) + [0] * (9 - longest)
         assert answer["output_ids"][row, 0].tolist() == [*ids, *padding]
         assert answer["sequence_length"][row].tolist() == [len(ids)]
 
@@ -210,7 +141,7 @@ def test_ids_of_rows_of_different_lengths(client: Client, plain: Plain, model: s
 def test_logits_after_forced_ids(client: Client, plain: Plain, model: str) -> None:
     """Rows of different lengths, the shorter one filled up."""
     forced = [(0, 9, 33), (0,)]
-    sent = ids_request(SOURCES[:2], max_output_len=2, is_return_context_logits=True)
+    sent = t5_request(SOURCES[:2], max_output_len=2, is_return_context_logits=True)
     sent["decoder_input_ids"] = np.array([[0, 9, 33], [0, 2**32 - 1, 2**32 - 1]], np.uint32)
     answer = client.infer(model, **sent)
     assert answer["context_logits"].shape == (2, 3, VOCAB_SIZE)
@@ -230,7 +161,7 @@ def test_requests_at_once_are_answered_as_if_alone(
         source = (9999,) if number % 4 == 3 else SOURCES[number % 3]
         with Client(served, "http") as client:
             try:
-                answer = client.infer(model, **ids_request([source], max_output_len=3 + number))
+                answer = client.infer(model, **t5_request([source], max_output_len=3 + number))
             except InferenceServerException as error:
                 return str(error)
         return answer["output_ids"][0, 0, : answer["sequence_length"][0, 0]].tolist()
@@ -257,7 +188,7 @@ def test_text_through_the_ensemble(client: Client, plain: Plain, model: str) -> 
     probabilities = {"cum_log_probs", "output_log_probs"}
     assert set(answer) == {"OUTPUT_0", "OUTPUT_DELTA", "sequence_length", *probabilities}
     for row, (text, length) in enumerate(zip(texts, (6, 4), strict=True)):
-        ids = plain.greedy((*tokenizer.encode(text), END_ID), length)
+        ids = plain.greedy((*tokenizer.encode(text), T5_END_ID), length)
         assert answer["OUTPUT_0"][row, 0, 0].decode() == tokenizer.decode(ids)
         assert answer["sequence_length"][row, 0] == len(ids)
 
@@ -267,15 +198,15 @@ def test_beams(client: Client, plain: Plain, model: str) -> None:
     """Ids and, through the ensemble, texts of the hypotheses that a plain search finds."""
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = "The quick brown fox"
-    source = (*tokenizer.encode(text), END_ID)
+    source = (*tokenizer.encode(text), T5_END_ID)
     found = search(
-        lambda ids: plain.logits(source, ids)[-1], (0,), Settings(4, 6, END_ID, len_penalty=1.0)
+        lambda ids: plain.logits(source, ids)[-1], (0,), Settings(4, 6, T5_END_ID, len_penalty=1.0)
     )
     settings = {
         "beam_width": np.array([[4]], np.uint32),
         "len_penalty": np.array([[1]], np.float32),
     }
-    answer = client.infer(model, **ids_request([source], max_output_len=6), **settings)
+    answer = client.infer(model, **t5_request([source], max_output_len=6), **settings)
     padded = [[*ids, *[0] * (6 - len(ids))] for ids, _ in found]
     assert answer["output_ids"][0].tolist() == padded
     assert answer["sequence_length"][0].tolist() == [len(ids) for ids, _ in found]
@@ -303,7 +234,7 @@ def test_a_wrong_request_has_its_own_error(
     client: Client, changes: dict, reason: str, model: str
 ) -> None:
     with pytest.raises(InferenceServerException, match=reason):
-        client.infer(model, **{**ids_request([(1,)], max_output_len=2), **changes})
+        client.infer(model, **{**t5_request([(1,)], max_output_len=2), **changes})
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +243,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     folder = tmp_path_factory.mktemp("encoders")
     original = export_original(folder)
     for data_type in ("fp32", "bf16", "fp16"):
-        settings = export(folder, "t5-encoder", data_type=data_type, name=data_type)
+        settings = export_t5(folder, "t5-encoder", data_type=data_type, name=data_type)
     with running(folder / "job", settings.model_repository) as step:
         ready_file = str(step.settings.ready_file)
         yield {**step.wait_until_ready(), "hf": str(original), "ready_file": ready_file}
@@ -386,11 +317,11 @@ def test_states_of_the_encoder(
     encoders: dict[str, Any], plain: Plain, data_type: str, ensemble: str, tolerance: float
 ) -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
-    text = (*tokenizer.encode("Hello"), END_ID)
+    text = (*tokenizer.encode("Hello"), T5_END_ID)
     with Client(encoders, "grpc") as client:
-        answer = client.infer(data_type, **ids_request(SOURCES, is_return_attentions=True))
+        answer = client.infer(data_type, **t5_request(SOURCES, is_return_attentions=True))
         told = client.infer(ensemble, INPUT_0=text_rows("Hello"))
-        short = client.infer(data_type, **ids_request(SOURCES[:1]))
+        short = client.infer(data_type, **t5_request(SOURCES[:1]))
     width = max(map(len, SOURCES))
     assert answer["output_attentions"].shape == (3, 2, 4, width, width)
     assert set(short) == {"output_hidden_state"}

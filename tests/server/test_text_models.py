@@ -114,7 +114,7 @@ def test_a_word_has_the_ids_it_has_within_a_text(text_module: Any) -> None:
 
 def test_words_that_no_csv_can_be(text_module: Any) -> None:
     model = text_module("preprocessing")
-    with pytest.raises(model.BadRequestError, match="no comma separated text: field larger"):
+    with pytest.raises(model.BadRequestError, match="not comma separated text: field larger"):
         model.to_word_lists(["x" * (csv.field_size_limit() + 1)], WordTokenizer())
 
 

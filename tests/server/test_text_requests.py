@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pty
@@ -26,10 +25,7 @@ from tests.server.processes import CHECKOUT, RunningStep
 from tests.server.requests import Client, Stream, infer_inputs, text_rows
 from tests.server.shared import cache_tokens_used, given_up
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PROMPT = "Hello the"
 MANY = 16000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,13 +16,7 @@ from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.server.processes import running
 from tests.server.requests import Client, text_rows
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None,
-        reason="the pip-installable tritonserver is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 ITEMS = 32
 
 

@@ -8,7 +8,6 @@ submission, until `jobs wait` says so; `left` counts processes, and files in sha
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import re
@@ -30,13 +29,7 @@ from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.serving import NODES, TP2, Served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None or importlib.util.find_spec("torch") is None,
-        reason="the pip-installable tritonserver or torch is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 CHECKOUT = Path(__file__).resolve().parents[2]
 UNREADY_SECONDS = 5.5
 SHORT = tuple(f"{stage}.run.time_limit=0:01:00" for stage in ("export", "deploy"))
@@ -58,7 +51,7 @@ class Table:
 def table() -> Iterator[Table]:
     shown = Table()
     yield shown
-    head = "| what happens | what is said | exit code | seconds | left |\n|---|---|---|---|---|"
+    head = "| what happens | message | exit code | seconds | left |\n|---|---|---|---|---|"
     print("\n".join(["", head, *shown.rows]))
 
 
@@ -192,7 +185,7 @@ def _missing_mount(launch: Submit) -> tuple[str, ...]:
 
 # What fails in its job: arguments, what is said, the job's state, the exit code of `jobs wait`.
 FAILING: dict[str, tuple[Callable[[Submit], tuple[str, ...]], str, str, int]] = {
-    "image that the registry has not": (
+    "image that the registry does not have": (
         _container("container='nvcr.io#nvidia/absent:1'"),
         "pyxis: failed to import docker image: nvcr.io#nvidia/absent:1",
         "FAILED",

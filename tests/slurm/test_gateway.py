@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -17,13 +16,7 @@ from tests.slurm.cluster import TestCluster
 from tests.slurm.serving import TP2
 from tests.slurm.submitting import Submit
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("pytriton") is None or importlib.util.find_spec("torch") is None,
-        reason="the pip-installable tritonserver or torch is not there",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 
 
 def test_the_gateway_is_on_the_first_node_and_ends_with_the_job(

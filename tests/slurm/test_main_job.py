@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -16,10 +15,7 @@ from tests.quickstart.tiny_gguf import hf_weights, write_gguf
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None or importlib.util.find_spec("torch") is None,
-    reason="the pip-installable tritonserver or torch is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,10 +16,7 @@ from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import Submit
 from tests.slurm.serving import TP2, Served
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None or importlib.util.find_spec("torch") is None,
-    reason="the pip-installable tritonserver or torch is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 PP2 = (
     "export.model.tensor_model_parallel_size=1",

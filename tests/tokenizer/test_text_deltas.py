@@ -87,7 +87,7 @@ def test_no_piece_has_half_a_character(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2bpe", "sentencepiece"])
 def test_any_tokens_come_out_whole(name: str) -> None:
-    """Also those that are no text: broken characters become replacements, once."""
+    """Also those that are not text: broken characters become replacements, once."""
     tokenizer = load_tokenizer(TOKENIZERS / name)
     source = random.Random(0)
     for _ in range(40):

@@ -91,11 +91,11 @@ class Answer:
             )
             for number, row in enumerate(self._rows)
         ]
-        self._answers.departures.watch(self)
+        self._answers.client_watch.watch(self)
         for number, future in enumerate(futures):
             future.add_done_callback(self._end_of(number))
 
-    def look_for_departure(self) -> None:
+    def check_client(self) -> None:
         """Free the rows of a client that has gone, or that waits no longer."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._give_up("UNAVAILABLE", "the request's timeout is over")
@@ -244,7 +244,7 @@ class Answer:
     def _end(self, response: Any) -> None:
         """The last response; rows that still run are nobody's any more."""
         self._ended = True
-        self._answers.departures.forget(self)
+        self._answers.client_watch.forget(self)
         for future in self._futures:
             future.cancel()
         # The futures know this answer by their callbacks. In a circle it would keep its tensors,

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
 
-from launcher_scripts.backends.fastertransformer.departures import Departures
+from launcher_scripts.backends.fastertransformer.client_watch import ClientWatch
 
 # How long the sending thread rests after a response, as a share of the time that it took, while
 # several requests wait for one. The thread that steps needs Python's lock, too: without rests 128
@@ -40,7 +40,7 @@ class Answers:
         reason of metric_names), and how many
         """
         self.on_failure = on_failure
-        self.departures = Departures()
+        self.client_watch = ClientWatch()
         self._lock = Lock()
         self._urgent: dict[Answering, None] = {}
         self._others: dict[Answering, None] = {}
@@ -63,7 +63,7 @@ class Answers:
         """Return when everything that is queued was sent."""
         self._tickets.put(False)
         self._thread.join()
-        self.departures.close()
+        self.client_watch.close()
 
     def _run(self) -> None:
         while self._tickets.get():

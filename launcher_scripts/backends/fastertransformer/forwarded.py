@@ -26,12 +26,12 @@ from launcher_scripts.contract.requests import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 # What the id of such a request begins with; then its key, the channel, and 1 where it streams.
-ERRAND = "launcher-errand"
+FORWARDED = "launcher-errand"
 _PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
-class Errand:
+class ForwardedRequest:
     """What the id of a request says of a text model that sends it on.
 
     key:     the request's name on the channel
@@ -44,16 +44,16 @@ class Errand:
     streams: bool
 
 
-def errand_of(request: Any) -> Errand | None:
+def forwarded_request(request: Any) -> ForwardedRequest | None:
     """What the text model says in the id; None of any other request.
 
     Requests that models make have no parameters in servers before Triton 2.42 (24.01).
     """
     words = request.request_id().split()
-    if len(words) != 4 or words[0] != ERRAND:
+    if len(words) != 4 or words[0] != FORWARDED:
         return None
     _, key, channel, streams = words
-    return Errand(key, channel, streams == "1")
+    return ForwardedRequest(key, channel, streams == "1")
 
 
 class Cancellable(Protocol):
@@ -138,11 +138,13 @@ def check_peer(connected: socket.socket) -> None:
 class ChannelSender:
     """Takes the place of a request's response sender."""
 
-    def __init__(self, channel: Channel, errand: Errand, answer: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: Channel, forwarded: ForwardedRequest, answer: Callable[[], None]
+    ) -> None:
         """answer: answers the request itself, with nothing"""
-        self.streams = errand.streams
+        self.streams = forwarded.streams
         self._channel = channel
-        self._key = errand.key
+        self._key = forwarded.key
         self._answer: Callable[[], None] | None = answer
 
     def opened(self, answer: Cancellable) -> None:

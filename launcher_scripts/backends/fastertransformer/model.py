@@ -31,7 +31,7 @@ from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import (
     Channels,
     ChannelSender,
-    errand_of,
+    forwarded_request,
 )
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
@@ -142,10 +142,10 @@ class TritonPythonModel:
                 if shared is not None and shared.number is None:
                     self._shared.open(shared.stream, sender)
                     continue
-                if (errand := errand_of(request)) is not None:
-                    channel = self._channels.to(errand.channel)
+                if (forwarded := forwarded_request(request)) is not None:
+                    channel = self._channels.to(forwarded.channel)
                     nothing = pb_utils.InferenceResponse([])
-                    sender = ChannelSender(channel, errand, partial(send_last, sender, nothing))
+                    sender = ChannelSender(channel, forwarded, partial(send_last, sender, nothing))
                 if self._sessions is None:
                     self._begin(request, sender)
                 else:
@@ -302,9 +302,9 @@ def with_parameters(
 ) -> Mapping[str, torch.Tensor]:
     """The tensors of a request, batch axis first, and those that its parameters stand for.
 
-    Raises ParameterError for one that is no optional input with one value per row.
+    Raises ParameterError for one that is not an optional input with one value per row.
     """
-    if errand_of(request) is not None:
+    if forwarded_request(request) is not None:
         return tensors
     kinds = contract.parameters
     values = parameter_values(request.parameters(), kinds, tensors)

@@ -217,7 +217,7 @@ def _grammars(
         try:
             texts.append(bytes(row).rstrip(b"\0").decode() or None)
         except ValueError as error:
-            problems.add(f"{name} is no UTF-8: {error}")
+            problems.add(f"{name} is not UTF-8: {error}")
     return {"guided_grammar": texts}
 
 

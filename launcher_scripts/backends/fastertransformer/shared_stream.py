@@ -34,7 +34,7 @@ class SharedStream:
         self._queued = False  # whether the sending thread is about to look at them
         self.closed = False
         self._sending = Lock()
-        answers.departures.watch(self)
+        answers.client_watch.watch(self)
 
     def enter(self) -> None:
         """Count a row. Raises RequestError when the stream has ended."""
@@ -68,7 +68,7 @@ class SharedStream:
             if finished:
                 row.finish()
 
-    def look_for_departure(self) -> None:
+    def check_client(self) -> None:
         """End the stream when its client has gone, or when it has been idle for a while."""
         with self._sending:
             gone = not self.closed and self._sender.is_cancelled()
@@ -78,7 +78,7 @@ class SharedStream:
                     return
                 self.closed = True
             send_last(self._sender, pb_utils.InferenceResponse([]))
-        self._answers.departures.forget(self)
+        self._answers.client_watch.forget(self)
 
 
 class SharedStreams:

@@ -115,7 +115,7 @@ class TextAnswer:
                 self.ended = True
                 self._sender.send(response, flags=FINAL)
 
-    def look_for_departure(self) -> None:
+    def check_client(self) -> None:
         """End the answer if its client has gone, or waits no longer."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.fail(failure("the request's timeout is over", "UNAVAILABLE"))

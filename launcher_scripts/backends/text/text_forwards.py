@@ -22,7 +22,7 @@ POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no lar
 POLL_SHARE = 4  # asking takes at most one part in so many of the time
 POLLS_AT_ONCE = 8
 CANCEL_AGAIN_SECONDS = 0.3
-ERRAND = "launcher-errand"  # the token model knows by it that a request's id says what follows
+FORWARDED = "launcher-errand"  # the token model knows by it that a request's id says what follows
 
 
 class Forward:
@@ -58,7 +58,7 @@ class Forward:
 
     def look(self) -> bool:
         """Whether the token model is to be told that the client has gone."""
-        self.answer.look_for_departure()
+        self.answer.check_client()
         if not self.answer.ended:
             return False
         # Told again: what was said before the request had come there was in vain.
@@ -79,7 +79,7 @@ class Forwards:
         self._closed = False
         self._senders = Senders(SENDING_THREADS)
         self._channel = Channel(self._take, self._lost) if generates else None
-        Thread(target=self._watch, name="departures", daemon=True).start()
+        Thread(target=self._watch, name="client-watch", daemon=True).start()
 
     def start(self, forward: Forward) -> None:
         """Send the request on; returns at once."""
@@ -103,7 +103,7 @@ class Forwards:
                 forward.answer.pass_on(forward.ask())
                 return
             streams = int(forward.answer.request.streams)
-            forward.ask(f"{ERRAND} {forward.key} {self._channel.name} {streams}")
+            forward.ask(f"{FORWARDED} {forward.key} {self._channel.name} {streams}")
         except Exception as error:
             forward.answer.fail(error_response(error))
             self._forget(forward.key)

@@ -43,7 +43,7 @@ def _opened(path: Path) -> IO[str]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file of this export", str(path))
+        raise OSError(errno.EINVAL, "it is not a file of this export", str(path))
     return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
 
 

@@ -162,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             )
         values["files"] = tuple(file_entry(entry) for entry in values["files"])
         if not isinstance(values.get("source", {}), dict):
-            raise ValueError("its source is no mapping")
+            raise ValueError("its source is not a mapping")
         return Manifest(**values)
     except FileNotFoundError:
         return None
@@ -171,7 +171,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_file_list(folder: Path) -> None:
-    """List the files of a folder that is no checkpoint in a manifest of its own."""
+    """List the files of a folder that is not a checkpoint in a manifest of its own."""
     entries = [
         FileEntry(path.name, path.stat().st_size, file_digest(path)).values()
         for path in sorted(folder.iterdir())
@@ -255,7 +255,7 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
     rest = {key: value for key, value in values.items() if key != algorithm}
     name, size = rest["name"], rest["bytes"]
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (".", ".."):
-        raise ValueError(f"{name!r} is no name of a file in the folder")
+        raise ValueError(f"{name!r} is not a name of a file in the folder")
     if type(size) is not int or size < 0:
         raise ValueError(f"{name} has no number of bytes, but {size!r}")
     shape = rest.pop("shape", None)

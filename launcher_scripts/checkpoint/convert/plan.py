@@ -116,7 +116,7 @@ class Task:
         return blocks
 
     def check(self, problems: Problems) -> None:
-        """Note source tensors that are no floats, and a stored form of another shape."""
+        """Note source tensors that are not floats, and a stored form of another shape."""
         for tensor in self.tensors:
             if tensor.dtype not in FLOATS:
                 problems.add(f"{self.name} is made of {dtype_name(tensor.dtype)} values")

@@ -99,7 +99,7 @@ class FTCheckpoint:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise CheckpointError(problem("the checkpoint is no folder", got=str(folder)))
+            raise CheckpointError(problem("the checkpoint is not a folder", got=str(folder)))
         ini = config_ini.read_config(folder)
         checkpoint = cls(
             folder, ini.config, ini.tp_size, ini.weight_data_type, read_manifest(folder)
@@ -274,7 +274,7 @@ class FTWriter:
         return FileEntry(name, size, *made)
 
     def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
-        """Write a file that is no weight, such as the tokenizer's.
+        """Write a file that is not a weight, such as the tokenizer's.
 
         fixed: what must stay of it, if it may be edited
         """

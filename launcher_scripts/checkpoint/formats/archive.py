@@ -82,7 +82,7 @@ class Archive:
     def __init__(self, path: Path, scratch: Path | None = None) -> None:
         """Open `path`; `scratch` is where a gzipped archive is decompressed (default: TMPDIR).
 
-        Raises CheckpointError for whatever is no archive, is damaged or cut short, or is refused.
+        Raises CheckpointError for what is not an archive, is damaged or cut short, or is refused.
         """
         self.path = Path(path)
         if self.path.is_dir():

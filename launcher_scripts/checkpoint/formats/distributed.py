@@ -44,7 +44,7 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 class Stored(NamedTuple):
     """What a distributed checkpoint holds.
 
-    find_object: name -> the torch.save file of an object that is no tensor; None without such
+    find_object: name -> the torch.save file of an object that is not a tensor; None without such
     """
 
     tensors: dict[str, SourceTensor]
@@ -213,7 +213,7 @@ def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> NDArra
     origin = f"{name} in {folder}{place['relative_path']}"
     values = torch_file.load(_stored(archive, folder, place, name), origin)
     if not isinstance(values, np.ndarray):
-        raise CheckpointError(f"{origin} is no tensor")
+        raise CheckpointError(f"{origin} is not a tensor")
     return values
 
 

@@ -115,7 +115,7 @@ def to_bfloat16(values: NDArray[Any], workspace: Workspace | None = None) -> NDA
     halves = memory.array("halves", bits.shape, _U2)
     np.copyto(halves, rounded, casting="unsafe")
     if wide.size and np.isnan(wide.max()):
-        # The carry of rounding may have made an infinity of what is no number, or a zero.
+        # The carry of rounding may have made an infinity of what is not a number, or a zero.
         no_number = np.isnan(wide)
         halves[no_number] = (bits[no_number] >> 16) | 0x40
     return halves.view(BFLOAT16)

@@ -73,7 +73,7 @@ class Fields:
         try:
             return entry.contents()
         except UnicodeDecodeError:
-            self.problems.add(f"field {key} is no text")
+            self.problems.add(f"field {key} is not text")
             return 1
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:

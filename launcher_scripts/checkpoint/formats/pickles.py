@@ -188,7 +188,7 @@ def _check_extent(found: Any, most: int) -> None:
 
 
 class _Reader(pickle._Unpickler):
-    """The opcodes that checkpoints need; all others are no part of `dispatch`."""
+    """The opcodes that checkpoints need; all others are not part of `dispatch`."""
 
     # What the base class keeps while it loads.
     stack: list[Any]

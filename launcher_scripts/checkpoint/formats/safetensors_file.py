@@ -40,10 +40,10 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
     longer than its tensors.
     """
     if region.size < _SIZE.size:
-        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+        raise CheckpointError(f"{origin} is not a safetensors file, or was cut short")
     (size,) = _SIZE.unpack(region.part(0, _SIZE.size).bytes())
     if size > region.size - _SIZE.size:
-        raise CheckpointError(f"{origin} is no safetensors file, or was cut short")
+        raise CheckpointError(f"{origin} is not a safetensors file, or was cut short")
     try:
         header = parse_json(region.part(_SIZE.size, size).bytes())
         header.pop("__metadata__", None)
@@ -71,7 +71,7 @@ def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> NDAr
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     first, last = entry["data_offsets"]
     if not all(type(number) is int for number in (*shape, first, last)):
-        raise ValueError(f"{name} has sizes that are no whole numbers")
+        raise ValueError(f"{name} has sizes that are not whole numbers")
     if dtype not in DTYPES:
         raise CheckpointError(
             problem(f"{name} of {origin} has an unknown dtype", got=dtype, choices=DTYPES)

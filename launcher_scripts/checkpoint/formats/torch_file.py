@@ -90,7 +90,7 @@ class _TorchFile:
         _refuse_overlaps(self._entries.values(), origin)
         roots = [name.removesuffix("data.pkl") for name in self._entries if _is_root(name)]
         if len(roots) != 1:
-            raise CheckpointError(f"{origin} is no file of torch.save")
+            raise CheckpointError(f"{origin} is not a file of torch.save")
         self._root = roots[0]
         # torch can leave checksums out (set_crc32_options), and then writes zeros everywhere.
         self._checked = any(entry.CRC for entry in self._entries.values())

@@ -51,7 +51,7 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
         dtypes[str(key)] = dtype
         return np.empty(0, dtype)
 
-    pickles.load(content, origin, _Hollow(allowed), note)
+    pickles.load(content, origin, _NothingBuilt(allowed), note)
     keys = pickles.load(head[slice(*spans[4])], origin, {})
     if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
         raise CheckpointError(f"{origin} is damaged: it does not list its storages")
@@ -59,7 +59,7 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
 
 
-class _Hollow(Mapping[tuple[str, str], Any]):
+class _NothingBuilt(Mapping[tuple[str, str], Any]):
     """The names of a first pass, in which nothing is built: functions do nothing, dtypes stay."""
 
     def __init__(self, allowed: pickles.Globals) -> None:
@@ -110,7 +110,7 @@ def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
     kind, dtype, key, *rest = pid
     found = (kind, pickles.meaning(dtype), key, *rest)
     if kind != "storage" or not isinstance(found[1], np.dtype) or not isinstance(key, (str, int)):
-        raise CheckpointError(f"{origin} refers to something that is no storage")
+        raise CheckpointError(f"{origin} refers to something that is not a storage")
     return found
 
 

@@ -117,7 +117,7 @@ def nemo_lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
     """NeMo 1's LoRA as an adapter that stays beside the weights, of which there is nothing else."""
     problems = Problems(str(part.path))
     if part.adapters:
-        problems.add("it holds adapters that are no LoRA", change=KEYS["adapter"])
+        problems.add("it holds adapters that are not LoRA", change=KEYS["adapter"])
     problems.raise_if_any(CheckpointError)
     return _lora(part, base)
 

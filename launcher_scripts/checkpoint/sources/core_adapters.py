@@ -186,7 +186,7 @@ def _layers(
     for name, tensor in own.items():
         match = _PART.fullmatch(name)
         if match is None:
-            problems.add(f"{name} is no part that is known")
+            problems.add(f"{name} is not a part that is known")
             continue
         module, part, side = match["module"], match["part"], match["side"]
         if settings.tp_size > 1 and module.endswith("linear_fc1"):

@@ -15,7 +15,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import core_experts
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.sources.nemo_options import flag, real, refuse_others, size
-from launcher_scripts.checkpoint.sources.training_keys import Asked, check_keys
+from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -86,7 +86,7 @@ class CoreOptions:
     notes:  what a user should know about the model
     """
 
-    raw: Asked
+    raw: TrackedMapping
     origin: str
     notes: tuple[str, ...] = ()
 
@@ -260,7 +260,7 @@ def _layers_without(skipped: Any, layers: int, problems: Problems) -> str | None
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
-    args = raw = Asked(args)
+    args = raw = TrackedMapping(args)
     raw["activation_func"] = "squared_relu" if args.get("squared_relu") else "gelu"
     if args.get("swiglu"):
         raw["activation_func"] = "silu"
@@ -283,14 +283,14 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
 
 def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron Bridge: section `model` of run_config.yaml."""
-    raw = Asked({**_plain(model), "scale_factor": model.get("rope_scaling_factor")})
+    raw = TrackedMapping({**_plain(model), "scale_factor": model.get("rope_scaling_factor")})
     return CoreOptions(raw, origin)
 
 
 def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
     scaled = model.get("scale_factor") is not None
-    return CoreOptions(Asked({**_plain(model), "rope_scaling": scaled}), origin)
+    return CoreOptions(TrackedMapping({**_plain(model), "rope_scaling": scaled}), origin)
 
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:

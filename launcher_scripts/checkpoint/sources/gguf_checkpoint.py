@@ -158,7 +158,7 @@ class GGUFCheckpoint(WholeTensors):
         from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_metadata
 
         if archive.container != "gguf":
-            raise CheckpointError(problem(f"{archive.path} is no GGUF file"))
+            raise CheckpointError(problem(f"{archive.path} is not a GGUF file"))
         model = read_model(archive.path)
         metadata = tokenizer_metadata(model.fields.reader)
         row = model.row

@@ -47,7 +47,7 @@ class GGUFLlama:
         config, architecture = self.checkpoint.config, self.checkpoint.architecture
         plain = _plain(config) if isinstance(config, GPTConfig) else None
         if architecture != ARCHITECTURE or plain is None or config != plain:
-            raise CheckpointError(problem(f"{path} is no plain Llama", got=architecture))
+            raise CheckpointError(problem(f"{path} is not a plain Llama", got=architecture))
         self.shape = plain
         make_plan(self.checkpoint, gpt.weights(self.shape), f"the GGUF file {path}")
 

@@ -53,7 +53,7 @@ def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
             if key.startswith((PREFIX, CHAT_TEMPLATE)) or key == MODEL_NAME
         }
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"the GGUF file's tokenizer is no text: {error}") from error
+        raise CheckpointError(f"the GGUF file's tokenizer is not text: {error}") from error
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
@@ -105,7 +105,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     for field in _ROLES.values():
         if field in metadata and metadata[field] not in known:
             raise CheckpointError(
-                problem(f"{PREFIX}{field} is no id of the vocabulary", got=metadata[field])
+                problem(f"{PREFIX}{field} is not an id of the vocabulary", got=metadata[field])
             )
     return {
         role: metadata["tokens"][metadata[field]]
@@ -132,7 +132,7 @@ def _chat_templates(metadata: Mapping[str, Any]) -> Any:
         if key == CHAT_TEMPLATE or key.startswith(f"{CHAT_TEMPLATE}.")
     }
     if not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(problem(f"{CHAT_TEMPLATE} is no text", got=sorted(found)))
+        raise CheckpointError(problem(f"{CHAT_TEMPLATE} is not text", got=sorted(found)))
     if found.keys() <= {"default"}:
         return found.get("default")
     return [{"name": name, "template": template} for name, template in sorted(found.items())]
@@ -153,9 +153,9 @@ def _check(metadata: Mapping[str, Any]) -> None:
     for key, kind in lists.items():
         values = metadata[key]
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
-            problems.add(f"{PREFIX}{key} is no list of {kind.__name__}")
+            problems.add(f"{PREFIX}{key} is not a list of {kind.__name__}")
     if model == "gpt2" and not isinstance(metadata["pre"], str):
-        problems.add(f"{PREFIX}pre is no text", got=metadata["pre"])
+        problems.add(f"{PREFIX}pre is not text", got=metadata["pre"])
     problems.raise_if_any(CheckpointError)
     if model == "gpt2" and metadata["pre"] not in PRE_TOKENIZERS:
         problems.add(
@@ -174,7 +174,7 @@ def _check(metadata: Mapping[str, Any]) -> None:
     if not isinstance(charsmap, list) or not all(
         type(value) is int and -128 <= value < 256 for value in charsmap
     ):
-        problems.add(f"{PREFIX}{CHARSMAP} is no list of bytes")
+        problems.add(f"{PREFIX}{CHARSMAP} is not a list of bytes")
     if model == "llama" and charsmap:
         problems.add(f"{PREFIX}{CHARSMAP} is not supported", change=ADVICE)
     for key in ("token_type", "scores"):

@@ -41,7 +41,7 @@ DECODER = ("decoder.", "lm_head.")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
 _COMPARED_ROWS = 1024
-# Endings of names that are no weights; the last ones lie in the first T5s and BARTs, unused.
+# Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",

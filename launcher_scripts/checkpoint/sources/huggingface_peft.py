@@ -275,7 +275,7 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
         elif whole := _WHOLE.fullmatch(name):
             parts.whole[f"{whole['module']}.{whole['kind']}"] = tensor
         else:
-            problems.add(f"{name} is no part that is known")
+            problems.add(f"{name} is not a part that is known")
     return parts
 
 

@@ -133,5 +133,5 @@ class RawConfig:
 
     def head_size(self, hidden: int, heads: int) -> int:
         if hidden % heads and not self.problems.messages:
-            self.problems.add(f"the hidden size {hidden} is no multiple of the heads", got=heads)
+            self.problems.add(f"the hidden size {hidden} is not a multiple of the heads", got=heads)
         return max(hidden // heads, 1)

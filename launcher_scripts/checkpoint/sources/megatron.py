@@ -177,7 +177,7 @@ class Namespace(pickles.Record):
     """argparse.Namespace: the training's arguments."""
 
 
-class _Inert(Mapping[tuple[str, str], Any]):
+class _InertGlobals(Mapping[tuple[str, str], Any]):
     """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
 
     def __getitem__(self, name: tuple[str, str]) -> Any:
@@ -196,7 +196,7 @@ class _Inert(Mapping[tuple[str, str], Any]):
 
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, _Inert())
+    loaded = torch_file.load(archive.region(name), origin, _InertGlobals())
     if not isinstance(loaded, dict) or not _models(loaded):
         raise CheckpointError(f"{origin} holds no model")
     return loaded

@@ -30,7 +30,7 @@ from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.nemo_training import TrainingCheckpoint
 from launcher_scripts.checkpoint.sources.shards import Shards, merged_stages, rank_files
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
-from launcher_scripts.checkpoint.sources.training_keys import Asked, check_keys
+from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
@@ -83,7 +83,7 @@ class NemoCheckpoint(TensorShards):
             root, raw = read_config(archive)
             shards = _read_weights(archive, root, raw)
         read = _t5 if T5_TABLE in shards else _gpt
-        said, problems = Asked(raw), Problems(f"model_config.yaml of {archive.path}")
+        said, problems = TrackedMapping(raw), Problems(f"model_config.yaml of {archive.path}")
         config, dialects, more = read(archive, said, shards)
         notes = (*notes, *more, *check_keys(said, problems))
         problems.raise_if_any(CheckpointError)

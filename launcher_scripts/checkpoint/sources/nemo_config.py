@@ -136,9 +136,9 @@ def _read_file(path: Path) -> tuple[str, bytes] | None:
                 continue
             stream = archive.extractfile(member) if member.isreg() else None
             if stream is None or member.size > MOST_YAML_BYTES:
-                raise CheckpointError(f"{CONFIG_NAME} of {path} is no plain, small file")
+                raise CheckpointError(f"{CONFIG_NAME} of {path} is not a plain, small file")
             return str(PurePosixPath(member.name)), stream.read()
-    raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is no NeMo checkpoint")
+    raise CheckpointError(f"{path} has no {CONFIG_NAME}: it is not a NeMo checkpoint")
 
 
 def _size(config: dict[str, Any], name: str) -> int | None:

@@ -105,7 +105,7 @@ class PartFile:
 def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
     """Open a `.nemo` file or an unpacked folder. scratch: see Archive.
 
-    Raises CheckpointError when it is damaged, or is no checkpoint of NeMo's.
+    Raises CheckpointError when it is damaged, or is not a checkpoint of NeMo's.
     """
     archive = Archive(path, scratch)
     root, raw = read_config(archive)
@@ -225,7 +225,7 @@ def _place(
             weight = f"{layer['stack']}.{lora['module']}.{linear}.weight"
             part.loras.setdefault(weight, {})[lora["side"]] = tensors
             return True
-    problems.add(f"{layer.string} is no part that is known")
+    problems.add(f"{layer.string} is not a part that is known")
     return True
 
 

@@ -78,7 +78,7 @@ def is_training(archive: Archive) -> bool:
 
 
 def without_sizes(archive: Archive) -> str:
-    """What a folder of checkpoints that is no source of its own lacks; "" for any other."""
+    """What a folder of checkpoints that is not a source of its own lacks; "" for any other."""
     names = sorted(_candidates(archive)) if archive.container == "folder" else []
     if not names:
         return ""

@@ -41,7 +41,7 @@ def read_tables(part: PartFile, number: int) -> dict[str, SourceTensor]:
         if match:
             tables[match["task"]] = shards[0]
         elif not _ENCODER.fullmatch(name):
-            problems.add(f"{name} is no part of prompt learning")
+            problems.add(f"{name} is not a part of prompt learning")
     if any("ptuning_adapter." in name for name in part.others):
         _compute(part, f"task_{number}", tables, problems)
     templates = _templates(part.raw)

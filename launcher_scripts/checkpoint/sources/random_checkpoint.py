@@ -56,7 +56,7 @@ class RandomCheckpoint(WholeTensors):
 
     @classmethod
     def open(cls, archive: Archive, _hints: Hints) -> RandomCheckpoint:
-        """Raises CheckpointError for what is no config.ini."""
+        """Raises CheckpointError for what is not a config.ini."""
         config = random_config(archive.path)
         return cls(archive, config, _tensors(config))
 

@@ -1,4 +1,4 @@
-"""XGLM's positions, which no checkpoint holds: every program computes them anew.
+"""XGLM's positions, which no checkpoint holds: every program computes them.
 
 They are computed by torch, with the operations of transformers in their order and in float32: the
 model was trained with what torch makes of them, and its sines are not always the nearest floats.

@@ -118,7 +118,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
 }
 
 
-class Asked(dict[str, Any]):
+class TrackedMapping(dict[str, Any]):
     """A mapping that remembers which keys were asked for."""
 
     def __init__(self, values: Any) -> None:
@@ -134,7 +134,7 @@ class Asked(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def check_keys(said: Asked, problems: Problems) -> tuple[str, ...]:
+def check_keys(said: TrackedMapping, problems: Problems) -> tuple[str, ...]:
     """Note as problems what changes the model and nothing read; returns notes on what may.
 
     A value of no, zero or nothing is a switch that is off.

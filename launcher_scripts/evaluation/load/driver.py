@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Driven:
+class DriverResult:
     """What one client process saw.
 
     begin: when the run began to count
@@ -56,7 +56,7 @@ class Driven:
     lags: tuple[float, ...]
 
 
-async def drive(plan: Plan, ask: Ask) -> Driven:
+async def drive(plan: Plan, ask: Ask) -> DriverResult:
     """Do the plan; ends when every request is answered, has failed or has timed out."""
     loop = asyncio.get_running_loop()
     lags: list[float] = []
@@ -70,7 +70,7 @@ async def drive(plan: Plan, ask: Ask) -> Driven:
         with contextlib.suppress(asyncio.CancelledError):
             await sampler
     busy = (time.thread_time() - computed) / max(loop.time() - start, 1e-9)
-    return Driven(tuple(answers), start + plan.warmup, busy, tuple(lags))
+    return DriverResult(tuple(answers), start + plan.warmup, busy, tuple(lags))
 
 
 async def _closed(plan: Plan, ask: Ask, start: float) -> Sequence[Answer]:
@@ -144,6 +144,6 @@ async def _sample_lags(lags: list[float]) -> None:
         lags.append(max(0.0, loop.time() - due))
 
 
-def lag_p99(driven: Sequence[Driven]) -> float:
+def lag_p99(driven: Sequence[DriverResult]) -> float:
     """Of the slowest process, in seconds."""
     return max((float(np.percentile(each.lags, 99)) for each in driven if each.lags), default=0.0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.config.load import LoadBounds
-from launcher_scripts.evaluation.load.driver import Answer, Driven, lag_p99
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult, lag_p99
 from launcher_scripts.evaluation.load.plan import Load
 
 Percentiles = dict[str, float]
@@ -61,7 +61,7 @@ class LoadRun:
 def run_figures(
     path: str,
     load: Load,
-    driven: Sequence[Driven],
+    driven: Sequence[DriverResult],
     seconds: float | None,
     bounds: LoadBounds,
     *,

@@ -20,7 +20,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.common.processes import signal_when_parent_dies
-from launcher_scripts.evaluation.load.driver import Answer, Driven
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Load, Plan
 
@@ -44,7 +44,7 @@ def find_guidellm() -> str:
 
 def run_guidellm(
     target: Target, load: Load, plan: Plan, texts: Sequence[str], seed: int, limit: float
-) -> list[Driven]:
+) -> list[DriverResult]:
     """What guidellm saw. texts: the plan's prompts; limit: seconds for its whole command.
 
     Raises ServerError when it fails as a whole or takes longer; requests that fail are answers with
@@ -119,7 +119,7 @@ def configuration(
     }
 
 
-def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> Driven:
+def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverResult:
     """Its requests as answers; tokens between the first and the last one came evenly.
 
     Raises ServerError for times that lie further apart than the `limit` seconds of its command.
@@ -133,7 +133,7 @@ def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> Driven:
     counted = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
     times = [each["info"]["timings"] for each in found]
     lags = tuple(max(0.0, each["request_start"] - each["targeted_start"]) for each in times)
-    return Driven(counted, begin, 0.0, () if plan.clients else lags)
+    return DriverResult(counted, begin, 0.0, () if plan.clients else lags)
 
 
 def _answer(request: Mapping[str, Any], plan: Plan) -> Answer:

@@ -14,7 +14,7 @@ from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
-from launcher_scripts.evaluation.load.driver import Driven
+from launcher_scripts.evaluation.load.driver import DriverResult
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.guidellm import find_guidellm, run_guidellm
 from launcher_scripts.evaluation.load.paths import Target
@@ -108,7 +108,7 @@ class LoadTest:
         self._noted(run)
         return run
 
-    def _driven(self, path: str, load: Load) -> tuple[str, Sequence[Driven]]:
+    def _driven(self, path: str, load: Load) -> tuple[str, Sequence[DriverResult]]:
         target, plan = self._targets[path], self._plan(load)
         generator, tokenizer = self._load.generator, self._tokenizer
         if path != "gateway" or generator == "builtin" or tokenizer is None:

@@ -154,7 +154,7 @@ def _trace_error(path: Path, what: str) -> ConfigError:
 
 
 def _json_lines(path: Path, key: str) -> Iterator[tuple[int, Any]]:
-    """(line number, object); a line that is no JSON is a text."""
+    """(line number, object); a line that is not JSON is a text."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

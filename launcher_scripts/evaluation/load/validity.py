@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher_scripts.evaluation.load.driver import Driven, lag_p99
+from launcher_scripts.evaluation.load.driver import DriverResult, lag_p99
 from launcher_scripts.evaluation.load.figures import LoadRun
 
 # The event loop's thread has no time left for what arrives.
@@ -15,7 +15,7 @@ LAG_MS = 10.0
 
 
 def invalid_reasons(
-    run: LoadRun, driven: Sequence[Driven], taken: tuple[int, int] | None
+    run: LoadRun, driven: Sequence[DriverResult], taken: tuple[int, int] | None
 ) -> tuple[str, ...]:
     """Sentences; none for a valid run.
 
@@ -44,7 +44,7 @@ def invalid_reasons(
     return (*reasons, *_client_reasons(run, driven), *_server_reasons(taken, len(answered)))
 
 
-def _client_reasons(run: LoadRun, driven: Sequence[Driven]) -> list[str]:
+def _client_reasons(run: LoadRun, driven: Sequence[DriverResult]) -> list[str]:
     busy = max((each.busy for each in driven), default=0.0)
     timed = run.first_token_ms or run.latency_ms
     lag, bound = lag_p99(driven) * 1e3, max(LAG_MS, LAG_SHARE * timed["p50"] if timed else 0.0)

@@ -8,14 +8,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.evaluation.load.driver import Driven, drive
+from launcher_scripts.evaluation.load.driver import DriverResult, drive
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Plan
 
 _START_SECONDS = 120.0  # for a process to import what it needs
 
 
-def run_plan(target: Target, plan: Plan, processes: int) -> list[Driven]:
+def run_plan(target: Target, plan: Plan, processes: int) -> list[DriverResult]:
     """What each process saw; one process is this one.
 
     Raises ServerError when a process dies.
@@ -49,7 +49,7 @@ def _work(target: Target, plan: Plan, barrier: Barrier, sender: Connection) -> N
     sender.close()
 
 
-async def _drive(target: Target, plan: Plan) -> Driven:
+async def _drive(target: Target, plan: Plan) -> DriverResult:
     path = target.open()
     try:
         return await drive(plan, path.ask)

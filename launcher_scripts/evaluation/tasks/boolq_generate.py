@@ -1,9 +1,9 @@
 """BoolQ: yes-or-no questions about a passage, by accuracy of the generated answers.
 
 data_file has a JSON object a line: passage, question, answer (true or false, also as text). The
-first word that a model generates counts: yes or true, no or false; anything else is no answer and
-wrong, as in the FasterTransformer backend's tools/t5_utils/boolq_test.py. lm-eval's boolq is
-another task: it compares the log-likelihoods of yes and no.
+first word that a model generates counts: yes or true, no or false; anything else is wrong, as in
+the FasterTransformer backend's tools/t5_utils/boolq_test.py. lm-eval's boolq is another task: it
+compares the log-likelihoods of yes and no.
 
 Data set: Clark et al., "BoolQ: Exploring the Surprising Difficulty of Natural Yes/No Questions",
 NAACL 2019.
@@ -26,7 +26,13 @@ from launcher_scripts.evaluation.tasks.prompts import (
     read_lines,
     require_items,
 )
-from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult, fraction
+from launcher_scripts.evaluation.tasks.task import (
+    EvaluatedModel,
+    Metric,
+    Progress,
+    TaskResult,
+    fraction,
+)
 
 TEMPLATE = "Passage: {passage}\nQuestion: {question}\nAnswer:"
 WORDS = {"yes": True, "true": True, "no": False, "false": False}
@@ -82,7 +88,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
     prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "passage")

@@ -26,7 +26,7 @@ from launcher_scripts.evaluation.tasks.prompts import (
 )
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
-    Asked,
+    EvaluatedModel,
     Metric,
     Progress,
     States,
@@ -90,7 +90,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
     from launcher_scripts.evaluation.transformers_model import TransformersEncoder
 

@@ -26,7 +26,7 @@ from launcher_scripts.common.errors import ConfigError, Problems, ServerError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
-    Asked,
+    EvaluatedModel,
     Metric,
     Progress,
     TaskResult,
@@ -148,7 +148,7 @@ def measure(
         needed = [predictions.max(axis=-1), predictions[:, item.tokens[-item.target_length :]]]
         if not all(np.isfinite(values).all() for values in needed):
             raise ServerError(
-                f"the server's logits of LAMBADA's item {item.index} are no numbers: the model's "
+                f"the server's logits of LAMBADA's item {item.index} are not numbers: the model's "
                 "values leave the range of its data_type"
             )
         yield score_item(item, logits)
@@ -207,7 +207,7 @@ def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
     items = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))

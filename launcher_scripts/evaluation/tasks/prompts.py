@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.tasks.task import Asked, Progress
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, Progress
 from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -38,7 +38,7 @@ class Prompt:
 
 
 def row_of(
-    asked: Asked, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
+    asked: EvaluatedModel, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
 ) -> GenerateRequest:
     """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
     ids = tuple(asked.tokenizer.encode(prompt.text))
@@ -67,7 +67,7 @@ def shortened(ids: tuple[int, ...], room: int, kept: int) -> tuple[int, ...]:
 
 
 def answers(
-    asked: Asked, prompts: Sequence[Prompt], settings: TaskSettings, progress: Progress
+    asked: EvaluatedModel, prompts: Sequence[Prompt], settings: TaskSettings, progress: Progress
 ) -> list[str]:
     """What the model generates behind every prompt."""
     task = settings.generation.prompt_task
@@ -143,7 +143,7 @@ def _starts(section: Mapping[str, str]) -> bool:
 
 
 def read_lines(path: str, key: str) -> list[str]:
-    """The lines of a UTF-8 file, which may be compressed with gzip; a byte order mark is no text.
+    """The lines of a UTF-8 file, which may be compressed with gzip; a byte order mark is not text.
 
     Only a line feed ends a line: JSON may hold other separators as they are.
     """

@@ -22,7 +22,7 @@ from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, require_items
 from launcher_scripts.evaluation.tasks.task import (
-    Asked,
+    EvaluatedModel,
     Metric,
     Progress,
     TaskResult,
@@ -131,7 +131,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
     prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "context")

@@ -17,7 +17,13 @@ from typing import Any
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, require_items
-from launcher_scripts.evaluation.tasks.task import Asked, Metric, Progress, TaskResult, average
+from launcher_scripts.evaluation.tasks.task import (
+    EvaluatedModel,
+    Metric,
+    Progress,
+    TaskResult,
+    average,
+)
 
 TEMPLATE = "summarize: {article}"
 COLUMNS = ("id", "article", "highlights")
@@ -68,7 +74,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: Asked, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Summarise the articles of settings.data_file."""
     articles = read_articles(settings)
     predictions = answers(

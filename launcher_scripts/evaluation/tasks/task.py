@@ -144,7 +144,7 @@ def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> No
     for name in ("prompt_task", "ia3_task", "lora_adapter"):
         wrong += [name] if any(getattr(row, name) is not None for row in rows) else []
     if wrong:
-        what = f"{who} is no reference for this"
+        what = f"{who} is not a reference for this"
         raise ConfigError(problem(what, got=wrong, change=REFERENCE_KEY))
 
 
@@ -162,7 +162,7 @@ def from_the_first(ask: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluatedModel:
     """A model with what makes text of its tokens and tokens of text.
 
     opening_ids, closing_ids: what a model that was trained with them wants around every prompt
@@ -181,7 +181,7 @@ class Asked:
     continued: Continue = from_the_first
 
 
-Task = Callable[[TaskSettings, Asked, Progress], TaskResult]
+Task = Callable[[TaskSettings, EvaluatedModel, Progress], TaskResult]
 
 
 def fraction(flags: Sequence[bool], meaning: str) -> Metric:

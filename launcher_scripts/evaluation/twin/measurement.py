@@ -111,7 +111,7 @@ def read_twin_texts(settings: TwinSettings) -> list[str]:
         if isinstance(text, str) and len(text.split()) > 1:
             texts.append(text)
         else:
-            problems.add(f'line {number} is no JSON object with a "text" of words', got=line[:60])
+            problems.add(f'line {number} is not JSON with a "text" of words', got=line[:60])
     require_items(texts, problems)
     return texts
 
@@ -276,7 +276,7 @@ def _check_logits(row: Row, logits: NDArray[np.float32], who: str) -> None:
     if len(logits) != len(row.compared) or not np.isfinite(logits).all():
         raise ServerError(
             problem(
-                f"the logits of {who} are no numbers, or not those of every token: the model's "
+                f"the logits of {who} are not numbers, or not those of every token: the model's "
                 "values may leave the range of its data_type",
                 got=f"{len(logits)} positions for {len(row.compared)} tokens",
                 change="export.triton_deployment.data_type",

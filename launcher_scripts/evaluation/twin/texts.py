@@ -74,7 +74,7 @@ def text_findings(
     ends = {(_tail(ours, theirs), _tail(theirs, ours)) for _, ours, theirs in different}
     if len(ends) == 1 and ends != {(None, None)}:
         ((more, less),) = ends
-        said = "has tokens after a text that the original has not" if more else "lacks tokens"
+        said = "has tokens after a text that the original does not have" if more else "lacks tokens"
         return [
             Finding(
                 OTHER,

@@ -208,7 +208,7 @@ def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
 
 
 def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFixture) -> None:
-    """That is no failure of the gateway."""
+    """That is not a failure of the gateway."""
     caplog.set_level(logging.INFO)
     app = make_app([served(FakeBackend())], SETTINGS)
 

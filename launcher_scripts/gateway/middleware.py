@@ -1,4 +1,4 @@
-"""What every request passes on its way: its id, its key, its size, its line in the log."""
+"""The middleware of every request: its id, its API key, its size, and its line in the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEFT = 499  # the client has gone; nobody reads it
 
 
 @dataclass
-class Life:
+class Lifecycle:
     """Whether the gateway takes new work, and how much it has. draining: it is about to end."""
 
     draining: bool = False
@@ -81,8 +81,8 @@ class Keys:
         return found[0]
 
 
-class Door:
-    """The middleware: gives a request its Record, checks its key, logs and counts how it ended."""
+class RequestMiddleware:
+    """Gives a request its Record, checks its key, logs and counts how it ended."""
 
     def __init__(self, app: ASGIApp, keys: Keys, count: Callable[[str, Record, int], None]) -> None:
         """count: is told the path, the Record and the status of every answer"""

@@ -15,11 +15,11 @@ POLLS_AT_ONCE = 8
 class Watched(Protocol):
     """Somebody's request."""
 
-    def look_for_departure(self) -> None:
+    def check_client(self) -> None:
         """End the request if its client has gone."""
 
 
-class Departures:
+class ClientWatch:
     """The thread that asks about the clients of the requests that are not answered yet."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Departures:
         self._open: dict[Watched, None] = {}  # those asked about last come last
         self._some = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="departures", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="client-watch", daemon=True)
         self._thread.start()
 
     def watch(self, request: Watched) -> None:
@@ -52,7 +52,7 @@ class Departures:
             started = time.monotonic()
             some, count = self._turn()
             for request in some:
-                request.look_for_departure()
+                request.check_client()
             del some
             spent = time.monotonic() - started
             share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / max(count, 1))
