@@ -177,6 +177,7 @@ class Gateway:
         stays = False
         try:
             answering = await make(record)
+        self.metrics.begin(record)
             if not answering.body.stream:
                 return JSONResponse(await _unless_left(request, answering.whole()))
             events = answering.events()

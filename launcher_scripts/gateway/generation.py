@@ -34,7 +34,7 @@ class Prompt:
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """What becomes of a request, for its line in the log and for metrics.
 
