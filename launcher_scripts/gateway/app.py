@@ -239,10 +239,12 @@ async def _departure(request: Request) -> None:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's form."""
-    status = error.status_code if isinstance(error, HTTPException) else 404
+    status, headers = 404, None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers  # of a wrong method those allowed
     message = f"there is no {request.method} {request.url.path[:200]}"
     code = "method_not_allowed" if status == 405 else "not_found"
-    return refusal(ApiError(status, message, code=code))
+    return refusal(ApiError(status, message, code=code, headers=headers))
 
 
 def make_app(

@@ -224,6 +224,12 @@ def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFi
     assert counted in app.state.gateway.metrics.response().body.decode()
 
 
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    answer = client_of(served(FakeBackend())).put("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
 def test_a_path_with_a_slash_too_many_is_no_redirect() -> None:
     """Behind a proxy it would lead to another address, or to no TLS."""
     answer = client_of(served(FakeBackend())).post("/v1/completions/", json=BODY)
