@@ -148,6 +148,7 @@ class Generation:
         }
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
+        parameter, grammar = next(iter(body.grammars.items()), ("", None))
         ranked = not self._beams and wishes.rows > body.n
         name = self.record.request_id
         return RowRequest(
@@ -165,7 +166,8 @@ class Generation:
             stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
             beam_width=wishes.rows if self._beams else 1,
             length_penalty=body.length_penalty,
-            grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
+            grammar=json.dumps(grammar, ensure_ascii=False) if grammar else None,
+            grammar_parameter=parameter,
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,

@@ -193,6 +193,15 @@ def test_parts_of_characters_have_names() -> None:
 
 def test_nothing_to_generate_is_echoed_without_an_engine() -> None:
     backend = FakeBackend()
+def test_an_empty_prompt_has_no_log_probabilities() -> None:
+    client = client_of(served(FakeBackend()))
+    for max_tokens in (0, 2):
+        asked = {"prompt": "", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+        (choice,) = ask(client, **asked)["choices"]
+        assert choice["text"] == GPT2.decode(IDS[:max_tokens])
+        assert len(choice["logprobs"]["tokens"]) == max_tokens
+
+
     client = client_of(served(backend))
     (choice,) = ask(client, max_tokens=0, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
