@@ -36,7 +36,7 @@ from launcher_scripts.gateway.schemas import (
     TokenizeChatBody,
     validated,
 )
-from launcher_scripts.gateway.served_model import Models, ServedModel
+from launcher_scripts.gateway.served_model import Models, ServedModel, aside
 
 VERSION = "0.1.0"
 Result = TypeVar("Result")
@@ -103,14 +103,16 @@ class Gateway:
             body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
-        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
-        name_of = token_names(model.tokenizer)
+        (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
+        names = None
+        if body.return_token_strs:
+            names = await aside(len(ids), lambda: list(map(token_names(model.tokenizer), ids)))
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": model.max_len,
                 "tokens": list(ids),
-                "token_strs": [name_of(each) for each in ids] if body.return_token_strs else None,
+                "token_strs": names,
             }
         )
 
@@ -119,11 +121,12 @@ class Gateway:
         body = validated(DetokenizeBody, await read_body(request, self._max_body))
         model = self.models.find(body.model)
         try:
-            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+            text = await aside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
         except BaseException as error:
             if not is_of_library(error):
                 raise
             raise bad_request(f"the tokenizer refuses these ids: {error}", "tokens") from error
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info"""
@@ -174,10 +177,10 @@ class Gateway:
         """
         record: Record = request.state.record
         self.life.enter()
+        self.metrics.begin(record)
         stays = False
         try:
             answering = await make(record)
-        self.metrics.begin(record)
             if not answering.body.stream:
                 return JSONResponse(await _unless_left(request, answering.whole()))
             events = answering.events()
