@@ -20,8 +20,8 @@ from launcher_scripts.common.tokenizer import is_of_library
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
-from launcher_scripts.gateway.api_errors import ApiError, bad_request
-from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
+from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits, last_events
 from launcher_scripts.gateway.door import Door, Keys, Life, read_body, refusal
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
@@ -182,10 +182,10 @@ class Gateway:
         try:
             answering = await make(record)
             if not answering.body.stream:
-                return JSONResponse(await _unless_left(request, answering.whole()))
+                return JSONResponse(await _unless_left(request, self.life, answering.whole()))
             events = answering.events()
             # An error before the first event has a status of its own.
-            first = await _unless_left(request, anext(events))
+            first = await _unless_left(request, self.life, anext(events))
             stays = True
             return EventResponse(first, events, self.life)
         finally:
@@ -215,17 +215,30 @@ class EventResponse(StreamingResponse):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = b""
+        try:
+            with self._life.limited(asyncio.current_task()):
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except asyncio.CancelledError:
+            if not self._life.over:
+                raise
+            last = last_events(given_up())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _unless_left(request: Request, work: Awaitable[Result]) -> Result:
-    """What `work` gives; it is cancelled when the client goes. Raises ClientDisconnect then."""
+async def _unless_left(request: Request, life: Life, work: Awaitable[Result]) -> Result:
+    """What `work` gives. It is cancelled when the client goes or the gateway's time is over.
+
+    Raises ClientDisconnect and ApiError then.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        with life.limited(working):
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise given_up()
         if working.done():
             return working.result()
         raise ClientDisconnect

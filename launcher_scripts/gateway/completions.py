@@ -111,11 +111,11 @@ class Answering(ABC):
         except ApiError as error:
             if not begun:
                 raise
-            yield b"data: " + to_json(error.body()) + b"\n\n"
+            yield last_events(error)
         else:
             if counts:
                 yield self._event(b"[]", _usage(record.usage()))
-        yield DONE
+            yield DONE
 
     @abstractmethod
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -251,6 +251,11 @@ class Chat(Answering):
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+
+
+def last_events(error: ApiError) -> bytes:
+    """The end of a stream that has begun and cannot go on."""
+    return b"data: " + to_json(error.body()) + b"\n\n" + DONE
 
 
 async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:

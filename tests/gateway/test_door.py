@@ -345,6 +345,31 @@ def test_a_gateway_drains() -> None:
     asyncio.run(drain())
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_has_had_its_time_is_told_so(streams: bool) -> None:
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)], SETTINGS)
+
+    async def give_up() -> None:
+        life = app.state.gateway.life
+        running = Connection(app, {**BODY, "stream": streams})
+        await until(lambda: backend.running == 1)
+        if streams:
+            await running.begun.wait()
+        life.draining = True
+        life.give_up()
+        await running.task
+        said = running.content.decode()
+        if streams:
+            *_, said, done, _ = said.split("\n\n")
+            assert done == "data: [DONE]"
+        assert running.status == (200 if streams else 503)
+        assert json.loads(said.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert backend.running == app.state.gateway.admission.running == life.working == 0
+
+    asyncio.run(give_up())
+
+
 def test_ready_says_what_is_not() -> None:
     up, down = FakeBackend(), FakeBackend(is_up=False)
     client = client_of(served(up, "up"), served(down, "down"))
