@@ -172,7 +172,9 @@ class _FastTokenizer(Tokenizer):
         return str(self._tokenizer.to_str())
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # A batch of one: unlike `encode` it leaves Python's other threads running meanwhile.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))

@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 MISSING = 3
 NO_DATA = 4
@@ -53,12 +54,18 @@ def register() -> None:
         """The tokenizer of one model behind a gateway, which may want a key."""
 
         def __init__(self, base_url: str, model: str) -> None:
+            self.named = {"model": model}  # in the first request, which super() sends, too
             super().__init__(base_url, auth_token=os.environ.get("OPENAI_API_KEY"))
-            self.session.params = {"model": model}
-            self.model = model
+
+        def _request_with_retries(self, method: str, url: str, **more: Any) -> Any:
+            if method == "GET":
+                more["params"] = self.named
+            else:
+                more["json"] = {**self.named, **more["json"]}
+            return super()._request_with_retries(method, url, **more)
 
         def encode(self, text: str, special: bool = False) -> list[int]:
-            body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+            body = {"prompt": text, "add_special_tokens": special}
             answer = self._request_with_retries("POST", f"{self.base_url}/tokenize", json=body)
             return list(answer.json()["tokens"])
 

@@ -14,11 +14,13 @@ class Admission:
     """Places for rows. Clients that wait take turns, so that one with many rows holds up nobody.
 
     running, waiting: rows
+    most:             that may run and wait together
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.running = 0
         self.waiting = 0
+        self.most = max_running + max_waiting
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._queues: OrderedDict[str, deque[QueuedRow]] = OrderedDict()

@@ -75,6 +75,11 @@ def unavailable(message: str, seconds: int = 1) -> ApiError:
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
+def given_up() -> ApiError:
+    """The gateway ends before the answer does; another one may answer the same request."""
+    return unavailable("the gateway has ended before the whole answer was there", 5)
+
+
 def timed_out(seconds: float) -> ApiError:
     """The request's own time is over: clients need not try again by themselves."""
     return ApiError(

@@ -20,8 +20,8 @@ from launcher_scripts.common.tokenizer import is_of_library
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
-from launcher_scripts.gateway.api_errors import ApiError, bad_request
-from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
+from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits, last_events
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.metrics import Metrics
@@ -42,7 +42,7 @@ from launcher_scripts.gateway.schemas import (
     TokenizeChatBody,
     validated,
 )
-from launcher_scripts.gateway.served_model import Models, ServedModel
+from launcher_scripts.gateway.served_model import Models, ServedModel, aside
 
 VERSION = "0.1.0"
 Result = TypeVar("Result")
@@ -109,14 +109,16 @@ class Gateway:
             body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
-        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
-        name_of = token_names(model.tokenizer)
+        (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
+        names = None
+        if body.return_token_strs:
+            names = await aside(len(ids), lambda: list(map(token_names(model.tokenizer), ids)))
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": model.max_len,
                 "tokens": list(ids),
-                "token_strs": [name_of(each) for each in ids] if body.return_token_strs else None,
+                "token_strs": names,
             }
         )
 
@@ -125,11 +127,12 @@ class Gateway:
         body = validated(DetokenizeBody, await read_body(request, self._max_body))
         model = self.models.find(body.model)
         try:
-            return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
+            text = await aside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
         except BaseException as error:
             if not is_of_library(error):
                 raise
             raise bad_request(f"the tokenizer refuses these ids: {error}", "tokens") from error
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info"""
@@ -180,14 +183,15 @@ class Gateway:
         """
         record: Record = request.state.record
         self.life.enter()
+        self.metrics.begin(record)
         stays = False
         try:
             answering = await make(record)
             if not answering.body.stream:
-                return JSONResponse(await _unless_left(request, answering.whole()))
+                return JSONResponse(await _unless_left(request, self.life, answering.whole()))
             events = answering.events()
             # An error before the first event has a status of its own.
-            first = await _unless_left(request, anext(events))
+            first = await _unless_left(request, self.life, anext(events))
             stays = True
             return EventResponse(first, events, self.life)
         finally:
@@ -217,17 +221,30 @@ class EventResponse(StreamingResponse):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = b""
+        try:
+            with self._life.limited(asyncio.current_task()):
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except asyncio.CancelledError:
+            if not self._life.over:
+                raise
+            last = last_events(given_up())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _unless_left(request: Request, work: Awaitable[Result]) -> Result:
-    """What `work` gives; it is cancelled when the client goes. Raises ClientDisconnect then."""
+async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]) -> Result:
+    """What `work` gives. It is cancelled when the client goes or the gateway's time is over.
+
+    Raises ClientDisconnect and ApiError then.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        with life.limited(working):
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise given_up()
         if working.done():
             return working.result()
         raise ClientDisconnect
@@ -244,10 +261,12 @@ async def _departure(request: Request) -> None:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in OpenAI's form."""
-    status = error.status_code if isinstance(error, HTTPException) else 404
+    status, headers = 404, None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers  # of a wrong method those allowed
     message = f"there is no {request.method} {request.url.path[:200]}"
     code = "method_not_allowed" if status == 405 else "not_found"
-    return refusal(ApiError(status, message, code=code))
+    return refusal(ApiError(status, message, code=code, headers=headers))
 
 
 def make_app(

@@ -19,6 +19,7 @@ class RowRequest:
     stop_ids:         further tokens that do
     beam_width:       2 or more: a beam search, which has no log-probabilities
     grammar:          what the text has to be, as guided_grammar says it; None: anything
+    grammar_parameter: of the client's request, where it says so
     cache_salt:       prompts share keys and values with those of the same salt
     lora_adapter:     the number of one; None: none
     num_speculative_tokens: how many tokens a step may try at once (drafts)
@@ -48,6 +49,7 @@ class RowRequest:
     beam_width: int = 1
     length_penalty: float = 1.0
     grammar: str | None = None
+    grammar_parameter: str = "response_format"
     cache_salt: int = 0
     lora_adapter: int | None = None
     num_speculative_tokens: int = 0

@@ -13,11 +13,17 @@ from pydantic_core import to_json
 
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
-from launcher_scripts.gateway.generation import Generation, GenerationOptions, Prompt, Record
+from launcher_scripts.gateway.generation import (
+    Generation,
+    GenerationOptions,
+    Prompt,
+    Record,
+    check_rows,
+)
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
 from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
-from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.served_model import ServedModel, aside
 
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16
@@ -105,11 +111,11 @@ class Answering(ABC):
         except ApiError as error:
             if not begun:
                 raise
-            yield b"data: " + to_json(error.body()) + b"\n\n"
+            yield last_events(error)
         else:
             if counts:
                 yield self._event(b"[]", _usage(record.usage()))
-        yield DONE
+            yield DONE
 
     @abstractmethod
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -162,16 +168,10 @@ class Completion(Answering):
         cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
     ) -> Completion:
         """Raises ApiError for what cannot be done."""
-        prompts = []
-        for each in body.prompt:
-            if isinstance(each, str):
-                ids = await model.encode_aside(each, special_tokens=body.add_special_tokens)
-                prompts.append(Prompt(ids, each))
-            else:
-                text = model.tokenizer.decode(each) if body.echo else ""
-                prompts.append(Prompt(tuple(each), text))
         max_tokens = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
         rows = body.n if body.best_of is None else body.best_of
+        check_rows(len(body.prompt), rows, limits.admission)
+        prompts = await _prompts(model, body)
         options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
         return cls(
             model,
@@ -211,8 +211,9 @@ class Chat(Answering):
             raise bad_request("tool_choice needs tools", "tool_choice")
         if model.encodes:
             raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
+        check_rows(1, body.n, limits.admission)
         text = model.chat_text(body)
-        ids = await model.encode_aside(text, special_tokens=body.add_special_tokens)
+        (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request("max_tokens is another name for it", "max_completion_tokens")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -250,6 +251,23 @@ class Chat(Answering):
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+
+
+def last_events(error: ApiError) -> bytes:
+    """The end of a stream that has begun and cannot go on."""
+    return b"data: " + to_json(error.body()) + b"\n\n" + DONE
+
+
+async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:
+    """The prompts of a body, which are texts or ids."""
+    texts = [each for each in body.prompt if isinstance(each, str)]
+    if texts:
+        encoded = await model.encode_aside(texts, special_tokens=body.add_special_tokens)
+        return list(map(Prompt, encoded, texts))
+    rows = [tuple(each) for each in body.prompt if not isinstance(each, str)]
+    decode = model.tokenizer.decode if body.echo else lambda _: ""
+    texts = await aside(sum(map(len, rows)), lambda: list(map(decode, rows)))
+    return list(map(Prompt, rows, texts))
 
 
 def _usage(usage: Mapping[str, int] | None) -> bytes:

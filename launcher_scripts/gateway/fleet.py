@@ -121,7 +121,7 @@ class Fleet:
             await asyncio.sleep(_LOAD_SECONDS)
             await self.look_at_loads()
 
-        await asyncio.gather(_for_ever(files), _for_ever(servers), _for_ever(loads))
+        await asyncio.gather(_repeat(files), _repeat(servers), _repeat(loads))
 
     async def find(self) -> None:
         """Read the ready files: which servers there are now."""
@@ -193,7 +193,7 @@ class Fleet:
         return {str(ready["grpc"]): ready for ready in found if ready is not None}
 
 
-async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+async def _repeat(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             await work()

@@ -17,12 +17,11 @@ from launcher_scripts.gateway.api_errors import bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.merging import merged
 from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
-from launcher_scripts.gateway.schemas import SamplingBody
+from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.stops import StopTexts
 
 _MOST_BEAMS = 64
-_MOST_ROWS_OF_REQUEST = 4096
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -34,7 +33,7 @@ class Prompt:
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """What becomes of a request, for its line in the log and for metrics.
 
@@ -149,6 +148,7 @@ class Generation:
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
         ranked = not self._beams and options.rows > body.n
+        parameter, grammar = next(iter(body.grammars.items()), ("", None))
         name = self.record.request_id
         return RowRequest(
             request_id=name if len(self._places) == 1 else f"{name}-{number}",
@@ -165,7 +165,8 @@ class Generation:
             stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
             beam_width=options.rows if self._beams else 1,
             length_penalty=body.length_penalty,
-            grammar=json.dumps(body.grammars[0], ensure_ascii=False) if body.grammars else None,
+            grammar=json.dumps(grammar, ensure_ascii=False) if grammar else None,
+            grammar_parameter=parameter,
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,
@@ -253,6 +254,16 @@ class _Shown:
         )
 
 
+def check_rows(prompts: int, rows: int, admission: Admission) -> None:
+    """Raises ApiError for more answers than can ever run and wait: `rows` for each prompt."""
+    if prompts * rows > admission.most:
+        raise bad_request(
+            f"a request has at most {admission.most} answers; got {prompts} prompts "
+            f"and {rows} for each",
+            "prompt" if prompts > 1 else "n",
+        )
+
+
 def _cache_salt(owner: str | None, given: str | None) -> int:
     """Of whom the request may share the cache with: those with its key who gave the same salt."""
     if owner is None and given is None:
@@ -293,20 +304,16 @@ def _check(
             f"min_tokens is more than max_tokens; got {body.min_tokens} and {options.max_tokens}",
             "min_tokens",
         )
-    if len(prompts) * options.rows > _MOST_ROWS_OF_REQUEST:
-        raise bad_request(
-            f"a request has at most {_MOST_ROWS_OF_REQUEST} answers; got {len(prompts)} prompts "
-            f"and {options.rows} for each",
-            "prompt",
-        )
     for prompt in prompts:
         if model.encodes and not prompt.ids:
             raise bad_request("the prompt is empty, and the encoder needs a token", "prompt")
-        needed = options.max_tokens + (0 if model.encodes else len(prompt.ids))
+        given, asked = len(prompt.ids), options.max_tokens
+        needed = max(given, asked) if model.encodes else given + asked
         if model.max_len is not None and needed > model.max_len:
+            too_long = "messages" if isinstance(body, ChatBody) else "prompt"
             raise bad_request(
-                f"{model.name} has {model.max_len} positions; got {len(prompt.ids)} tokens of the "
-                f"prompt and {options.max_tokens} to generate; change max_tokens or the prompt",
-                "max_tokens",
+                f"{model.name} has {model.max_len} positions; got {given} tokens of the "
+                f"prompt and {asked} to generate; change max_tokens or the prompt",
+                too_long if given + (not model.encodes) > model.max_len else "max_tokens",
                 "context_length_exceeded",
             )

@@ -33,17 +33,23 @@ class Metrics:
         self._generation_tokens = self._counter(names.GATEWAY_GENERATION_TOKENS)
         self._first_token = self._histogram(names.GATEWAY_FIRST_TOKEN)
         self._request = self._histogram(names.GATEWAY_REQUEST)
+        self._counted: dict[Record, int] = {}  # generated tokens of requests under way
 
     def watch(self, metric: names.Metric, level: Callable[[], float]) -> None:
         """Show what `level` says whenever somebody asks."""
         Gauge(metric.name, metric.meaning, registry=self._registry).set_function(level)
 
+    def begin(self, record: Record) -> None:
+        """Count the request's tokens as they come, until its answer has gone out."""
+        self._counted[record] = 0
+
     def count(self, path: str, record: Record, status: int) -> None:
         """The answer of a request has gone out. Times are those of requests that were answered."""
         self._requests.labels(_route(path), str(status)).inc()
+        self._count_tokens(record)
+        self._counted.pop(record, None)
         if not record.model:
             return
-        self._generation_tokens.labels(record.model).inc(record.generated_tokens)
         if status == 200:
             self._prompt_tokens.labels(record.model).inc(record.prompt_tokens)
             self._request.labels(record.model).observe(time.monotonic() - record.received)
@@ -52,8 +58,17 @@ class Metrics:
 
     def response(self) -> Response:
         """All of them, in Prometheus' text format."""
+        for record in self._counted:
+            self._count_tokens(record)
         text = generate_latest(self._registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def _count_tokens(self, record: Record) -> None:
+        """Those that came since the last time; none where a row has begun anew."""
+        before = self._counted.get(record, 0)
+        if record.generated_tokens > before:
+            self._counted[record] = record.generated_tokens
+            self._generation_tokens.labels(record.model).inc(record.generated_tokens - before)
 
     def _counter(self, metric: names.Metric) -> Any:
         return Counter(metric.name, metric.meaning, metric.labels, registry=self._registry)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,17 @@ _LEFT = 499  # the client has gone; nobody reads it
 
 @dataclass
 class Lifecycle:
-    """Whether the gateway takes new work, and how much it has. draining: it is about to end."""
+    """Whether the gateway takes new work, and how much it has.
+
+    draining: it is about to end
+    over:     what still ran then has had its time
+    """
 
     draining: bool = False
+    over: bool = False
     working: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _limited: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def enter(self) -> None:
         """Begin a request that generates. Raises ApiError while the gateway drains."""
@@ -48,6 +55,24 @@ class Lifecycle:
         self.working -= 1
         if not self.working:
             self.idle.set()
+
+    @contextlib.contextmanager
+    def limited(self, task: asyncio.Future[Any] | None) -> Iterator[None]:
+        """Inside, the task makes an answer, and is cancelled when the time is over."""
+        tasks = {task} if task is not None else set()
+        self._limited |= tasks
+        if self.over:
+            self.give_up()
+        try:
+            yield
+        finally:
+            self._limited -= tasks
+
+    def give_up(self) -> None:
+        """End the requests that are still running; each client is told so."""
+        self.over = True
+        for task in self._limited:
+            task.cancel()
 
     async def drained(self) -> None:
         """Wait until nothing is at work."""

@@ -100,20 +100,19 @@ class SamplingBody(_Strict):
         return stops
 
     @property
-    def grammars(self) -> list[dict[str, Any]]:
-        """What the text has to be; one at most can be followed."""
+    def grammars(self) -> dict[str, dict[str, Any]]:
+        """Parameter -> what the text has to be; one at most can be followed."""
         form = self.response_format
-        wanted: dict[str, Any] = {
-            "json_schema": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
+        wanted: dict[str, tuple[str, Any]] = {
+            "guided_json": ("json_schema", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choice", self.guided_choice),
         }
-        found = [{name: value} for name, value in wanted.items() if value is not None]
         if form is not None and form.json_schema is not None:
-            found.append({"json_schema": form.json_schema.json_schema})
+            wanted["response_format"] = ("json_schema", form.json_schema.json_schema)
         elif form is not None and form.type == "json_object":
-            found.append({"json_object": True})
-        return found
+            wanted["response_format"] = ("json_object", True)
+        return {name: {kind: value} for name, (kind, value) in wanted.items() if value is not None}
 
     @field_validator("logit_bias")
     @classmethod

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
@@ -17,7 +17,16 @@ from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.gateway.token_texts import TextMaker
 
-_LONG_TEXT = 1 << 14  # characters, of which a tokenizer takes some milliseconds
+_LONG = 1 << 14  # characters or tokens, of which a tokenizer takes some milliseconds
+Result = TypeVar("Result")
+
+
+async def aside(size: int, work: Callable[[], Result]) -> Result:
+    """What `work` gives; much work is done in a thread, and holds up nobody's answer meanwhile.
+
+    size: characters or tokens that it is about
+    """
+    return work() if size <= _LONG else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True)
@@ -62,11 +71,14 @@ class ServedModel:
         ids = self.tokenizer.encode(text)
         return [*self.opening_ids, *ids, *self.closing_ids] if special_tokens else ids
 
-    async def encode_aside(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
-        """As encode; a long text holds up nobody's answer meanwhile."""
-        if len(text) <= _LONG_TEXT:
-            return tuple(self.encode(text, special_tokens=special_tokens))
-        return tuple(await asyncio.to_thread(self.encode, text, special_tokens=special_tokens))
+    async def encode_aside(
+        self, texts: Sequence[str], *, special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """As encode, of each text."""
+        return await aside(
+            sum(map(len, texts)) + len(texts),
+            lambda: [tuple(self.encode(text, special_tokens=special_tokens)) for text in texts],
+        )
 
     def chat_text(self, chat: ChatPrompt) -> str:
         """The messages as the model's template writes them. Raises ApiError."""

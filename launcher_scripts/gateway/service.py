@@ -26,7 +26,7 @@ from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.served_model import ServedModel
 
 _BACKLOG = 2048
-_LAST_SECONDS = 5  # for connections that are still open when all answers are out
+_LAST_SECONDS = 2  # for requests that are given up, and then for connections that are still open
 
 
 def serve(settings: GatewaySettings) -> None:
@@ -97,8 +97,14 @@ class DrainingServer(uvicorn.Server):
         _say(f"draining: {self._gateway.life.working} requests are running")
 
     async def _until_drained(self) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._gateway.life.drained(), self._drain_seconds)
+        life = self._gateway.life
+        try:
+            await asyncio.wait_for(life.drained(), self._drain_seconds)
+        except asyncio.TimeoutError:
+            _say(f"{life.working} requests are given up after {self._drain_seconds:g} s")
+            life.give_up()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(life.drained(), _LAST_SECONDS)
         self.should_exit = True
 
 

@@ -8,6 +8,7 @@ The tokens of plain rows come in a stream that they share; see shared_stream.py.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -42,13 +43,20 @@ _LOST = (
     "Server not ready",
     "Internal error from Core",
 )
-# Tensor of the token model -> the request's parameter, for models that lack it.
+# Tensor of the token model -> the request's parameter. Other tensors have its name.
 _PARAMETERS = {
+    "input_ids": "prompt",
+    "request_output_len": "max_tokens",
+    "max_output_len": "max_tokens",
+    "min_length": "min_tokens",
+    "stop_words_list": "stop_token_ids",
+    "beam_width": "n",
+    "len_penalty": "length_penalty",
     "frequency_penalty": "frequency_penalty",
     "output_presence_penalty": "presence_penalty",
     "min_p": "min_p",
     "logit_bias_ids": "logit_bias",
-    "guided_grammar": "response_format",
+    "logit_bias_values": "logit_bias",
     "num_log_probs": "logprobs",
     "num_prompt_log_probs": "echo",
     "lora_task_id": "model",
@@ -146,10 +154,11 @@ class TritonBackend:
         if "cache_salt" not in self._types:  # such a model shares nothing
             values.pop("cache_salt", None)
         missing = [name for name in values if name not in self._types]
+        parameters = _parameters(request)
         for name in missing:
-            if name in _PARAMETERS:
+            if name in parameters:
                 raise unsupported(
-                    _PARAMETERS[name],
+                    parameters[name],
                     f"{self._name} was exported without the input {name}: export it again, or "
                     "write its config.pbtxt again with prepare_triton_model_config",
                 )
@@ -175,12 +184,29 @@ class TritonBackend:
         if request.timeout is not None and "timeout is over" in message:
             return timed_out(request.timeout)
         if "INVALID_ARG" in status:
-            return bad_request(message)
+            return _refusal(message, request)
         if "UNAVAILABLE" in status or any(words in message for words in _LOST):
             return ServerLost(f"the server takes no requests now: {message}")
         if "CANCELLED" in status:
             return ServerLost(f"the server gave the request up: {message}")
         return ApiError(500, f"the server failed: {message}", code="server_error")
+
+
+def _parameters(request: RowRequest) -> dict[str, str]:
+    """Tensor -> the client's parameter that it comes from."""
+    return _PARAMETERS | {"guided_grammar": request.grammar_parameter}
+
+
+def _refusal(message: str, request: RowRequest) -> ApiError:
+    """The token model's refusal, in the words of the client's request."""
+    parameters = _parameters(request)
+    named = re.search(rf"\b({'|'.join(parameters)})\b", message)
+    if named is None:
+        return bad_request(message)
+    param = parameters[named[1]]
+    # Positions and places in the cache are all that a model has too few of.
+    code = "context_length_exceeded" if param == "max_tokens" else "invalid_value"
+    return bad_request(message.replace(named[1], param), param, code)
 
 
 class _Row:
@@ -241,6 +267,8 @@ class _Row:
             return None
         self._prompt_known = True
         ids = self._request.prompt_ids
+        if not ids:
+            return ()
         names = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
         entries = _entries(ids, *(arrays[n][0] if n in arrays else None for n in names))
         return (None, *entries[1:])

@@ -17,6 +17,7 @@ from launcher_scripts.server.ports import GATEWAY, reserved
 from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
 
 _POLL_SECONDS = 0.2
+_END_SECONDS = 5.0  # for the gateway to end when its requests have had their time
 
 
 def serve_gateway(settings: GatewayJobSettings) -> None:
@@ -50,7 +51,7 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
             print(f"stopping the gateway: {stop.name}", flush=True)
         finally:
             ready_files.remove()
-            process.stop(settings.stop_timeout)
+            process.stop(settings.stop_timeout + _END_SECONDS)
 
 
 def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProcess:

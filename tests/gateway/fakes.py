@@ -69,7 +69,8 @@ class FakeBackend:
         prompt = None
         if request.prompt_log_probs is not None:
             top = request.prompt_log_probs
-            prompt = (None, *(log_prob(each, top) for each in request.prompt_ids[1:]))
+            later = tuple(log_prob(each, top) for each in request.prompt_ids[1:])
+            prompt = (None, *later) if request.prompt_ids else ()
         if request.beam_width > 1:
             beams = tuple(tuple(ids[: len(ids) - beam]) for beam in range(request.beam_width))
             yield Increment(finished=True, beams=beams)

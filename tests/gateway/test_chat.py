@@ -162,6 +162,8 @@ def test_tools_are_the_templates() -> None:
         ({"functions": []}, "functions", "not supported"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "another name"),
         ({"echo": True}, "echo", "not supported"),
+        ({"max_tokens": ROOM}, "max_tokens", "positions"),
+        ({"messages": [{"role": "user", "content": "a" * ROOM}]}, "messages", "positions"),
     ],
 )
 def test_wrong_parameters_are_named(body: dict[str, Any], param: str, words: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from launcher_scripts.gateway.api_errors import bad_request
-from tests.gateway.fakes import END_ID, GPT2, FakeBackend, client_of, served
+from tests.gateway.fakes import END_ID, GPT2, SETTINGS, FakeBackend, client_of, served
 
 WORDS = " some words to say"
 IDS = GPT2.encode(WORDS)
@@ -191,6 +193,15 @@ def test_parts_of_characters_have_names() -> None:
     assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in ids]
 
 
+def test_an_empty_prompt_has_no_log_probabilities() -> None:
+    client = client_of(served(FakeBackend()))
+    for max_tokens in (0, 2):
+        asked = {"prompt": "", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+        (choice,) = ask(client, **asked)["choices"]
+        assert choice["text"] == GPT2.decode(IDS[:max_tokens])
+        assert len(choice["logprobs"]["tokens"]) == max_tokens
+
+
 def test_nothing_to_generate_is_echoed_without_an_engine() -> None:
     backend = FakeBackend()
     client = client_of(served(backend))
@@ -330,6 +341,17 @@ def test_an_encoder_decoder_reads_its_prompt() -> None:
     assert "empty" in refused(client, prompt="")["message"]
 
 
+def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
+    client = client_of(served(FakeBackend(), encodes=True, max_len=8))
+    assert ask(client, prompt=[5] * 8, max_tokens=8)["choices"]
+    for param, body in (
+        ("prompt", {"prompt": [5] * 9, "max_tokens": 1}),
+        ("max_tokens", {"prompt": [5] * 8, "max_tokens": 9}),
+    ):
+        error = refused(client, **body)
+        assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
@@ -371,6 +393,7 @@ def test_an_encoder_decoder_reads_its_prompt() -> None:
         ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "invalid_value"),
         ({"max_tokens": 64}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": [5] * 64, "max_tokens": 1}, "prompt", "context_length_exceeded"),
         ({"timeout": 0}, "timeout", "invalid_value"),
     ],
 )
@@ -414,6 +437,51 @@ def test_a_gateways_own_fault_is_no_traceback() -> None:
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
+
+
+@dataclass
+class CountingTokenizer:
+    """Knows in which threads it was asked."""
+
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread())
+        return GPT2.encode(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(GPT2, name)
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokenized() -> None:
+    tokenizer = CountingTokenizer()
+    client = client_of(served(FakeBackend(), tokenizer=tokenizer))
+    most = SETTINGS.max_running + SETTINGS.max_waiting
+    error = refused(client, prompt=["a"] * (most + 1))
+    assert (error["param"], error["code"]) == ("prompt", "invalid_value")
+    assert f"at most {most} answers; got {most + 1} prompts" in error["message"]
+    assert refused(client, prompt=["a"] * 13, n=128)["param"] == "prompt"
+    small = client_of(served(FakeBackend(), tokenizer=tokenizer), max_running=2, max_waiting=1)
+    assert refused(small, n=4)["param"] == "n"
+    assert tokenizer.threads == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "aside"),
+    [
+        ("Hello", False),
+        (["Hello"] * 2, False),
+        ("a" * 20_000, True),
+        (["Hello Hello"] * 1500, True),
+    ],
+)
+def test_much_text_is_tokenized_aside(prompt: Any, aside: bool) -> None:
+    """In a thread of its own, so that other answers go on."""
+    tokenizer = CountingTokenizer()
+    with client_of(served(FakeBackend(), tokenizer=tokenizer, max_len=None)) as client:
+        loop = client.portal.call(threading.current_thread)
+        ask(client, prompt=prompt, max_tokens=0)
+    assert {thread is not loop for thread in tokenizer.threads} == {aside}
 
 
 def test_a_long_text_is_a_prompt_like_others() -> None:

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.gateway.fakes import FakeBackend, client_of, served
+from tests.gateway.fuzzing import BODIES
 
-BODIES = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-}
 USUAL = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},

@@ -6,7 +6,13 @@ from typing import Any
 
 from prometheus_client import parser
 
-from launcher_scripts.contract.metric_names import GATEWAY_METRICS, HISTOGRAM
+from launcher_scripts.contract.metric_names import (
+    GATEWAY_GENERATION_TOKENS,
+    GATEWAY_METRICS,
+    HISTOGRAM,
+)
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.metrics import Metrics
 from tests.gateway.fakes import FakeBackend, client_of, served
 
 
@@ -62,6 +68,27 @@ def test_answers_are_counted_with_their_tokens() -> None:
         assert value(client, "launcher_gateway_generation_tokens_total", **of) == generated
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
             assert value(client, f"launcher_gateway_{name}_count", **of) == 3
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    """Once each, also where a row begins anew and has fewer for a while."""
+    metrics = Metrics()
+    record = Record("mine", "somebody", model="tiny")
+    metrics.begin(record)
+
+    def counted() -> float:
+        lines = metrics.response().body.decode().splitlines()
+        (line,) = (line for line in lines if line.startswith(f"{GATEWAY_GENERATION_TOKENS.name}{{"))
+        return float(line.rpartition(" ")[2])
+
+    for generated, expected in ((5, 5), (5, 5), (2, 5), (7, 7)):
+        record.generated_tokens = generated
+        assert counted() == expected
+    record.generated_tokens = 9
+    metrics.count("/v1/completions", record, 200)
+    assert counted() == 9
+    record.generated_tokens = 20
+    assert counted() == 9
 
 
 def test_refusals_are_counted_by_their_status() -> None:

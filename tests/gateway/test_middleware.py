@@ -224,6 +224,12 @@ def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFi
     assert counted in app.state.gateway.metrics.response().body.decode()
 
 
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    answer = client_of(served(FakeBackend())).put("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
 def test_a_path_with_a_slash_too_many_is_no_redirect() -> None:
     """Behind a proxy it would lead to another address, or to no TLS."""
     answer = client_of(served(FakeBackend())).post("/v1/completions/", json=BODY)
@@ -337,6 +343,31 @@ def test_a_gateway_drains() -> None:
         await drained
 
     asyncio.run(drain())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_has_had_its_time_is_told_so(streams: bool) -> None:
+    backend = FakeBackend(waits=True)
+    app = make_app([served(backend)], SETTINGS)
+
+    async def give_up() -> None:
+        life = app.state.gateway.life
+        running = Connection(app, {**BODY, "stream": streams})
+        await until(lambda: backend.running == 1)
+        if streams:
+            await running.begun.wait()
+        life.draining = True
+        life.give_up()
+        await running.task
+        said = running.content.decode()
+        if streams:
+            *_, said, done, _ = said.split("\n\n")
+            assert done == "data: [DONE]"
+        assert running.status == (200 if streams else 503)
+        assert json.loads(said.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert backend.running == app.state.gateway.admission.running == life.working == 0
+
+    asyncio.run(give_up())
 
 
 def test_ready_says_what_is_not() -> None:

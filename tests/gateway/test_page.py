@@ -142,7 +142,7 @@ def test_a_person_sees_models_and_servers(page: Browser) -> None:
         ["10.0.0.2:8001", "no new work", "0", "0", "not known", "tiny"],
     ]
     page.wait_for("!document.querySelector('#rows').hidden")
-    assert page.text("#rows") == "rows: 0 running, 0 waiting; 0.0 tokens/s answered"
+    assert page.text("#rows") == "rows: 0 running, 0 waiting; 0.0 tokens/s"
 
 
 @needs_browser

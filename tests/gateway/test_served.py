@@ -19,18 +19,16 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.security import ServerSecurity, ServerTls
 from launcher_scripts.contract.shared_stream import open_id
 from launcher_scripts.gateway.backend import RowRequest
 from launcher_scripts.gateway.triton_backend import TritonBackend, TritonServer
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
 from tests.processes import wait_for
-from tests.server.processes import CHECKOUT, RunningStep, running
-from tests.server.repositories import TOKENIZERS, export, text_config
+from tests.server.processes import CHECKOUT, RunningStep
+from tests.server.repositories import TOKENIZERS
 from tests.server.requests import Client, Stream, generated, ids_request, t5_request
 from tests.server.shared import cache_tokens_used
-from tests.server.test_protection import certificates
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -155,6 +153,21 @@ def test_log_probabilities_are_those_of_the_logits(
         assert choice.text[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("model", ["gpt", "plain"])
+def test_an_empty_prompt_is_echoed(client: Any, model: str) -> None:
+    for tokens in (0, 2):
+        answer = client.completions.create(
+            model=model,
+            prompt="",
+            max_tokens=tokens,
+            echo=True,
+            logprobs=1,
+            extra_body={"ignore_eos": True},
+        )
+        assert len(answer.choices[0].logprobs.tokens) == tokens
+        assert answer.usage.prompt_tokens == 0
+
+
 def test_a_chat_whole_and_streamed(client: Any) -> None:
     asked = {
         "model": "gpt",
@@ -271,8 +284,9 @@ def test_text_follows_what_it_has_to_be(client: Any) -> None:
     ):
         text += event.choices[0].delta.content or ""
     assert type(json.loads(text)["a"]) is bool
-    with pytest.raises(openai.BadRequestError, match="guided_grammar"):
+    with pytest.raises(openai.BadRequestError, match="guided_regex cannot be followed") as wrong:
         client.completions.create(**asked, prompt="a", extra_body={"guided_regex": "("})
+    assert wrong.value.param == "guided_regex"
 
 
 def test_errors_are_those_of_openais_client(
@@ -478,23 +492,3 @@ def test_rows_that_run_together_share_responses(shared_server: RunningStep) -> N
             alone = direct.infer("plain", **ids_request([[5 + number, 7]], 50))
             assert ids == generated(alone)
     assert 0 < counted < sum(map(len, answers)) / 2
-
-
-def test_everything_may_be_encrypted(tmp_path: Path) -> None:
-    """HTTPS before the gateway, and gRPC with TLS and certificates of both behind it."""
-    pem = certificates(tmp_path)
-    settings = export(tmp_path, text_config(), name="tiny", decoupled=True)
-    security = ServerSecurity(
-        grpc_tls=ServerTls(pem["server.pem"], pem["server.key"], pem["ca.pem"])
-    )
-    with running(tmp_path / "job", settings.model_repository, security=security) as step:
-        step.wait_until_ready()
-        arguments = ["--ready", str(step.settings.ready_file)]
-        arguments += ["--tls-certificate", pem["server.pem"], "--tls-key", pem["server.key"]]
-        arguments += ["--server-ca", pem["ca.pem"], "--server-certificate", pem["client.pem"]]
-        with gateway(tmp_path / "run", *arguments, "--server-key", pem["client.key"]) as started:
-            assert started.address.startswith("https://127.0.0.1:")
-            command = re.search("^try: (.*)$", started.out, re.MULTILINE)[1]
-            command = f"{command} -s --cacert {pem['ca.pem']}"
-            ran = subprocess.run(["bash", "-c", command], capture_output=True, check=True)
-            assert json.loads(ran.stdout)["usage"]["completion_tokens"] == 8

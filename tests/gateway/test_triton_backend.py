@@ -286,6 +286,37 @@ def test_the_servers_errors_have_their_status(
     assert isinstance(failed.value, ServerLost) == (expected == 503)
 
 
+@pytest.mark.parametrize(
+    ("said", "param", "code"),
+    [
+        ("- input_ids has ids outside of the vocabulary", "prompt", "invalid_value"),
+        ("- stop_words_list has ids outside of it", "stop_token_ids", "invalid_value"),
+        ("- logit_bias_values is out of range", "logit_bias", "invalid_value"),
+        ("guided_grammar cannot be followed: x", "guided_regex", "invalid_value"),
+        ("request_output_len 9 need 12 tokens", "max_tokens", "context_length_exceeded"),
+        ("max_output_len 9 need 12 tokens", "max_tokens", "context_length_exceeded"),
+        ("decoder_input_ids has ids outside of it", None, "invalid_value"),
+    ],
+)
+def test_what_the_model_refuses_is_named_as_the_client_calls_it(
+    said: str, param: str | None, code: str
+) -> None:
+    engine, _ = backend(InferenceServerException(f"INVALID_ARG: {said}"))
+    with pytest.raises(ApiError) as refused:
+        generate(engine, replace(ROW, grammar="{}", grammar_parameter="guided_regex"))
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
+    if param is not None:
+        assert param in refused.value.message
+
+
+def test_an_empty_prompt_has_no_log_probabilities() -> None:
+    answer = {**news((1, 0, 0, True, [2])), "prompt_log_probs": np.zeros((1, 1), np.float32)}
+    answer["prompt_ranks"] = np.zeros((1, 1), np.int32)
+    engine, _ = backend(answer)
+    (increment,) = generate(engine, replace(ROW, prompt_ids=(), prompt_log_probs=0))
+    assert increment.prompt_log_probs == ()
+
+
 def test_what_triton_itself_says_in_a_stream_is_that_it_takes_no_request() -> None:
     engine, _ = backend(InferenceServerException("Server is stopping: no new requests"))
     with pytest.raises(ServerLost, match="Server is stopping: no new requests"):

@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,19 @@ SENTENCE = "The quick brown fox jumps over the lazy dog."
 NEMO_GPT2_IDS = [439, 372, 423, 408, 394, 382, 401, 400, 384, 14]
 NEMO_SENTENCEPIECE_START = [132, 163, 37, 120, 24, 108, 44, 90, 132, 162, 83, 129]
 TEXTS = ["Hello world", " two  spaces", "line\nbreak\ttab", "é ß 漢字 🙂", "", "a,b;c"]
+
+
+@pytest.mark.parametrize("folder", ["gpt2bpe", "sentencepiece"])
+def test_other_threads_run_while_a_long_text_is_tokenized(folder: str) -> None:
+    """One that held Python's lock would let this thread run twice, before it and after it."""
+    tokenizer = load_tokenizer(DATA / folder)
+    thread = threading.Thread(target=tokenizer.encode, args=(f"{SENTENCE} " * 20_000,))
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20
 
 
 def test_gpt2_ids_are_nemos() -> None:
