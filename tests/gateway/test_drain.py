@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,7 @@ from tests.server.processes import RunningStep
 from tests.server.shared import cache_tokens_used
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+pytestmark = pytest.mark.usefixtures("tritonserver")
 
 
 def test_a_stream_that_is_too_long_ends_with_an_error(

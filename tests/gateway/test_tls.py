@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -17,10 +16,7 @@ from tests.server.repositories import export, text_config
 from tests.server.test_protection import certificates
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="the pip-installable tritonserver is not there",
-)
+@pytest.mark.usefixtures("tritonserver")
 def test_everything_may_be_encrypted(tmp_path: Path) -> None:
     """HTTPS before the gateway, and gRPC with TLS and certificates of both behind it."""
     pem = certificates(tmp_path)

@@ -20,11 +20,11 @@ from launcher_scripts.kernels.operands import Linear
 
 TILE = 8192  # numbers of A that a program takes at once
 MOST_INPUTS = 16384  # of a row of A that a program takes at once
-# Columns of B, of whichever rows, that are multiplied at once: they are looked up by the rows'
-# adapters, so that few are on their way at a time, and many at once take fewer waits.
-DEPTH = tl.constexpr(256)
-MOST_OWN = tl.constexpr(8192)  # of these, times the rows
-PREFETCHED = tl.constexpr(256)  # and that are prefetched
+# Columns of B that are multiplied at once, for each row of the batch. They are looked up by the rows'
+# adapters, so few loads are under way at a time: many columns at once take fewer waits.
+DEPTH = tl.constexpr(8)
+MOST_OWN = tl.constexpr(8192)  # columns times rows
+PREFETCHED = tl.constexpr(256)  # columns of B that are prefetched at once
 LINE = tl.constexpr(64)  # numbers of B that one prefetch brings: 128 bytes
 
 
@@ -219,7 +219,7 @@ def add_deltas(
         even: tl.constexpr = WIDTH % ROWS == 0 and LORA[2] % ROWS == 0 and LORA[3] % ROWS == 0
         outputs = (first + tl.arange(0, ROWS))[:, None]
         batch = tl.arange(0, BATCH)[None, :]
-        depth: tl.constexpr = min(DEPTH, MOST_OWN // BATCH)
+        depth: tl.constexpr = min(DEPTH * BATCH, MOST_OWN // BATCH)
         steps, begin, end = _steps_of(first, count, LORA, depth, ROWS)
         for step in tl.range(begin + split, end, SPLITS):
             block = step // steps
