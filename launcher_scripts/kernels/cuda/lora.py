@@ -20,8 +20,8 @@ from launcher_scripts.kernels.operands import Linear
 
 TILE = 8192  # numbers of A that a program takes at once
 MOST_INPUTS = 16384  # of a row of A that a program takes at once
-# Columns of B that are multiplied at once, for each row of the batch. They are looked up by the rows'
-# adapters, so few loads are under way at a time: many columns at once take fewer waits.
+# Columns of B that are multiplied at once, for each row of the batch. The rows' adapters say where
+# they are, so few loads are under way at a time: many columns at once take fewer waits.
 DEPTH = tl.constexpr(8)
 MOST_OWN = tl.constexpr(8192)  # columns times rows
 PREFETCHED = tl.constexpr(256)  # columns of B that are prefetched at once
