@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from benchmarks.exact_server import MODEL
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Driven
+from launcher_scripts.evaluation.load.driver import DriverResult
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.guidellm import run_guidellm
 from launcher_scripts.evaluation.load.paths import Target
@@ -80,7 +80,7 @@ def measured(target: Target, load: Load, requests: int) -> dict[str, LoadRun]:
     }
 
 
-def figures(load: Load, driven: Sequence[Driven]) -> LoadRun:
+def figures(load: Load, driven: Sequence[DriverResult]) -> LoadRun:
     run = run_figures("gateway", load, driven, None, LoadBounds())
     if run.failed or run.generated_tokens != OUTPUT * run.requests:
         raise RuntimeError(f"a run is not whole: {replace(run, timeline=())}")

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Answer, Driven
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult
 from launcher_scripts.evaluation.load.figures import percentiles, run_figures
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
@@ -49,7 +49,7 @@ def measured(target: Target, vocab_size: int, clients: int) -> dict:
     return figures(load, run_plan(target, plan, PROCESSES))
 
 
-def all_answered(driven: Sequence[Driven]) -> list[Answer]:
+def all_answered(driven: Sequence[DriverResult]) -> list[Answer]:
     """The answers of all clients. Raises RuntimeError when a request failed."""
     answers = [answer for each in driven for answer in each.answers]
     failed = [answer.error for answer in answers if answer.error is not None]
@@ -58,7 +58,7 @@ def all_answered(driven: Sequence[Driven]) -> list[Answer]:
     return answers
 
 
-def figures(load: Load, driven: Sequence[Driven]) -> dict:
+def figures(load: Load, driven: Sequence[DriverResult]) -> dict:
     """Of requests asked in the time that counts; tokens per second of all that came in it."""
     answers = all_answered(driven)
     run = run_figures("", load, driven, SECONDS, LoadBounds())

@@ -30,7 +30,7 @@ from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.contract.metric_names import PREFIX_HITS, PREFIX_QUERIES
-from launcher_scripts.evaluation.load.driver import Driven
+from launcher_scripts.evaluation.load.driver import DriverResult
 from launcher_scripts.evaluation.load.figures import first_token, percentiles
 from launcher_scripts.evaluation.load.paths import Target
 from launcher_scripts.evaluation.load.plan import LoadRequest, Plan
@@ -122,7 +122,7 @@ def asked_by(clients: int, asked: tuple[LoadRequest, ...]) -> Plan:
 
 def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: dict) -> dict:
     """Raises RuntimeError when a request failed."""
-    driven: list[Driven] = []
+    driven: list[DriverResult] = []
     for plan in plans:
         driven += run_plan(target, plan, PROCESSES)
     times = percentiles([first_token(answer) for answer in all_answered(driven)])

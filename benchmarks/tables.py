@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.shapes import USE_CASES, Case
+from launcher_scripts.common.quantization import QUANTIZATIONS
 
 PEERS = {
     "torch_graph": "torch in a CUDA graph",
@@ -136,21 +137,28 @@ def _title(case: tuple[int, int, int]) -> str:
     return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
 
 
-def int8_table(report: dict) -> list[str]:
-    """Steps with int8 weights beside those of the same model with whole ones."""
-    sizes = {name: f"{size / 1e9:.2f} GB" for name, size in report["weight_bytes"].items()}
+def quantized_table(report: dict) -> list[str]:
+    """Steps with weights in bytes beside those of the same model with whole ones."""
+    sizes = report["weight_bytes"]
     lines = []
     for run in report["runs"]:
         found = {(row["model"], _case(row)): row for row in run["rows"]}
         for (model, case), whole in found.items():
-            small = found.get((f"{model}-int8", case))
-            if small is None:
-                continue
-            times = [f"{row['ms']:.3f} ({row['share_of_floor']:.0%})" for row in (whole, small)]
-            name = f"{model_name(model)}, {_title(case)}"
-            memory = f"{sizes[model]}, {sizes[small['model']]}"
-            lines.append([name, memory, *times, f"{whole['ms'] / small['ms']:.2f}x"])
-    return table(["model", "weights, bf16 and int8", "bf16, ms", "int8, ms", "faster"], lines)
+            small = [found.get((f"{model}-{kind}", case)) for kind in QUANTIZATIONS]
+            if any(small):
+                memory = f"{sizes[model] / 1e9:.1f}, {sizes[f'{model}-int8'] / 1e9:.1f}"
+                name = f"{model_name(model)}, {_title(case)}"
+                cells = (_quantized_cell(row, whole["ms"]) for row in (whole, *small))
+                lines.append([name, memory, *cells])
+    kinds = (f"{kind}, ms" for kind in ("bf16", *QUANTIZATIONS))
+    return table(["model", "weights, GB, bf16 and in bytes", *kinds], lines)
+
+
+def _quantized_cell(row: dict | None, whole_ms: float) -> str:
+    if row is None:
+        return "-"
+    faster = "" if row["ms"] == whole_ms else f", {whole_ms / row['ms']:.2f}x"
+    return f"{row['ms']:.3f} ({row['share_of_floor']:.0%}{faster})"
 
 
 def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:

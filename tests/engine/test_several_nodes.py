@@ -40,6 +40,7 @@ from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import RankSetup
 from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
+from tests.processes import wait_for
 
 HOST = """
 import os, sys
@@ -159,7 +160,7 @@ def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
     with pytest.raises(ServerError) as raised:
         futures[-1].result(120)
     reason = str(raised.value)
-    assert told == [reason]
+    wait_for(lambda: told == [reason])
     if who == "rank":
         assert f"rank 1 on node 1 ({engine.ranks[1].host}, pid {rank})" in reason
         assert ("SIGKILL" if number == signal.SIGKILL else "SIGSTOP") in reason

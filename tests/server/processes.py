@@ -68,6 +68,16 @@ class StepProcess:
         mark = self._mark.encode()
         return [(pid, command_line(pid)) for pid, _ in processes() if mark in variables(pid)]
 
+    def suspend(self) -> set[int]:
+        """Suspend all of these processes, also those that are started meanwhile."""
+        suspended: set[int] = set()
+        while started := {pid for pid, _ in self.survivors()} - suspended:
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            suspended |= started
+        return suspended
+
     def close(self) -> None:
         """Leave nothing running, whatever the test found."""
         for pid, _ in self.survivors():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -244,11 +243,10 @@ def test_what_a_killed_server_leaves_is_removed_and_nothing_of_a_living_one(
         (lock,) = locks(killed)
         folder = Path(tempfile.gettempdir(), lock.stem)
         with lock.open() as memory_held, (folder / ".lock").open() as folder_held:
-            left = killed.survivors()
             # Suspended first: who sees another one's death would tidy up.
-            for number, (pid, _) in itertools.product((signal.SIGSTOP, signal.SIGKILL), left):
+            for pid in killed.suspend():
                 with contextlib.suppress(ProcessLookupError):  # some end by themselves
-                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGKILL)
             for held in (memory_held, folder_held):  # which waits for the last process
                 fcntl.flock(held, fcntl.LOCK_EX)
             if lock.exists():  # a server of another test may have been quicker to remove it all
