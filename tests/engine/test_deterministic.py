@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
@@ -23,7 +24,7 @@ from tests.engine.small_models import (
     random_tensors,
     small_config,
 )
-from tests.engine.small_t5 import GATED, NEMO, t5_config, t5_tensors
+from tests.engine.small_t5 import GATED, NEMO, SOURCE, as_encoder, t5_config, t5_tensors
 
 ROPE = {
     "position_embedding": "rope",
@@ -138,6 +139,17 @@ def test_ranks(tmp_path: Path, model: str, division: tuple[int, int]) -> None:
         tmp_path, config, tensors(config), *division, max_batch_size=12, deterministic=True
     )
     check_company(engine, model, seed=1)
+    engine.close()
+
+
+def test_an_encoder_alone() -> None:
+    config = as_encoder(MODELS["t5"][0])
+    engine = engine_for(config, t5_tensors(config), graphs=EagerGraphs(), deterministic=True)
+    sources = [SOURCE[:length] for length in (3, 12, 5)]
+    asked = [GenerateRequest(each, output_len=0, return_hidden_state=True) for each in sources]
+    alone = [engine.submit(request).result(60).hidden_state for request in asked]
+    together = [future.result(60).hidden_state for future in map(engine.submit, asked)]
+    assert all(map(torch.equal, alone, together))
     engine.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from concurrent.futures import wait
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Plan
-from tests.engine.small_models import engine_for, generate, load_engine, runner_for
+from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.runner.graphs import GraphCache
+from tests.engine.small_models import ALONE, engine_for, generate, load_engine, runner_for
 from tests.engine.small_t5 import (
     VARIANTS,
     as_encoder,
@@ -170,21 +174,37 @@ def test_states_of_the_encoder_equal_the_cpu():
     assert (got.attentions - reference.attentions).abs().max() <= 1e-3
 
 
+class WatchedGraphs(GraphCache):
+    """Graphs that keep the keys of what was run."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(progress)
+        self.keys: list[Hashable] = []
+
+    def run(
+        self, key: Hashable, slots: torch.Tensor, function: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        self.keys.append(key)
+        return super().run(key, slots, function)
+
+
 @torch.inference_mode()
 def test_single_inputs_find_their_passes_recorded():
-    config = wider()
-    _, runner = runner_for(config, calm_tensors(config), device="cuda", max_tokens=2000)
+    config, graphs = wider(), WatchedGraphs(ALONE.progress)
+    _, runner = runner_for(
+        config, calm_tensors(config), device="cuda", max_tokens=2000, graphs=graphs
+    )
     step, scratch = runner.decoder.encode_step, runner.decoder.cache.scratch
     shapes = tuple(shape for shape in runner.shapes_to_record() if shape.prompt)
     runner.execute(Plan(record=shapes))
-    recorded = set(runner._graphs._recorded)
+    recorded = set(graphs.keys)
     assert len(recorded) == len(shapes) > 8
     for source in SOURCES:
         plain = step.run([(source, 5)], scratch, runner.device, None)
         keys = runner.decoder.cache.layers[0].keys.clone()
-        got = step.run([(source, 5)], scratch, runner.device, runner._graphs)
+        got = step.run([(source, 5)], scratch, runner.device, graphs)
         assert (got - plain).abs().max() <= 1e-4
         again = runner.decoder.cache.layers[0].keys
         assert (again - keys)[:, 5 : 5 + len(source)].abs().max() <= 1e-4
-    assert set(runner._graphs._recorded) == recorded
+    assert set(graphs.keys) == recorded
     runner.close()

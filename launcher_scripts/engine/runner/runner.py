@@ -177,14 +177,12 @@ class Runner:
         return [replace(shape, lora=lora) for shape in shapes for lora in both]
 
     def _steps_to_record(self) -> list[StepShape]:
-        if not self._deterministic:
+        if not self._deterministic or not self._longest.own:
             return step_shapes(self._longest, self._slots)
         bounds = self._bucketed(Bounds())
-        choices = (Choice.SAMPLED, Choice.PROCESSED, Choice.EAGER)
         return [
             StepShape(self._slots, bounds.own, bounds.source, choice, lora=bounds.lora)
-            for choice in choices
-            if bounds.own
+            for choice in (Choice.SAMPLED, Choice.PROCESSED, Choice.EAGER)
         ]
 
     def _bucketed(self, bounds: Bounds) -> Bounds:
