@@ -148,17 +148,18 @@ def quantized_table(report: dict) -> list[str]:
             if any(small):
                 memory = f"{sizes[model] / 1e9:.1f}, {sizes[f'{model}-int8'] / 1e9:.1f}"
                 name = f"{model_name(model)}, {_title(case)}"
-                cells = (_quantized_cell(row, whole["ms"]) for row in (whole, *small))
-                lines.append([name, memory, *cells])
+                cells = (_quantized_cell(row, whole) for row in small)
+                own = f"{whole['ms']:.3f} ({whole['share_of_floor']:.0%})"
+                lines.append([name, memory, own, *cells])
     kinds = (f"{kind}, ms" for kind in ("bf16", *QUANTIZATIONS))
     return table(["model", "weights, GB, bf16 and in bytes", *kinds], lines)
 
 
-def _quantized_cell(row: dict | None, whole_ms: float) -> str:
+def _quantized_cell(row: dict | None, whole: dict) -> str:
     if row is None:
         return "-"
-    faster = "" if row["ms"] == whole_ms else f", {whole_ms / row['ms']:.2f}x"
-    return f"{row['ms']:.3f} ({row['share_of_floor']:.0%}{faster})"
+    faster = whole["ms"] / row["ms"]
+    return f"{row['ms']:.3f} ({row['share_of_floor']:.0%}, {faster:.2f}x)"
 
 
 def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:

@@ -91,3 +91,12 @@ def test_streaming_clients_stand_beside_those_that_wait() -> None:
         "| 1.3B | 32 | 20.6 / 35.0 | 16.9 / 28.1 | 7.7 | 14,407 | 14,285 (1.01x) | 1379 -> 1418 "
         "| 99 |"
     )
+
+
+def test_weights_in_bytes_stand_beside_whole_ones() -> None:
+    case = {"rows": 1, "context": 80, "share_of_floor": 0.9}
+    rows = [{**case, "model": "5b", "ms": 3.0}, {**case, "model": "5b-fp8", "ms": 2.0}]
+    sizes = {"5b": 10.1e9, "5b-int8": 5.27e9}
+    report = {"weight_bytes": sizes, "runs": [{"rows": rows}]}
+    line = tables.quantized_table(report)[-1]
+    assert line == "| 5B, batch 1, context 80 | 10.1, 5.3 | 3.000 (90%) | - | 2.000 (90%, 1.50x) |"

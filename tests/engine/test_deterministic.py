@@ -25,16 +25,8 @@ from tests.engine.small_models import (
     small_config,
 )
 from tests.engine.small_t5 import GATED, NEMO, SOURCE, as_encoder, t5_config, t5_tensors
+from tests.engine.test_lora import GATED as ROPE
 
-ROPE = {
-    "position_embedding": "rope",
-    "normalization": "rmsnorm",
-    "num_kv_heads": 2,
-    "gated": True,
-    "activation": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 KNOWN = tuple(LORA_TARGETS)
 LORA = Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=KNOWN)
 MODELS = {

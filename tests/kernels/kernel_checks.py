@@ -530,12 +530,7 @@ def test_attend_own(rows, dtype, kept, longest, rotary_size):
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.arange(400, device=DEVICE), frequencies)
     mine, theirs = hidden_pair(rows, linear)
-    caches = [poisoned_cache(heads, 400, kept) for _ in range(2)]
-    for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
-        filled = [random(2, length, 12, dtype=kept) for _ in range(2)]
-        for cache in caches:
-            for part, values in zip(parts(cache), filled, strict=True):
-                part[:, start : start + length] = values
+    caches = equal_caches(heads, 400, starts, positions, kept)
     more = (heads, rotary, step)
     got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], longest, None)
     want = reference.attend_own(theirs, linear, *more, caches[1], longest, None)
@@ -652,3 +647,17 @@ def poisoned_cache(heads: Heads, tokens: int, dtype: torch.dtype) -> LayerCache:
 
 def parts(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
     return cache.keys, cache.values
+
+
+def equal_caches(
+    heads: Heads, tokens: int, starts: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
+) -> list[LayerCache]:
+    """Two caches with the same random keys and values of the rows, [B] each; the rest poisoned."""
+    caches = [poisoned_cache(heads, tokens, dtype) for _ in range(2)]
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        shape = (heads.num_kv_heads, length, heads.head_size)
+        filled = [random(*shape, dtype=dtype) for _ in range(2)]
+        for cache in caches:
+            for part, values in zip(parts(cache), filled, strict=True):
+                part[:, start : start + length] = values
+    return caches

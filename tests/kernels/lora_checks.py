@@ -21,12 +21,11 @@ from tests.kernels.kernel_checks import (
     assert_alike,
     assert_close,
     assert_for_norm,
+    equal_caches,
     fused,
     hidden_pair,
     make_norm,
     make_peer_buffers,
-    parts,
-    poisoned_cache,
     pytestmark,  # noqa: F401 - pytest reads it
     random,
 )
@@ -260,12 +259,7 @@ def test_attend_own(dtype, kind, adapters, splits, monkeypatch):
     step = StepRows(starts, positions, positions + 1)
     frequencies = 10.0 ** -torch.arange(4, device=DEVICE).float()
     rotary = reference.rotary_table(torch.arange(20, device=DEVICE), frequencies)
-    caches = [poisoned_cache(heads, 20, dtype) for _ in range(2)]
-    for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
-        filled = [random(2, length, 12, dtype=dtype) for _ in range(2)]
-        for cache in caches:
-            for part, values in zip(parts(cache), filled, strict=True):
-                part[:, start : start + length] = values
+    caches = equal_caches(heads, 20, starts, positions, dtype)
     mine, theirs = hidden_pair(count, linear)
     more = (heads, rotary, step)
     got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, None)

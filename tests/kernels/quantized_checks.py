@@ -29,10 +29,9 @@ from tests.kernels.kernel_checks import (  # noqa: E402
     INTERPRETED,
     SIZES,
     assert_close,
+    equal_caches,
     hidden_pair,
     make_norm,
-    parts,
-    poisoned_cache,
     random,
 )
 
@@ -160,12 +159,7 @@ def test_attend_own(quantization, rows, dtype, rotary_size):
     if rotary_size:
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.arange(20, device=DEVICE), frequencies)
-    caches = [poisoned_cache(heads, 20, dtype) for _ in range(2)]
-    for start, length in zip(starts.tolist(), positions.tolist(), strict=True):
-        filled = [random(2, length, 12, dtype=dtype) for _ in range(2)]
-        for cache in caches:
-            for part, values in zip(parts(cache), filled, strict=True):
-                part[:, start : start + length] = values
+    caches = equal_caches(heads, 20, starts, positions, dtype)
     mine, theirs = hidden_pair(rows, linear)
     more = (heads, rotary, step)
     got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, None)
