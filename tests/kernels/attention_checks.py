@@ -54,11 +54,18 @@ def test_grouped_counts_of_arrivals_are_left_at_zero():
     [
         (1024, 128, Heads(16, 16, 128), torch.bfloat16, 16, 1),
         (1024, 64, Heads(16, 16, 128), torch.float16, 16, 1),
-        (1024, 32, Heads(16, 4, 128), torch.float16, 16, 8),
-        (1024, 128, Heads(64, 2, 128), torch.bfloat16, 32, 4),
+        (1024, 32, Heads(16, 4, 128), torch.float16, 16, 2),
+        (1024, 128, Heads(64, 2, 128), torch.bfloat16, 32, 1),
+        (1024, 8, Heads(32, 8, 128), torch.bfloat16, 16, 4),
+        (1024, 4, Heads(32, 8, 128), torch.bfloat16, 0, 16),
+        (1024, 16, Heads(32, 1, 128), torch.bfloat16, 32, 16),
         (1024, 128, Heads(16, 16, 128), torch.float32, 0, 8),
+        (1024, 16, Heads(16, 16, 128), torch.bfloat16, 16, 2),
         (1024, 8, Heads(16, 16, 128), torch.bfloat16, 0, 16),
         (256, 128, Heads(16, 16, 128), torch.bfloat16, 0, 1),
+        (256, 32, Heads(16, 16, 128), torch.bfloat16, 16, 1),
+        (256, 16, Heads(32, 8, 128), torch.bfloat16, 16, 1),
+        (256, 8, Heads(32, 8, 128), torch.bfloat16, 0, 1),
     ],
 )
 def test_products_are_for_many_rows_of_half_precision(longest, rows, heads, dtype, members, splits):

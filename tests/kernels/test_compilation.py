@@ -304,9 +304,10 @@ def test_attention(dtype, kept, splits, relative):
     pointers["arrivals"] = "i32"
     assert compile_kernel(decode_attention.attend, pointers, numbers, constants, num_warps=1)
     if dtype != "fp32":  # which gets no matrix products
-        constants |= {"TILE": 64, "MEMBERS": 16, "PRECISION": "tf32"}
+        constants |= {"TILE": 64, "MEMBERS": 16, "PRECISION": "tf32", "PREFETCH": 64}
         kernel = grouped_attention.attend_grouped
-        assert compile_kernel(kernel, pointers, numbers, constants)
+        ptx = compile_kernel(kernel, pointers, numbers, constants)
+        assert "prefetch.global.L2" in ptx.rpartition("griddepcontrol.wait")[0]
 
 
 @pytest.mark.parametrize(("relative", "size"), [(False, 48), (True, 256)])

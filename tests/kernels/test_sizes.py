@@ -18,7 +18,9 @@ from launcher_scripts.engine.core.plan import Choice, Plan, StepShape
 from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels.cuda.decode_attention import decode_attention
 from launcher_scripts.kernels.cuda.tiles import DotTile
+from launcher_scripts.kernels.operands import LayerCache
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.kernels.hopper import Hopper, hopper
 
@@ -67,6 +69,26 @@ def test_lora_of_a_model_in_its_real_size(hopper: Hopper, rows: int, rank: int) 
     runner.execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY, lora=True),)))
     products = {"gemv", "gemv_heads"} if rows == 1 else {"dot_rows"}
     assert {*hopper.loaded} == {"shrink"} | products
+
+
+@pytest.mark.parametrize("longest", [256, 1024])
+@pytest.mark.parametrize(
+    ("rows", "num_heads", "num_kv_heads", "head_size"),
+    [(16, 32, 32, 64), (32, 32, 8, 128), (64, 96, 8, 192), (64, 32, 8, 256), (128, 64, 1, 512)],
+)
+def test_attention_of_many_rows(
+    hopper: Hopper, rows: int, num_heads: int, num_kv_heads: int, head_size: int, longest: int
+) -> None:
+    """Many tiles are under way at once, which have to find room whatever the size of a head."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    cache = LayerCache(*(tensor(num_kv_heads, 4096, head_size) for _ in range(2)))
+    places = tensor(rows, dtype=torch.int64)
+    query = tensor(rows, num_heads, head_size)
+    decode_attention(query, cache, places, places, longest, None, fresh=True)
+    assert hopper.loaded == ["attend_grouped"]
 
 
 @pytest.mark.slow

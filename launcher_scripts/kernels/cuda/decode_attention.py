@@ -37,12 +37,22 @@ FEWER_HEADS = 48
 FEW_HEADS = 128  # about one program per multiprocessor
 MANY_HEADS = 512
 MOST_HEADS = 1024
+# Key/value heads of all rows together, where products of matrices read them.
+FEWEST_PAIRS = 64
+FEWEST_SHORT_PAIRS = 128
+FEWEST_LONE_PAIRS = 256
+MANY_PAIRS = 512
+MOST_PAIRS = 1024
+MOST_SPLITS = 16
+LARGE_TILE, SMALL_TILE = 64, 32  # tokens
+TILE_SIZE = 8192  # numbers of a tile of keys
 
 
 class AttentionShape(NamedTuple):
     """splits: programs per row and head;  tile: tokens looked at together;  warps, stages of each
 
     members: query heads of a program that multiplies matrices, padded; 0: a head per program
+    prefetch: tokens that such a program prefetches before gdc_wait
     """
 
     splits: int
@@ -50,6 +60,7 @@ class AttentionShape(NamedTuple):
     warps: int
     stages: int = 3
     members: int = 0
+    prefetch: int = 0
 
 
 def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -> AttentionShape:
@@ -60,15 +71,39 @@ def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -
     number of small programs for any number of heads: they hide each other's latency. With many
     heads memory bandwidth is the bound, and matrix products (tl.dot) come nearest to it.
     """
-    queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
-    if longest > SHORT_CONTEXT:
-        if queries >= (MANY_HEADS if heads.group > 1 else MOST_HEADS) and dtype != torch.float32:
-            members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
-            return AttentionShape(max(1, min(16, 1024 // pairs)), 64, 4, members=members)
+    queries, short = rows * heads.num_heads, longest <= SHORT_CONTEXT
+    if dtype != torch.float32 and _multiplies(rows, heads, short):
+        return _with_products(rows, heads, short)
+    if not short:
         return AttentionShape(_splits(longest, queries), 16, 1)
     if queries <= FEW_HEADS:
         return AttentionShape(1, 128, 8)
-    return AttentionShape(1, 32, 2) if queries < MANY_HEADS else AttentionShape(1, 16, 1)
+    return AttentionShape(1, 32, 2 if queries < MOST_HEADS else 1)
+
+
+def _multiplies(rows: int, heads: Heads, short: bool) -> bool:
+    """Whether matrix products pay: sooner with keys that several query heads share."""
+    queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
+    if heads.group == 1:
+        return MANY_PAIRS <= pairs < MOST_PAIRS if short else pairs >= FEWEST_LONE_PAIRS
+    if short:
+        return pairs >= FEWEST_SHORT_PAIRS
+    return pairs >= FEWEST_PAIRS or queries >= MANY_HEADS
+
+
+def _with_products(rows: int, heads: Heads, short: bool) -> AttentionShape:
+    """Few programs with many loads under way each; those that all find a place at once begin to
+    read before the kernel ahead has ended."""
+    pairs = rows * heads.num_kv_heads
+    members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
+    tile = SMALL_TILE if heads.group == 1 or pairs >= MANY_PAIRS else LARGE_TILE
+    programs = MANY_PAIRS * SMALL_TILE // tile
+    splits = 1 if short else max(1, min(MOST_SPLITS, programs // pairs))
+    widest = max(SMALLEST_SIDE, TILE_SIZE // triton.next_power_of_2(heads.head_size))
+    tile = min(widest, tile)
+    warps = 2 if members == SMALLEST_SIDE else 4
+    prefetch = tile if pairs <= MOST_PAIRS else 0
+    return AttentionShape(splits, tile, warps, 4, members, prefetch)
 
 
 def _splits(longest: int, queries: int) -> int:
@@ -313,7 +348,11 @@ def _attention_kernel(
     """The kernel, its programs per row and part, and what it takes beside what all take."""
     if not shape.members:
         return attend, heads.num_heads, {}
-    more: dict[str, object] = {"MEMBERS": shape.members, "PRECISION": "ieee" if exact else "tf32"}
+    more: dict[str, object] = {
+        "MEMBERS": shape.members,
+        "PRECISION": "ieee" if exact else "tf32",
+        "PREFETCH": shape.prefetch,
+    }
     return attend_grouped, heads.num_kv_heads, more
 
 

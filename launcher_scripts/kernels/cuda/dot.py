@@ -22,6 +22,7 @@ from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.hi_lo import dot_hi_lo, load_piece, split_hi_lo, splits
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
 from launcher_scripts.kernels.cuda.norm import add_parts
+from launcher_scripts.kernels.cuda.prefetch import BYTES, prefetch
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
@@ -30,21 +31,13 @@ SMALLEST_BATCH = 16  # the narrow side of a matrix product
 
 
 @triton.jit
-def _prefetch(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.constexpr):
-    """Prefetch the first PREFETCH pieces of a weight's rows into L2: one address of every 128
-    bytes."""
-    line: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth
+def _prefetch_pieces(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.constexpr):
+    """Prefetch the first PREFETCH pieces of a weight's rows."""
+    line: tl.constexpr = BYTES * 8 // starts.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, BLOCK // line) * line
     for piece in tl.static_range(PREFETCH):
         columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [starts + columns[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch(starts + columns[None, :])
 
 
 @triton.jit
@@ -144,7 +137,7 @@ def dot_rows(
         starts = tl.where(lines < own, starts, gate_weight + place)
     if USE_PDL:
         gdc_launch_dependents()
-        _prefetch(starts, first, last, PREFETCH, BLOCK)
+        _prefetch_pieces(starts, first, last, PREFETCH, BLOCK)
         prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, own)
         gdc_wait()
     even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0

@@ -20,6 +20,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
 )
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.cuda.norm import store_expected
+from launcher_scripts.kernels.cuda.prefetch import prefetch_run
 
 
 @triton.jit
@@ -143,6 +144,7 @@ def attend_grouped(
     TILE: tl.constexpr,
     MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """One program: one row, GROUP query heads (padded to MEMBERS), one of SPLITS parts.
@@ -167,6 +169,10 @@ def attend_grouped(
     slope = tl.load(slopes + heads) if ALIBI else 0.0
     own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
     if USE_PDL:
+        if PREFETCH > 0:
+            begin, count = pool + first * SIZE, (last - first) * SIZE
+            prefetch_run(keys + begin, count, PREFETCH * BLOCK)
+            prefetch_run(values + begin, count, PREFETCH * BLOCK)
         gdc_wait()
     beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
     asked = query + (row * (HEADS + beside)) * SIZE

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_code, norm_terms, parts_of
+from launcher_scripts.kernels.cuda.prefetch import prefetch_if
 from launcher_scripts.kernels.operands import Linear
 
 TILE = 8192  # numbers of A that a program takes at once
@@ -175,21 +176,9 @@ def prefetch_up(
             _, adapter, rank = _columns_of(step, steps, adapters, count, RANK, PREFETCHED)
             columns = up + (adapter * RANK + rank) * WIDTH + first
             for line in tl.static_range(0, ROWS, LINE):
-                _prefetch_if(columns + tl.minimum(line, OUT - 1 - first), adapter >= 0)
+                prefetch_if(columns + tl.minimum(line, OUT - 1 - first), adapter >= 0)
                 if GATED:
-                    _prefetch_if(columns + OUT + tl.minimum(line, OUT - 1 - first), adapter >= 0)
-
-
-@triton.jit
-def _prefetch_if(addresses, wanted):
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+                    prefetch_if(columns + OUT + tl.minimum(line, OUT - 1 - first), adapter >= 0)
 
 
 @triton.jit
