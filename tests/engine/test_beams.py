@@ -6,8 +6,9 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -200,18 +201,15 @@ def test_nothing_asked_for_needs_no_search(engine):
 
 def test_a_search_waits_for_all_of_its_places(engine):
     """One slot is taken, so a search of all eight waits, and so does what came after it."""
-    order: list[str] = []
+    order: SimpleQueue[str] = SimpleQueue()
 
-    def submit(name: str, row: GenerateRequest) -> Future[GenerateOutput]:
-        future = engine.submit(row)
-        future.add_done_callback(lambda _: order.append(name))
-        return future
+    def submit(name: str, row: GenerateRequest) -> None:
+        engine.submit(row).add_done_callback(lambda _: order.put(name))
 
-    futures = [submit("first", GenerateRequest(PROMPT, 40, end_id=1000))]
-    futures += [submit("search", request(PROMPT, 2, 8)), submit("last", GenerateRequest(PROMPT, 1))]
-    for future in futures:
-        future.result(60)
-    assert order == ["first", "search", "last"]
+    submit("first", GenerateRequest(PROMPT, 40, end_id=1000))
+    submit("search", request(PROMPT, 2, 8))
+    submit("last", GenerateRequest(PROMPT, 1))
+    assert [order.get(timeout=60) for _ in range(3)] == ["first", "search", "last"]
 
 
 def test_a_cancelled_search_gives_back_all_of_its_places():

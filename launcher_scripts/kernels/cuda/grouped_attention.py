@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
 )
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.cuda.norm import store_expected
-from launcher_scripts.kernels.cuda.prefetch import prefetch_run
+from launcher_scripts.kernels.cuda.prefetch import prefetch_both
 
 
 @triton.jit
@@ -169,19 +169,14 @@ def attend_grouped(
     slope = tl.load(slopes + heads) if ALIBI else 0.0
     own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
     if USE_PDL:
-        if PREFETCH > 0:
-            begin, count = pool + first * SIZE, (last - first) * SIZE
-            prefetch_run(keys + begin, count, PREFETCH * BLOCK)
-            prefetch_run(values + begin, count, PREFETCH * BLOCK)
+        prefetch_both(keys, values, pool + first * SIZE, (last - first) * SIZE, PREFETCH * BLOCK)
         gdc_wait()
     beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
     asked = query + (row * (HEADS + beside)) * SIZE
     stride = tl.num_programs(0) * (HEADS + beside) * SIZE
     held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
-    first_features = asked + heads[:, None] * SIZE
-    exact = apply_rotary_heads(
-        first_features, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK
-    )
+    source = asked + heads[:, None] * SIZE
+    exact = apply_rotary_heads(source, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK)
     rounded = for_products(exact, keys.dtype.element_ty, out.dtype.element_ty)
     total = tl.zeros([MEMBERS], tl.float32)
     m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)

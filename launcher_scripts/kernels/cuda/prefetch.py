@@ -35,8 +35,11 @@ def prefetch_if(addresses, wanted):
 
 
 @triton.jit
-def prefetch_run(start, count, MOST: tl.constexpr):
-    """Prefetch the first `count` numbers from `start` on, MOST (a power of two) at most."""
-    line: tl.constexpr = BYTES * 8 // start.dtype.element_ty.primitive_bitwidth
-    places = tl.arange(0, MOST // line) * line
-    prefetch(start + tl.minimum(places, tl.maximum(count - 1, 0)))
+def prefetch_both(first, second, begin, count, MOST: tl.constexpr):
+    """Prefetch `count` numbers of both from `begin` on, MOST (a power of two, or 0) at most."""
+    if MOST > 0:
+        line: tl.constexpr = BYTES * 8 // first.dtype.element_ty.primitive_bitwidth
+        lines = tl.arange(0, MOST // line) * line
+        places = begin + tl.minimum(lines, tl.maximum(count - 1, 0))
+        prefetch(first + places)
+        prefetch(second + places)
