@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -55,6 +56,12 @@ Build = Callable[["Engine"], Runner]
 __all__ = ["Engine", "EngineSettings"]
 
 
+class _Submitting(threading.local):
+    """The rows that a thread submits together; None: each by itself."""
+
+    rows: list[Row] | None = None
+
+
 class Engine:
     """Rank 0 of a model in service; it starts the other ranks and tells them what to do.
 
@@ -68,7 +75,8 @@ class Engine:
         self.settings = settings
         self.statistics = Statistics()
         self._build = build
-        self._inbox: SimpleQueue[Row | Session | None] = SimpleQueue()
+        self._inbox: SimpleQueue[list[Row] | Session | None] = SimpleQueue()
+        self._submitting = _Submitting()
         self._pending = Pending()
         self._lock = threading.Lock()
         self._error: ServerError | None = None
@@ -193,10 +201,26 @@ class Engine:
                 if session is not None:
                     session.begin_turn(request)
                 self._pending.add(future)
-                self._inbox.put(row)
+                if self._submitting.rows is None:
+                    self._inbox.put([row])
+                else:
+                    self._submitting.rows.append(row)
                 return future
         future.set_exception(self._error or ServerError("the engine is closed"))
         return future
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Have the rows that this thread submits meanwhile begin at the same time, not the first of
+        them alone and the others beside it, in the smaller steps of prompts beside decoding.
+        """
+        rows: list[Row] = []
+        self._submitting.rows = rows
+        try:
+            yield
+        finally:
+            self._submitting.rows = None
+            self._inbox.put(rows)
 
     def close_session(self, session: Session) -> None:
         """Free what the session holds, as soon as a request of it that runs has ended."""
@@ -315,15 +339,16 @@ class Engine:
         """
         while True:
             try:
-                row = self._inbox.get(block=seconds != 0.0, timeout=seconds)
+                received = self._inbox.get(block=seconds != 0.0, timeout=seconds)
             except Empty:
                 return True
-            if row is None:
+            if received is None:
                 return False
-            if isinstance(row, Session):
-                scheduler.close_session(row)
+            if isinstance(received, Session):
+                scheduler.close_session(received)
             else:
-                scheduler.add(row)
+                for row in received:
+                    scheduler.add(row)
             seconds = 0.0
 
     def _fail(self, error: ServerError) -> None:

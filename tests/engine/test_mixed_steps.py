@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -110,3 +111,29 @@ def test_a_prompt_leaves_the_rows_that_decode_their_time(
     a CUDA graph has room for.
     """
     assert steps_of(decoding, prompt) == counts
+
+
+def test_rows_submitted_together_begin_in_one_step() -> None:
+    """The first one does not begin alone, with the others' prompts cut to go beside it."""
+    engine = engine_for(*MODELS["gpt"], max_batch_size=4)
+    requests = [GenerateRequest(text(20 + at, 0.5), 1) for at in range(4)]
+    wanted = [engine.submit(request).result(60).output_ids for request in requests]
+    before = engine.statistics.steps
+    with engine.together():
+        futures = [engine.submit(request) for request in requests[:3]]
+        other = Thread(target=lambda: engine.submit(requests[3]).result(60))
+        other.start()
+        other.join(60)  # another thread's row does not wait for the end of this block
+        assert not any(future.done() for future in futures)
+    assert [future.result(60).output_ids for future in futures] == wanted[:3]
+    assert engine.statistics.steps == before + 2
+    engine.close()
+
+
+def test_rows_submitted_together_before_an_error_run() -> None:
+    engine = engine_for(*MODELS["gpt"], max_batch_size=4)
+    with pytest.raises(KeyError), engine.together():
+        future = engine.submit(GenerateRequest(text(20, 0.5), 3))
+        raise KeyError
+    assert len(future.result(60).output_ids) == 3
+    engine.close()

@@ -167,7 +167,11 @@ class TritonPythonModel:
         answer = self._answer(
             request, sender, rows, tensors, shown=rows, padding=padding(tensors, rows)
         )
-        answer.start(self._submit)
+        self._start(answer)
+
+    def _start(self, answer: Answer, sessions: Sequence[Session] = ()) -> None:
+        with self._engine.together():
+            answer.start(self._submit, sessions)
 
     def _submit(
         self, row: GenerateRequest, on_progress: Progress | None, session: Session | None
@@ -215,7 +219,7 @@ class TritonPythonModel:
             shown=turn.shown,
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
-        answer.start(self._submit, turn.sessions)
+        self._start(answer, turn.sessions)
 
     def _answer(
         self,
