@@ -234,7 +234,7 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
     assert (status["state"], status["reason"]) == ("ready", None)
     assert status["ranks"][0]["device"] == "cpu"
     assert status["versions"]["torch"] == torch.__version__
-    assert GAUGES["launcher_kv_cache_tokens", "tiny"] > 0
+    wait_for(lambda: GAUGES.get(("launcher_kv_cache_tokens", "tiny"), 0) > 0)
     assert GAUGES["launcher_kv_cache_tokens_used", "tiny"] == 0
     refused = ("launcher_request_failure_total", "tiny", "refused")
     before = GAUGES.get(refused, 0)

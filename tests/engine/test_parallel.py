@@ -128,7 +128,7 @@ from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 settings = EngineSettings(
-    Path(sys.argv[1]), parallelism=Parallelism(2), device="cpu", stall_timeout=1.0
+    Path(sys.argv[1]), parallelism=Parallelism(2), device="cpu", stall_timeout=2.0
 )
 engine = Engine.load(settings)
 requests = [GenerateRequest((1, 2, 3), 80) for _ in range(20)]
@@ -156,7 +156,7 @@ def test_ranks_that_were_all_suspended_are_not_lost(tmp_path: Path):
         try:
             assert server.stdout.readline() == "generating\n"
             os.killpg(server.pid, signal.SIGSTOP)
-            time.sleep(2.5)  # no shorter than what counts as lost
+            time.sleep(3.5)  # no shorter than what counts as lost
             os.killpg(server.pid, signal.SIGCONT)
             assert server.communicate("\n", 240)[0] == "True\n"
         finally:
