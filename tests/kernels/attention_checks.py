@@ -18,9 +18,10 @@ from tests.kernels.kernel_checks import (
 grouped_only = pytest.mark.usefixtures("grouped")
 
 
-@pytest.fixture(params=[1, 4], ids=["whole", "in parts"])
+@pytest.fixture(params=[(1, 64), (4, 32)], ids=["whole", "in parts"])
 def grouped(request, monkeypatch):
-    shape = AttentionShape(request.param, 64, 4, 3, members=16)
+    splits, tile = request.param
+    shape = AttentionShape(splits, tile, 2, 4, members=16, prefetch=tile)
     monkeypatch.setattr(decode_attention, "attention_shape", lambda *_: shape)
 
 
