@@ -28,6 +28,14 @@ GPT2 = {
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.c_proj",)),
 }
 
+# What SantaCoder and StarCoder store otherwise than GPT-2.
+GPT_BIGCODE = {
+    "layers.*.attention.query_key_value": Source(("h.*.attn.c_attn",), "qkv_in_blocks"),
+    "layers.*.attention.dense": Source(("h.*.attn.c_proj",), "transposed"),
+    "layers.*.mlp.dense_h_to_4h": Source(("h.*.mlp.c_fc",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.c_proj",), "transposed"),
+}
+
 BLOOM = {
     "wte": Source(("word_embeddings.weight",)),
     "lm_head.weight": Source(("lm_head.weight",)),
@@ -83,6 +91,15 @@ PHI3 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
     "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.gate_up_proj",), "second_half"),
 }
+PHI = {
+    "lm_head.bias": Source(("lm_head.bias",)),
+    "final_layernorm": Source(("final_layernorm",)),
+    "layers.*.attention.dense": Source(("layers.*.self_attn.dense",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
+}
+LLAMA_ONE_NORM = {"layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",))}
 STARCODER2 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
@@ -200,6 +217,7 @@ def _xglm() -> dict[str, Source]:
 
 DIALECTS: dict[str, dict[str, Source]] = {
     "gpt2": GPT2,
+    "gpt_bigcode": GPT_BIGCODE,
     "bloom": BLOOM,
     "opt": _opt(),
     "opt_projected": OPT_PROJECTED,
@@ -209,7 +227,9 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "xglm_scaled": {"wte": Source(("embed_tokens.weight",), "scaled_by_root_hidden")},
     "xglm_untied": _UNTIED,
     "llama": LLAMA,
+    "llama_one_norm": LLAMA_ONE_NORM,
     "gemma2": GEMMA2,
+    "phi": PHI,
     "phi3": PHI3,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,

@@ -27,6 +27,15 @@ NAMES = sorted(set(ARCHITECTURES) - set(OURS))
 # Keys of published files that no class of today writes.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
+    "gpt_bigcode": {
+        "inference_runner": 0,
+        "max_batch_size": None,
+        "max_sequence_length": None,
+        "pad_key_length": True,
+        "pre_allocate_kv_cache": False,
+        "runner_max_sequence_length": None,
+        "validate_runner_input": True,
+    },
     "bloom": {
         "attention_softmax_in_fp32": True,
         "bias_dropout_fusion": True,

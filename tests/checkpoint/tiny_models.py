@@ -173,6 +173,12 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi": ("Phi", {**UNTIED, "hidden_size": 32}),
+    "stablelm": ("StableLm", {**UNTIED, "hidden_size": 32, "use_qkv_bias": True}),
+    "stablelm_parallel": (
+        "StableLm",
+        {**UNTIED, "hidden_size": 32, "use_parallel_residual": True},
+    ),
     "granite": (
         "Granite",
         {
@@ -267,6 +273,9 @@ LATER_DECODERS: dict[str, TinyModel] = {
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
         {**NEOX, "use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
+    "gpt_bigcode": TinyModel(
+        "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "n_positions": 96}
     ),
     "gptj": TinyModel(
         "GPTJForCausalLM", "GPTJConfig", {**GPT2, "n_positions": 96, "n_embd": 32, "rotary_dim": 4}

@@ -107,18 +107,29 @@ def _falcon_norms(raw: RawConfig) -> list[str]:
     return ["_one_norm"] if raw.flag("parallel_attn", True) else []
 
 
+def _one_norm(raw: RawConfig) -> list[str]:
+    return ["_one_norm"] if raw.flag("use_parallel_residual", False) else []
+
+
 def _llama(
-    read: Callable[[RawConfig], ModelConfig], dialect: str = "llama", *, ties: bool = False
+    read: Callable[[RawConfig], ModelConfig],
+    dialect: str = "llama",
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
+    *,
+    ties: bool = False,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
     tied = {"embed_tokens.weight": (_HEAD,)}
-    return Architecture("gpt", read, dialect, tied, inherits=("llama",), ties=ties)
+    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
 
 ARCHITECTURES = {
     "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (_HEAD,)}),
+    "gpt_bigcode": Architecture(
+        "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (_HEAD,)}, inherits=("gpt2",)
+    ),
     "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
     "opt": Architecture(
         "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected_or_untied
@@ -133,7 +144,9 @@ ARCHITECTURES = {
     "gemma": _llama(decoders.gemma, ties=True),
     "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
     "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
+    "stablelm": _llama(decoders.stablelm, variants=_one_norm),
     "granite": _llama(decoders.granite),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
     "nemotron": _llama(decoders.nemotron, "nemotron"),

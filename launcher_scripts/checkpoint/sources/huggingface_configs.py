@@ -42,7 +42,8 @@ def plain_gpt(
     return GPTConfig(**{**said, **fields})
 
 
-def gpt2(raw: RawConfig) -> GPTConfig:
+def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConfig:
+    """activation: what it is where the file names none;  fields: as in plain_gpt"""
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     for name, value in (
         ("scale_attn_weights", True),
@@ -59,8 +60,18 @@ def gpt2(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
-        activation=raw.activation("activation_function", "gelu_new"),
+        activation=raw.activation("activation_function", activation),
+        **fields,
     )
+
+
+def gpt_bigcode(raw: RawConfig) -> GPTConfig:
+    """SantaCoder and StarCoder: a GPT-2 whose heads share one key and one value."""
+    raw.only("multi_query", True)
+    raw.only("num_key_value_heads", 1)
+    raw.unused("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache")
+    raw.unused("runner_max_sequence_length", "validate_runner_input")
+    return gpt2(raw, "gelu_pytorch_tanh", num_kv_heads=1)
 
 
 def bloom(raw: RawConfig) -> GPTConfig:

@@ -136,6 +136,46 @@ def phi3(raw: RawConfig) -> GPTConfig:
     return _decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
+def phi(raw: RawConfig) -> GPTConfig:
+    """Phi-1 to Phi-2: one norm for attention and MLP, which read the same hidden states."""
+    return _layer_norms(
+        raw,
+        0.5,
+        activation=raw.activation("hidden_act", "gelu_new"),
+        gated=False,
+        attention_bias=True,
+        mlp_bias=True,
+        parallel_residual=True,
+        logits_bias=True if "lm_head.bias" in raw.keys else None,
+    )
+
+
+def stablelm(raw: RawConfig) -> GPTConfig:
+    return _layer_norms(
+        raw,
+        0.25,
+        attention_bias=raw.flag("use_qkv_bias", False),
+        attention_dense_bias=False,
+        mlp_bias=False,
+        parallel_residual=raw.flag("use_parallel_residual", False) or None,
+        start_id=raw.token("bos_token_id", 0),
+        end_id=raw.token("eos_token_id", 0),
+    )
+
+
+def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) -> GPTConfig:
+    """A Llama with layer norms, of which a share of each head turns."""
+    raw.only("qk_layernorm", False)
+    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
+    return _decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("layer_norm_eps", 1e-5),
+        **rope(raw, head_size, partial_rotary_factor=partial_rotary_factor),
+        **fields,
+    )
+
+
 def granite(raw: RawConfig) -> GPTConfig:
     """Granite multiplies what its branches add by residual_multiplier.
 
