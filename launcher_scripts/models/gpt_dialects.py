@@ -28,12 +28,19 @@ GPT2 = {
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.c_proj",)),
 }
 
-# What SantaCoder and StarCoder store otherwise than GPT-2.
+# What SantaCoder and StarCoder, and GPT-Neo, store otherwise than GPT-2.
 GPT_BIGCODE = {
     "layers.*.attention.query_key_value": Source(("h.*.attn.c_attn",), "qkv_in_blocks"),
     "layers.*.attention.dense": Source(("h.*.attn.c_proj",), "transposed"),
     "layers.*.mlp.dense_h_to_4h": Source(("h.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.c_proj",), "transposed"),
+}
+
+GPT_NEO = GPT_BIGCODE | {
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"h.*.attn.attention.{part}_proj" for part in "qkv"), "heads_side_by_side"
+    ),
+    "layers.*.attention.dense": Source(("h.*.attn.attention.out_proj",), "transposed"),
 }
 
 BLOOM = {
@@ -218,6 +225,7 @@ def _xglm() -> dict[str, Source]:
 DIALECTS: dict[str, dict[str, Source]] = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT_BIGCODE,
+    "gpt_neo": GPT_NEO,
     "bloom": BLOOM,
     "opt": _opt(),
     "opt_projected": OPT_PROJECTED,

@@ -109,6 +109,16 @@ def test_every_missing_size_is_reported_at_once() -> None:
         (decoders.llama, {"sliding_window": 4096}, "sliding_window"),
         (configs.agm, {"use_alibi_position_embedding": True}, "alibi"),
         (configs.gpt2, {"activation_function": "mish"}, "activation_function"),
+        (configs.gpt_bigcode, {"multi_query": False}, "multi_query"),
+        (configs.gpt_neo, {"num_layers": 2}, "attention_types"),
+        (configs.gpt_neo, {"attention_types": [[["strided"], 1]]}, "attention_types"),
+        (configs.gpt_neo, {"attention_types": [["global", "local"]]}, "attention_types"),
+        (
+            configs.gpt_neo,
+            {"num_layers": 10**12, "attention_types": [[["global"], 10**12]]},
+            "attention_types",
+        ),
+        (decoders.phi, {"qk_layernorm": True}, "qk_layernorm"),
     ],
 )
 def test_what_the_families_cannot_hold_is_refused(read: Any, values: Any, word: str) -> None:
@@ -150,7 +160,7 @@ def test_agm_attention_scale() -> None:
 
 
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, bart, bloom, falcon"):
+    with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, arcee, bart, bloom"):
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
 

@@ -179,6 +179,8 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {**UNTIED, "hidden_size": 32, "use_parallel_residual": True},
     ),
+    "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
+    "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),
     "granite": (
         "Granite",
         {
@@ -276,6 +278,19 @@ LATER_DECODERS: dict[str, TinyModel] = {
     ),
     "gpt_bigcode": TinyModel(
         "GPTBigCodeForCausalLM", "GPTBigCodeConfig", {**GPT2, "n_positions": 96}
+    ),
+    "gpt_neo": TinyModel(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "vocab_size": 67,
+            "hidden_size": 16,
+            "num_layers": 4,
+            "num_heads": 4,
+            "max_position_embeddings": 96,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 5,
+        },
     ),
     "gptj": TinyModel(
         "GPTJForCausalLM", "GPTJConfig", {**GPT2, "n_positions": 96, "n_embd": 32, "rotary_dim": 4}

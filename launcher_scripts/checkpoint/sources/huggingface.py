@@ -130,6 +130,9 @@ ARCHITECTURES = {
     "gpt_bigcode": Architecture(
         "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (_HEAD,)}, inherits=("gpt2",)
     ),
+    "gpt_neo": Architecture(
+        "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (_HEAD,)}, inherits=("gpt2",)
+    ),
     "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
     "opt": Architecture(
         "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected_or_untied
@@ -150,6 +153,8 @@ ARCHITECTURES = {
     "granite": _llama(decoders.granite),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
     "nemotron": _llama(decoders.nemotron, "nemotron"),
+    "arcee": _llama(decoders.arcee, "nemotron"),
+    "seed_oss": _llama(decoders.seed_oss),
     "mixtral": _llama(decoders.mixtral, "mixtral"),
     "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
     "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),

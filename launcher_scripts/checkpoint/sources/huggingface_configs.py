@@ -6,6 +6,7 @@ it: version 5 reports every T5 as tied, and keeps whether logits are scaled unde
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
@@ -13,6 +14,8 @@ from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
+
+MOST_LAYERS = 1 << 16  # of which a list is made
 
 
 def plain_gpt(
@@ -72,6 +75,43 @@ def gpt_bigcode(raw: RawConfig) -> GPTConfig:
     raw.unused("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache")
     raw.unused("runner_max_sequence_length", "validate_runner_input")
     return gpt2(raw, "gelu_pytorch_tanh", num_kv_heads=1)
+
+
+def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
+    """Of GPT-Neo's layers: "global" or "local"."""
+    raw.unused("attention_layers")  # attention_types says the same
+    types = raw("attention_types", default=[[["global", "local"], 12]])
+    with suppress(TypeError, ValueError):
+        if sum(len(kinds) * times for kinds, times in types) == layers <= MOST_LAYERS:
+            found = [kind for kinds, times in types for kind in kinds * times]
+            if len(found) == layers and {*found} <= {"global", "local"}:
+                return found
+    what = "attention_types must name the attention of every layer"
+    raw.problems.add(what, got=types, choices=("global", "local"))
+    return []
+
+
+def gpt_neo(raw: RawConfig) -> GPTConfig:
+    """GPT-Neo: layers in turn attend to all tokens and to the last ones; scores are not scaled."""
+    hidden, layers = raw.size("hidden_size"), raw.size("num_layers", "num_hidden_layers")
+    kinds, window = _attention_kinds(raw, layers), raw.size("window_size", default=256)
+    full = ",".join(str(layer) for layer, kind in enumerate(kinds) if kind == "global")
+    return plain_gpt(
+        raw,
+        hidden,
+        raw.size("num_heads", "num_attention_heads"),
+        (50256, 50256, None),
+        num_layers=layers,
+        ffn_size=raw.size("intermediate_size", default=4 * hidden),
+        max_positions=raw.size("max_position_embeddings"),
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
+        activation=raw.activation("activation_function", "gelu_new"),
+        attention_bias=False,
+        attention_dense_bias=True,
+        softmax_scale=1.0,
+        sliding_window=window if "local" in kinds else None,
+        full_attention_layers=(full or None) if "local" in kinds else None,
+    )
 
 
 def bloom(raw: RawConfig) -> GPTConfig:

@@ -228,6 +228,26 @@ def nemotron(raw: RawConfig) -> GPTConfig:
     )
 
 
+def arcee(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        activation=raw.activation("hidden_act", "relu2"),
+        gated=False,
+        start_id=raw.token("bos_token_id", 128000),
+        end_id=raw.token("eos_token_id", 128001),
+    )
+
+
+def seed_oss(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        attention_bias=raw.flag("attention_bias", True),
+        attention_dense_bias=raw.flag("attention_out_bias", False),
+        start_id=raw.token("bos_token_id", 0),
+        pad_id=raw.token("pad_token_id", 1),
+    )
+
+
 def mixtral(raw: RawConfig) -> GPTConfig:
     return _decoder(
         raw,
