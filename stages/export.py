@@ -13,7 +13,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     check_draft_folder,
     random_config,
 )
-from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.sources import huggingface_architectures, nemo_config
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
@@ -117,7 +117,7 @@ class Export(Stage):
         """The checkpoint's path: a folder with a single .nemo file stands for that file."""
         path = Path(absolute(self.block.model.checkpoint_path))
         try:
-            found = find_checkpoint(self.launch.checks.on_host(path))
+            found = nemo_config.find_checkpoint(self.launch.checks.on_host(path))
         except CheckpointError as error:
             raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
         return str(path if found.name == path.name else path / found.name)
@@ -176,17 +176,19 @@ class Export(Stage):
 
     def _check_sizes(self) -> None:
         checks = self.launch.checks
+        path, source = checks.on_host(self.settings.checkpoint_path), self.settings.source
         try:
-            read = random_config if self.settings.source == "random" else read_sizes
-            model = read(checks.on_host(self.settings.checkpoint_path))
+            model: Any = random_config(path) if source == "random" else nemo_config.read_sizes(path)
+            if model is None and source in ("auto", "huggingface"):
+                model = huggingface_architectures.read_sizes(path)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)
             return
         if model is not None:
             check_division(checks.problems, model, self.settings.parallelism)
-        if self.settings.tokenizer.source == "auto" and self.settings.source != "random":
+        if self.settings.tokenizer.source == "auto" and source != "random":
             with checks.problems.collecting():
-                check_tokenizer(checks.on_host(self.settings.checkpoint_path))
+                check_tokenizer(path)
 
 
 def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:

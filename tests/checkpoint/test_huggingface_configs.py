@@ -7,7 +7,7 @@ import pytest
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
-from launcher_scripts.checkpoint.sources.huggingface import architecture
+from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError
 

@@ -12,7 +12,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
-from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES, architecture
+from launcher_scripts.checkpoint.sources.huggingface_architectures import (
+    ARCHITECTURES,
+    architecture,
+)
 from launcher_scripts.checkpoint.sources.huggingface_keys import IRRELEVANT, OFF, check_keys
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.common.errors import CheckpointError

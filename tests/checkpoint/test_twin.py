@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint.convert.export import export
-from launcher_scripts.checkpoint.sources import core_options, huggingface
+from launcher_scripts.checkpoint.sources import core_options, huggingface_architectures
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
@@ -115,12 +115,14 @@ def test_a_wrong_hyperparameter_is_caught(
 def read_wrongly(monkeypatch: pytest.MonkeyPatch, name: str, wrong: dict[str, Any]) -> None:
     """Have the reader take other hyperparameters from config.json than stand there."""
     model_type = name.partition("_")[0]
-    row = huggingface.ARCHITECTURES[model_type]
+    row = huggingface_architectures.ARCHITECTURES[model_type]
 
     def read(raw: Any) -> Any:
         return replace(row.read(raw), **wrong)
 
-    monkeypatch.setitem(huggingface.ARCHITECTURES, model_type, replace(row, read=read))
+    monkeypatch.setitem(
+        huggingface_architectures.ARCHITECTURES, model_type, replace(row, read=read)
+    )
 
 
 def test_without_a_reference_the_note_says_why(

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from launcher_scripts.checkpoint.sources import huggingface
+from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -233,12 +233,12 @@ def test_a_wrong_rope_scaling_in_the_served_settings(
 def test_a_wrong_rope_scaling_that_the_reader_made_is_found_by_computing_it(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = huggingface.ARCHITECTURES["llama"]
+    row = huggingface_architectures.ARCHITECTURES["llama"]
     wrong = {"rotary_scaling": None, "rotary_scaling_factor": None}
     wrong |= {f"rotary_{each}_frequency_factor": None for each in ("low", "high")}
     wrong |= {"rotary_original_positions": None}
     read = replace(row, read=lambda raw: replace(row.read(raw), **wrong))
-    monkeypatch.setitem(huggingface.ARCHITECTURES, "llama", read)
+    monkeypatch.setitem(huggingface_architectures.ARCHITECTURES, "llama", read)
     folder = twins.export_original(original, tmp_path)
     (finding,) = twins.measured(monkeypatch, tmp_path, folder)["findings"]
     assert finding["name"] == "rope_scaling"

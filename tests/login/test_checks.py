@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +83,59 @@ def test_the_sizes_of_every_kind_of_checkpoint_are_seen(
             "export.model.tensor_model_parallel_size=4",
         )
         assert "got 4; choices: 1, 2" in found
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+def write_transformers(folder: Path, text: str) -> tuple[str, str]:
+    """A folder that looks like one of transformers; overrides that export it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    (folder / "model.safetensors").touch()
+    return f"export.model.checkpoint_path={folder}", "export.model.tokenizer=none"
+
+
+def test_the_sizes_of_a_folder_of_transformers_are_seen(problems: Finder, tmp_path: Path) -> None:
+    overrides = write_transformers(tmp_path / "llama", json.dumps(LLAMA))
+    (found,) = problems(*overrides, "export.model.tensor_model_parallel_size=3")
+    assert "12 attention heads" in found
+    assert "got 3; choices: 1, 2, 4; change export.model.tensor_model_parallel_size" in found
+    found = problems(*overrides, "export.triton_deployment.pipeline_model_parallel_size=4")
+    assert any("the model has 3 layers" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ('{"model_type": "rwkv"}', "unknown model_type; got 'rwkv'; choices: agm"),
+        ("[1]", "holds no mapping"),
+        ("{", "config.json of .* is damaged"),
+    ],
+)
+def test_a_folder_of_transformers_that_cannot_be_exported(
+    problems: Finder, tmp_path: Path, text: str, answer: str
+) -> None:
+    (found,) = problems(*write_transformers(tmp_path / "model", text))
+    assert re.search(answer, found)
+    assert found.endswith("change export.model.checkpoint_path")
+
+
+@pytest.mark.parametrize("changed", [{"rope_scaling": 7}, {"num_hidden_layers": 10**12}])
+def test_what_only_the_conversion_can_judge_is_left_to_it(
+    plan: Planner, arguments: list[str], tmp_path: Path, changed: dict[str, object]
+) -> None:
+    overrides = write_transformers(tmp_path / "llama", json.dumps(LLAMA | changed))
+    assert plan(LOCAL, *arguments, *overrides).stages
 
 
 def test_a_folder_with_one_checkpoint_stands_for_it(

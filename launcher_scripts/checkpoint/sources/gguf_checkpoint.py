@@ -24,7 +24,9 @@ from launcher_scripts.checkpoint.sources.gguf_architectures import (
 )
 from launcher_scripts.checkpoint.sources.gguf_restored import Heads
 from launcher_scripts.checkpoint.sources.gguf_rope import FACTORS
-from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES as HUGGINGFACE
+from launcher_scripts.checkpoint.sources.huggingface_architectures import (
+    ARCHITECTURES as HUGGINGFACE,
+)
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors

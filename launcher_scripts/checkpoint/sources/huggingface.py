@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,9 +14,14 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import plain
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
-from launcher_scripts.checkpoint.sources import huggingface_configs as configs
-from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
-from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.sources.huggingface_architectures import (
+    CONFIG_NAME,
+    HEAD,
+    WEIGHT_FILES,
+    architecture,
+    has_own_head,
+    with_model_type,
+)
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     KEY,
     MODELOPT_FILE,
@@ -34,11 +38,9 @@ from launcher_scripts.common.tokenizer import GENERATION_FILE
 from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.models.family import ModelConfig
 
-CONFIG_NAME = "config.json"
 # What counts of generation_config.json: the token that texts begin with, which left config.json.
 GENERATION_KEYS = ("forced_bos_token_id",)
 DECODER = ("decoder.", "lm_head.")
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
 _COMPARED_ROWS = 1024
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
@@ -54,144 +56,6 @@ BUFFERS = (
     ".EncDecAttention.relative_attention_bias.weight",
     "coder.version",
 )
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A row of ARCHITECTURES.
-
-    family:   the row of FAMILIES
-    read:     RawConfig -> hyperparameters
-    dialect:  the dialect of the weight table
-    tied:     name of a tensor -> names it may be stored under instead, or again
-    variants: RawConfig -> what the names of variants add to the dialect's, first choice first
-    inherits: dialects that say what the row's own do not
-    ties:     what tie_word_embeddings is where config.json does not say it
-    """
-
-    family: str
-    read: Callable[[RawConfig], ModelConfig]
-    dialect: str
-    tied: Mapping[str, tuple[str, ...]]
-    variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
-    inherits: tuple[str, ...] = ()
-    ties: bool = True
-
-
-_HEAD = "lm_head.weight"
-
-
-def _has_own_head(raw: RawConfig, ties: bool) -> bool:
-    """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
-    if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
-        return False
-    return not raw.flag("tie_word_embeddings", ties)
-
-
-def _scaled(raw: RawConfig) -> list[str]:
-    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] != "bart") else []
-
-
-def _scaled_or_untied(raw: RawConfig) -> list[str]:
-    return [*_scaled(raw), *(["_untied"] if _HEAD in raw.keys else [])]
-
-
-def _projected_or_untied(raw: RawConfig) -> list[str]:
-    projected = "_projected" if "decoder.project_in.weight" in raw.keys else ""
-    return [f"{projected}_untied", projected] if _HEAD in raw.keys else [projected]
-
-
-def _falcon_norms(raw: RawConfig) -> list[str]:
-    if "h.0.ln_attn.weight" in raw.keys:
-        return ["_two_norms"]
-    return ["_one_norm"] if raw.flag("parallel_attn", True) else []
-
-
-def _one_norm(raw: RawConfig) -> list[str]:
-    return ["_one_norm"] if raw.flag("use_parallel_residual", False) else []
-
-
-def _llama(
-    read: Callable[[RawConfig], ModelConfig],
-    dialect: str = "llama",
-    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
-    *,
-    ties: bool = False,
-) -> Architecture:
-    """The row of a model type that descends from Llama."""
-    tied = {"embed_tokens.weight": (_HEAD,)}
-    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
-
-
-_SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)}
-
-ARCHITECTURES = {
-    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (_HEAD,)}),
-    "gpt_bigcode": Architecture(
-        "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (_HEAD,)}, inherits=("gpt2",)
-    ),
-    "gpt_neo": Architecture(
-        "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (_HEAD,)}, inherits=("gpt2",)
-    ),
-    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (_HEAD,)}),
-    "opt": Architecture(
-        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (_HEAD,)}, _projected_or_untied
-    ),
-    "xglm": Architecture(
-        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (_HEAD,)}, _scaled_or_untied
-    ),
-    "llama": _llama(decoders.llama),
-    "mistral": _llama(decoders.mistral),
-    "qwen2": _llama(decoders.qwen2),
-    "qwen3": _llama(decoders.qwen3),
-    "gemma": _llama(decoders.gemma, ties=True),
-    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
-    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
-    "phi": _llama(decoders.phi, "phi"),
-    "phi3": _llama(decoders.phi3, "phi3"),
-    "stablelm": _llama(decoders.stablelm, variants=_one_norm),
-    "granite": _llama(decoders.granite),
-    "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
-    "nemotron": _llama(decoders.nemotron, "nemotron"),
-    "arcee": _llama(decoders.arcee, "nemotron"),
-    "seed_oss": _llama(decoders.seed_oss),
-    "mixtral": _llama(decoders.mixtral, "mixtral"),
-    "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
-    "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),
-    "gpt_neox": Architecture(
-        "gpt",
-        decoders.gpt_neox,
-        "gpt_neox",
-        {_HEAD: ("embed_out.weight",), "embed_in.weight": (_HEAD,)},
-        ties=False,
-    ),
-    "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (_HEAD,)}, ties=False),
-    "falcon": Architecture(
-        "gpt",
-        decoders.falcon,
-        "falcon",
-        {"word_embeddings.weight": (_HEAD,)},
-        _falcon_norms,
-        ("bloom",),
-    ),
-    "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
-    "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
-    "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
-    "t5gemma": Architecture(
-        "t5",
-        configs.t5gemma,
-        "t5gemma",
-        {_HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (_HEAD,)},
-    ),
-    "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
-    "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
-    "agm": Architecture(
-        "agm",
-        configs.agm,
-        "agm",
-        {"shared.weight": ("decoder.embed_tokens.weight", "lm_head.decoder.weight")},
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -221,7 +85,7 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = _with_model_type(read_mapping(archive, CONFIG_NAME))
+        raw = with_model_type(read_mapping(archive, CONFIG_NAME))
         row = architecture(raw, archive.path / CONFIG_NAME)
         tensors = _read_weights(archive)
         scheme = _widened(tensors, raw, archive)
@@ -229,14 +93,14 @@ class HuggingFaceCheckpoint(WholeTensors):
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
             }
-        heads = {_HEAD, *row.tied.get(_HEAD, ())}
+        heads = {HEAD, *row.tied.get(HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
         _untied(tensors, row.tied)
         said = raw | _generation(archive)
         values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
         values.unused(KEY)
-        if headless and _has_own_head(values, row.ties):
-            values.problems.add(f"{_HEAD} is missing, and tie_word_embeddings is false")
+        if headless and has_own_head(values, row.ties):
+            values.problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
         variants = (row.dialect + variant for variant in row.variants(values))
         dialects = (*variants, row.dialect, *row.inherits)
         try:
@@ -270,17 +134,6 @@ class HuggingFaceCheckpoint(WholeTensors):
         return {key: self.raw.get(key) for key in ("model_type", "transformers_version")}
 
 
-def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
-    """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
-    agm = "mup_scale" in raw or "position_bias_per_layer" in raw
-    name = "agm" if agm else raw.get("model_type")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(
-            problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
-        )
-    return ARCHITECTURES[name]
-
-
 def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:
     """Note a number of key/value heads that the first layer's keys do not have."""
     keys = tensors.get("layers.0.self_attn.k_proj.weight")
@@ -293,15 +146,6 @@ def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Pro
             got=heads,
             choices=[] if left else [fits],
         )
-
-
-def _with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json with its model_type, which the published umT5s only say by their class."""
-    classes = raw.get("architectures")
-    if "model_type" in raw or not isinstance(classes, list):
-        return raw
-    umt5 = any(str(name).startswith("UMT5") for name in classes)
-    return raw | {"model_type": "umt5"} if umt5 else raw
 
 
 def _generation(archive: Archive) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
-MOST_LAYERS = 1 << 16  # of which a list is made
-
 
 def plain_gpt(
     raw: RawConfig,
@@ -59,7 +57,7 @@ def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConf
         hidden,
         heads,
         (50256, 50256, None),
-        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
@@ -82,7 +80,7 @@ def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
     raw.unused("attention_layers")  # attention_types says the same
     types = raw("attention_types", default=[[["global", "local"], 12]])
     with suppress(TypeError, ValueError):
-        if sum(len(kinds) * times for kinds, times in types) == layers <= MOST_LAYERS:
+        if sum(len(kinds) * times for kinds, times in types) == layers:
             found = [kind for kinds, times in types for kind in kinds * times]
             if len(found) == layers and {*found} <= {"global", "local"}:
                 return found
@@ -93,7 +91,7 @@ def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
 
 def gpt_neo(raw: RawConfig) -> GPTConfig:
     """GPT-Neo: layers in turn attend to all tokens and to the last ones; scores are not scaled."""
-    hidden, layers = raw.size("hidden_size"), raw.size("num_layers", "num_hidden_layers")
+    hidden, layers = raw.size("hidden_size"), raw.layers("num_layers", "num_hidden_layers")
     kinds, window = _attention_kinds(raw, layers), raw.size("window_size", default=256)
     full = ",".join(str(layer) for layer, kind in enumerate(kinds) if kind == "global")
     return plain_gpt(
@@ -122,7 +120,7 @@ def bloom(raw: RawConfig) -> GPTConfig:
         hidden,
         heads,
         (1, 2, 3),
-        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=4 * hidden,
         max_positions=raw.size("seq_length", default=2048),
         position_embedding="alibi",
@@ -141,7 +139,7 @@ def opt(raw: RawConfig) -> GPTConfig:
         hidden,
         heads,
         (2, 2, 1),
-        num_layers=raw.size("num_hidden_layers"),
+        num_layers=raw.layers("num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
         norm_placement="pre" if raw.flag("do_layer_norm_before", default=True) else "post",
@@ -162,7 +160,7 @@ def xglm(raw: RawConfig) -> GPTConfig:
         heads,
         (2, 2, 1),
         start="decoder_start_token_id",
-        num_layers=raw.size("num_layers", "num_hidden_layers"),
+        num_layers=raw.layers("num_layers", "num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
         activation=raw.activation("activation_function", "gelu"),
@@ -178,7 +176,7 @@ def has_decoder(raw: RawConfig) -> bool:
 def t5(raw: RawConfig, **fields: Any) -> T5Config:
     """fields: what a model type that descends from it says otherwise."""
     encoder_only = not has_decoder(raw)
-    layers = raw.size("num_layers")
+    layers = raw.layers("num_layers")
     gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
     if gated not in ("", "gated") or activation not in ACTIVATIONS:
         raw.problems.add("unknown feed_forward_proj", got=raw("feed_forward_proj"))
@@ -197,7 +195,7 @@ def t5(raw: RawConfig, **fields: Any) -> T5Config:
         num_heads=raw.size("num_heads"),
         head_size=raw.size("d_kv"),
         ffn_size=raw.size("d_ff"),
-        num_decoder_layers=0 if encoder_only else raw.size("num_decoder_layers", default=layers),
+        num_decoder_layers=0 if encoder_only else raw.layers("num_decoder_layers", default=layers),
         num_buckets=raw.size("relative_attention_num_buckets", default=32),
         max_distance=raw.size("relative_attention_max_distance", default=128),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-6),
@@ -246,12 +244,12 @@ def t5gemma(raw: RawConfig) -> T5Config:
     encoder_only = not has_decoder(raw)
     return T5Config(
         vocab_size=decoder.size("vocab_size"),
-        num_layers=encoder.size("num_hidden_layers"),
+        num_layers=encoder.layers("num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
         head_size=decoder.size("head_dim", default=hidden // heads),
         ffn_size=decoder.size("intermediate_size"),
-        num_decoder_layers=0 if encoder_only else decoder.size("num_hidden_layers"),
+        num_decoder_layers=0 if encoder_only else decoder.layers("num_hidden_layers"),
         position_embedding="rope",
         max_positions=decoder.size("max_position_embeddings"),
         norm_eps=decoder.real("rms_norm_eps", default=1e-6),
@@ -286,7 +284,7 @@ def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
     for name, each in zip(("encoder", "decoder"), stacks, strict=True):
         if each != kinds[: len(each)] or not set(each) <= {"sliding_attention", "full_attention"}:
             encoder.problems.add(f"layer_types of the {name} are not supported", got=each)
-    most = max(stack.size("num_hidden_layers") for stack in (encoder, decoder))
+    most = max(stack.layers("num_hidden_layers") for stack in (encoder, decoder))
     full = [number for number, kind in enumerate(kinds[:most]) if kind == "full_attention"]
     return ",".join(map(str, full))
 
@@ -307,11 +305,11 @@ def bart(raw: RawConfig) -> BartConfig:
         forced = raw.token("bos_token_id", 0)
     return BartConfig(
         vocab_size=raw.size("vocab_size"),
-        num_layers=raw.size("encoder_layers"),
+        num_layers=raw.layers("encoder_layers"),
         hidden_size=raw.size("d_model"),
         num_heads=raw.size("encoder_attention_heads"),
         ffn_size=raw.size("encoder_ffn_dim"),
-        num_decoder_layers=raw.size("decoder_layers"),
+        num_decoder_layers=raw.layers("decoder_layers"),
         num_decoder_heads=raw.size("decoder_attention_heads"),
         decoder_ffn_size=raw.size("decoder_ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
@@ -341,7 +339,7 @@ def agm(raw: RawConfig) -> AgmConfig:
         scale = 8 / size if raw.flag("mup_scale", default=True) else size**-0.5
     return AgmConfig(
         vocab_size=raw.size("vocab_size"),
-        num_layers=raw.size("decoder_layers"),
+        num_layers=raw.layers("decoder_layers"),
         hidden_size=hidden,
         num_heads=heads,
         ffn_size=raw.size("decoder_ffn_dim"),

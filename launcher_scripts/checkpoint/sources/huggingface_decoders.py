@@ -24,7 +24,7 @@ def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     head_size = raw.size("head_dim", default=max(hidden // heads, 1))
     said: Fields = {
         "vocab_size": raw.size("vocab_size"),
-        "num_layers": raw.size("num_hidden_layers"),
+        "num_layers": raw.layers("num_hidden_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": raw.size("num_key_value_heads", default=heads),
@@ -54,7 +54,7 @@ def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def llama(raw: RawConfig) -> GPTConfig:
     raw.only("sliding_window", None)
-    raw.only("layer_types", ["full_attention"] * raw.size("num_hidden_layers"))
+    raw.only("layer_types", ["full_attention"] * raw.layers("num_hidden_layers"))
     return _decoder(raw)
 
 
@@ -75,7 +75,7 @@ def _qwen_windows(raw: RawConfig) -> Fields:
     if not raw.flag("use_sliding_window", False):
         raw.unused("sliding_window", "max_window_layers", "layer_types")
         return {}
-    first = raw.size("max_window_layers", default=raw.size("num_hidden_layers"))
+    first = raw.size("max_window_layers", default=raw.layers("num_hidden_layers"))
     return windows(raw, lambda layer: layer < first)
 
 
@@ -314,7 +314,7 @@ def gptj(raw: RawConfig) -> GPTConfig:
         hidden,
         heads,
         (50256, 50256, None),
-        num_layers=raw.size("n_layer", "num_hidden_layers"),
+        num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "max_position_embeddings"),
         position_embedding="rope",
@@ -347,7 +347,7 @@ def falcon(raw: RawConfig) -> GPTConfig:
         hidden,
         heads,
         (11, 11, None),
-        num_layers=raw.size("num_hidden_layers", "n_layer"),
+        num_layers=raw.layers("num_hidden_layers", "n_layer"),
         num_kv_heads=groups,
         ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),
         max_positions=raw.size("max_position_embeddings", default=2048),

@@ -19,7 +19,8 @@ from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.huggingface import ARCHITECTURES, PREFIXES, read_mapping
+from launcher_scripts.checkpoint.sources.huggingface import PREFIXES, read_mapping
+from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem

@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 _REQUIRED = object()
+MOST_LAYERS = 1 << 16
 _Id = TypeVar("_Id", bound="int | None")
 
 
@@ -62,6 +63,14 @@ class RawConfig:
         if type(found) is int and found >= 1:
             return found
         self.problems.add(f"{' or '.join(names)} must be a whole number from 1 on", got=found)
+        return 1
+
+    def layers(self, *names: str, default: Any = _REQUIRED) -> int:
+        """A number of layers, of which lists may be made."""
+        found = self.size(*names, default=default)
+        if found <= MOST_LAYERS:
+            return found
+        self.problems.add(f"{' or '.join(names)} must be at most {MOST_LAYERS}", got=found)
         return 1
 
     def real(self, name: str, default: float) -> float:

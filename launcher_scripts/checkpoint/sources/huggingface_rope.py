@@ -63,7 +63,7 @@ def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fi
     full: whether a layer attends to all tokens where `layer_types` does not say it
     """
     window = raw("sliding_window", default=None)
-    layers = range(raw.size("num_hidden_layers"))
+    layers = range(raw.layers("num_hidden_layers"))
     kinds = raw("layer_types", default=None)
     if kinds is None:
         kinds = ["full_attention" if full(layer) else "sliding_attention" for layer in layers]

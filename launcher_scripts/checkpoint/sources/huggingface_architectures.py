@@ -1,0 +1,208 @@
+"""The model types of Hugging Face that can be exported, and what config.json says of their sizes.
+
+The login side looks at it, so that a size that cannot work is found before a job waits for it; the
+converter reads the same table. Neither numpy nor torch is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.checkpoint.sources import huggingface_configs as configs
+from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.models.family import ModelConfig
+
+CONFIG_NAME = "config.json"
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A row of ARCHITECTURES.
+
+    family:   the row of FAMILIES
+    read:     RawConfig -> hyperparameters
+    dialect:  the dialect of the weight table
+    tied:     name of a tensor -> names it may be stored under instead, or again
+    variants: RawConfig -> what the names of variants add to the dialect's, first choice first
+    inherits: dialects that say what the row's own do not
+    ties:     what tie_word_embeddings is where config.json does not say it
+    """
+
+    family: str
+    read: Callable[[RawConfig], ModelConfig]
+    dialect: str
+    tied: Mapping[str, tuple[str, ...]]
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
+    inherits: tuple[str, ...] = ()
+    ties: bool = True
+
+
+HEAD = "lm_head.weight"
+
+
+def has_own_head(raw: RawConfig, ties: bool) -> bool:
+    """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
+    if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
+        return False
+    return not raw.flag("tie_word_embeddings", ties)
+
+
+def _scaled(raw: RawConfig) -> list[str]:
+    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] != "bart") else []
+
+
+def _scaled_or_untied(raw: RawConfig) -> list[str]:
+    return [*_scaled(raw), *(["_untied"] if HEAD in raw.keys else [])]
+
+
+def _projected_or_untied(raw: RawConfig) -> list[str]:
+    projected = "_projected" if "decoder.project_in.weight" in raw.keys else ""
+    return [f"{projected}_untied", projected] if HEAD in raw.keys else [projected]
+
+
+def _falcon_norms(raw: RawConfig) -> list[str]:
+    if "h.0.ln_attn.weight" in raw.keys:
+        return ["_two_norms"]
+    return ["_one_norm"] if raw.flag("parallel_attn", True) else []
+
+
+def _one_norm(raw: RawConfig) -> list[str]:
+    return ["_one_norm"] if raw.flag("use_parallel_residual", False) else []
+
+
+def _llama(
+    read: Callable[[RawConfig], ModelConfig],
+    dialect: str = "llama",
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
+    *,
+    ties: bool = False,
+) -> Architecture:
+    """The row of a model type that descends from Llama."""
+    tied = {"embed_tokens.weight": (HEAD,)}
+    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
+
+
+_SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
+
+ARCHITECTURES = {
+    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (HEAD,)}),
+    "gpt_bigcode": Architecture(
+        "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
+    ),
+    "gpt_neo": Architecture(
+        "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
+    ),
+    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (HEAD,)}),
+    "opt": Architecture(
+        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (HEAD,)}, _projected_or_untied
+    ),
+    "xglm": Architecture(
+        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (HEAD,)}, _scaled_or_untied
+    ),
+    "llama": _llama(decoders.llama),
+    "mistral": _llama(decoders.mistral),
+    "qwen2": _llama(decoders.qwen2),
+    "qwen3": _llama(decoders.qwen3),
+    "gemma": _llama(decoders.gemma, ties=True),
+    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "phi": _llama(decoders.phi, "phi"),
+    "phi3": _llama(decoders.phi3, "phi3"),
+    "stablelm": _llama(decoders.stablelm, variants=_one_norm),
+    "granite": _llama(decoders.granite),
+    "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
+    "nemotron": _llama(decoders.nemotron, "nemotron"),
+    "arcee": _llama(decoders.arcee, "nemotron"),
+    "seed_oss": _llama(decoders.seed_oss),
+    "mixtral": _llama(decoders.mixtral, "mixtral"),
+    "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
+    "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),
+    "gpt_neox": Architecture(
+        "gpt",
+        decoders.gpt_neox,
+        "gpt_neox",
+        {HEAD: ("embed_out.weight",), "embed_in.weight": (HEAD,)},
+        ties=False,
+    ),
+    "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
+    "falcon": Architecture(
+        "gpt",
+        decoders.falcon,
+        "falcon",
+        {"word_embeddings.weight": (HEAD,)},
+        _falcon_norms,
+        ("bloom",),
+    ),
+    "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
+    "t5gemma": Architecture(
+        "t5",
+        configs.t5gemma,
+        "t5gemma",
+        {HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (HEAD,)},
+    ),
+    "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "agm": Architecture(
+        "agm",
+        configs.agm,
+        "agm",
+        {"shared.weight": ("decoder.embed_tokens.weight", "lm_head.decoder.weight")},
+    ),
+}
+
+
+def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
+    """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
+    agm = "mup_scale" in raw or "position_bias_per_layer" in raw
+    name = "agm" if agm else raw.get("model_type")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
+        )
+    return ARCHITECTURES[name]
+
+
+def with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json with its model_type, which the published umT5s only say by their class."""
+    classes = raw.get("architectures")
+    if "model_type" in raw or not isinstance(classes, list):
+        return raw
+    umt5 = any(str(name).startswith("UMT5") for name in classes)
+    return raw | {"model_type": "umt5"} if umt5 else raw
+
+
+def read_sizes(path: Path) -> ModelConfig | None:
+    """The hyperparameters of a folder, as far as they decide how the model can be divided: which
+    tensors there are is not looked at. None where the folder is not one of transformers, or says
+    what only the converter can judge.
+
+    Raises CheckpointError for a config.json that is damaged, or of a model type that is not known.
+    """
+    files = (f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
+    config = path / CONFIG_NAME
+    if not config.is_file() or not any((path / name).is_file() for name in files):
+        return None
+    try:
+        raw = parse_json(read_plain(config))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{CONFIG_NAME} of {path} is damaged: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
+    raw = with_model_type(raw)
+    row = architecture(raw, config)
+    values = RawConfig(raw, (), config)
+    try:
+        found = row.read(values)
+    except CheckpointError:
+        return None
+    return None if values.problems.messages else found
