@@ -167,11 +167,18 @@ def test_a_missing_output_table_is_not_taken_for_a_tied_one(tmp_path: Path, name
     refused_export(tmp_path / "hf", tmp_path, r"lm_head\.weight is missing, and tie_word_embedd")
 
 
-def test_an_impossible_depth_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "answer"),
+    [
+        (10**9, "n_layer or num_hidden_layers must be at most 65536"),
+        (60000, "num_layers is more than there are tensors"),
+    ],
+)
+def test_an_impossible_depth_is_one_line(tmp_path: Path, layers: int, answer: str) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": 10**9}))
-    message = refused_export(tmp_path / "hf", tmp_path, "num_layers is more than there are tensors")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": layers}))
+    message = refused_export(tmp_path / "hf", tmp_path, answer)
     assert message.count("\n") == 1
 
 
