@@ -98,15 +98,14 @@ PHI3 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
     "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.gate_up_proj",), "second_half"),
 }
-PHI = {
+LLAMA_ONE_NORM = {"layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",))}
+PHI = LLAMA_ONE_NORM | {
     "lm_head.bias": Source(("lm_head.bias",)),
     "final_layernorm": Source(("final_layernorm",)),
     "layers.*.attention.dense": Source(("layers.*.self_attn.dense",), "transposed"),
-    "layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",)),
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
 }
-LLAMA_ONE_NORM = {"layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",))}
 STARCODER2 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),

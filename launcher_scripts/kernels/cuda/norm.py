@@ -42,7 +42,6 @@ NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 FOLDED_AT_ONCE = 1 << 26
 WHOLE_ROW_PARTS = 64
 FEW_ROWS = 64  # which leave multiprocessors idle: more warps share a row
-MOST_WARPS = 32  # of a program
 USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(64.0)  # a part's mean square, in the usual one, from which it is not of most
 LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
@@ -350,7 +349,7 @@ def add_parts(
     gain = onto if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
-    of_a_warp = 128 if count <= FEW_ROWS else 256
+    columns_of_a_warp, most_warps = (128, 32) if count <= FEW_ROWS else (256, 16)
     launcher(add_and_normalize, (count,))(
         parts,
         onto if bias is None else bias,
@@ -368,7 +367,7 @@ def add_parts(
         NORM=code,
         STATS_PARTS=stats_parts,
         BLOCK=block,
-        num_warps=max(1, min(MOST_WARPS, block // of_a_warp)),
+        num_warps=max(1, min(most_warps, block // columns_of_a_warp)),
         **pdl_options(onto),
     )
     return Hidden(exact, operand, row_stats)
