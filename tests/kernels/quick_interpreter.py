@@ -101,6 +101,9 @@ def reduce_in_halves(self: interpreter.ReduceOps, given: Any) -> list[core.tenso
             for first in (0, 1)
         ]
         values = self.combine_fn.fn(*halves[0], *halves[1])
-    if self.keep_dims:
-        raise NotImplementedError
-    return [self.to_tensor(value.handle.data.squeeze(axis), value.dtype) for value in values]
+        if isinstance(values, core.tensor):
+            values = (values,)
+    found = [value.handle.data for value in values]
+    if not self.keep_dims:
+        found = [data.squeeze(axis) for data in found]
+    return [self.to_tensor(data, value.dtype) for data, value in zip(found, values, strict=True)]

@@ -15,7 +15,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.kernels import reference, reference_sampling
-from launcher_scripts.kernels.cuda import candidates, penalties, sampling
+from launcher_scripts.kernels.cuda import candidates, groups, penalties, sampling
 from tests.kernels.kernel_checks import (
     DEVICE,
     INTERPRETED,
@@ -153,11 +153,13 @@ def test_a_row_alone_gets_what_it_gets_among_many():
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its number")
 def test_more_candidates_than_the_list_holds(monkeypatch):
     """They are looked for in the whole row."""
-    for module in (candidates, sampling):
-        monkeypatch.setattr(module, "CANDIDATES", module.tl.constexpr(64))
-    states = states_of([{"top_p": 0.9}, {"top_k": 500}, {}], [5] * 3)
-    logits = torch.randn(3, 1200, device=DEVICE)
-    compare(logits, states, torch.arange(3, device=DEVICE))
+    for module in (candidates, groups, sampling):
+        monkeypatch.setattr(module, "FEW", module.tl.constexpr(32))
+        monkeypatch.setattr(module, "CANDIDATES", module.tl.constexpr(64), raising=False)
+    states = states_of([{"top_p": 0.9}, {"top_k": 500}, {"top_k": 2}], [5] * 3)
+    for of_one_score in (1, 40, 400):
+        logits = torch.arange(1200, device=DEVICE).repeat(3, 1) // of_one_score / 10.0
+        compare(logits.flip(-1), states, torch.arange(3, device=DEVICE))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

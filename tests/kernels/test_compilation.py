@@ -242,7 +242,13 @@ def test_beam_searches(kernel, constants):
 
 @pytest.mark.parametrize(
     "kernel",
-    [shares.find_maxima, shares.add_shares, sampling.choose_tokens, penalties.process_rows],
+    [
+        shares.find_maxima,
+        sampling.add_shares,
+        sampling.add_finer_shares,
+        sampling.choose_tokens,
+        penalties.process_rows,
+    ],
 )
 def test_sampling(kernel):
     floats = {"logits", "maxima", "saved", "log_probs", "temperature", "min_p", "top_p"}
@@ -252,7 +258,11 @@ def test_sampling(kernel):
     narrow = ("candidates", "counts", "winners", "bias_ids", "word_ids", "word_lengths")
     integers = dict.fromkeys(narrow, "i32")
     numbers = dict.fromkeys({"stride", "size", "parts"} & {*kernel.arg_names}, "i32")
-    constants = {"USE_PDL": True, "BLOCK": 1024}
+    constants = {
+        name: value
+        for name, value in {"USE_PDL": True, "LEVEL": 2, "BLOCK": 1024}.items()
+        if name in kernel.arg_names
+    }
     if kernel is penalties.process_rows:
         constants["LISTED"] = 512
     pointers = {

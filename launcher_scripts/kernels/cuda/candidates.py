@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from launcher_scripts.kernels.cuda.shares import LANES, scores_at, shares_of, tile
+from launcher_scripts.kernels.cuda.shares import LANES, TIMES, scores_at, shares_of
 
 CANDIDATES = tl.constexpr(8192)  # that a list holds
 BLOCK = tl.constexpr(512)  # candidates that are looked at at once
 PLACES = tl.constexpr(8)  # at which a search looks at once
-FEW = tl.constexpr(128)  # candidates that are compared with each other, without a search
-COMPARED = tl.constexpr(16)  # at once
+FEW = tl.constexpr(256)  # candidates that are sorted, without a search
+NOWHERE = tl.constexpr(-(2**63))  # in the order, behind all tokens
 
 
 @triton.jit
@@ -31,11 +31,9 @@ def collect(view, listed, found, size, part, parts, BLOCK: tl.constexpr):
         ids = first + tl.arange(0, BLOCK)
         below = top - scores_at(row_logits, ids, ids < size, factor)
         inside = (below > above) & (below <= upto)
-        count = tl.sum(inside.to(tl.int64), 0)
-        if count > 0:
-            at = tl.atomic_add(found, count, sem="relaxed")
-            at += tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(listed + at, ids, mask=inside & (at < CANDIDATES))
+        one = tl.full([BLOCK], 1, tl.int64)
+        at = tl.atomic_add(found + tl.zeros([BLOCK], tl.int32), one, mask=inside, sem="relaxed")
+        tl.store(listed + at, ids, mask=inside & (at < CANDIDATES))
 
 
 @triton.jit
@@ -80,35 +78,38 @@ def amounts_from(view, source, low, step, end):
     places = low + step * (tl.arange(0, PLACES) + 1)
     counts = tl.zeros([PLACES, LANES], tl.int32)
     masses = tl.zeros([PLACES, LANES], tl.int64)
-    for first in range(0, source[1], BLOCK):
-        _ids, scores, order, inside = _block(view, source, first + tile(BLOCK))
-        _weights, kept = shares_of(scores, top, least)
-        behind = order[None, :, :] >= places[:, None, None]
-        behind = behind & (inside & (order < end))[None, :, :]
-        counts += tl.sum(behind.to(tl.int32), 1)
-        masses += tl.sum(tl.where(behind, kept[None, :, :], 0), 1)
+    for first in range(0, source[1], TIMES * LANES):
+        for time in tl.static_range(TIMES):
+            at = first + time * LANES + tl.arange(0, LANES)
+            _ids, scores, order, inside = _block(view, source, at)
+            _weights, kept = shares_of(scores, top, least)
+            behind = order[None, :] >= places[:, None]
+            behind = behind & (inside & (order < end))[None, :]
+            counts += behind.to(tl.int32)
+            masses += tl.where(behind, kept[None, :], 0)
     return tl.sum(counts, 1), tl.sum(masses, 1)
 
 
 @triton.jit
-def rank_few(view, source):
-    """Of each of FEW candidates: id, score, how many come before it, its share, and the shares up
-    to it. What is no candidate has no share and comes last.
+def _token_at(order):
+    """Score and id at a place in the order; the inverse of `order_of`."""
+    rising = (order >> 31).to(tl.int32)
+    bits = rising ^ ((rising >> 31) & 0x7FFFFFFF)
+    ids = 0x7FFFFFFF - (order & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True), ids.to(tl.int32)
+
+
+@triton.jit
+def sorted_few(view, listed, count):
+    """Ids, scores and shares of a list of at most FEW candidates in their order; what is no
+    candidate comes last, without a share.
     """
     top, least = view[2], view[5]
-    ids, scores, order, inside = _block(view, source, tl.arange(0, FEW))
+    _ids, _scores, order, inside = _block(view, (listed, count, True), tl.arange(0, FEW))
+    order = tl.sort(tl.where(inside, order, NOWHERE), descending=True)
+    scores, ids = _token_at(order)
     _weights, kept = shares_of(scores, top, least)
-    kept = tl.where(inside, kept, 0)
-    rank = tl.where(inside, 0, FEW)
-    running = kept
-    for first in range(0, source[1], COMPARED):
-        other = first + tl.arange(0, COMPARED)
-        _other_ids, other_scores, other_order, other_inside = _block(view, source, other)
-        _other_weights, other_kept = shares_of(other_scores, top, least)
-        before = other_inside[:, None] & (other_order[:, None] > order[None, :])
-        rank += tl.sum(before.to(tl.int32), 0)
-        running += tl.sum(tl.where(before, other_kept[:, None], 0), 0)
-    return ids, scores, rank, kept, running
+    return ids, scores, tl.where(order > NOWHERE, kept, 0)
 
 
 @triton.jit
@@ -131,13 +132,18 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
     from `high` on.
 
     The goal is a number of candidates: then just so many are from `low` on in the end. Or it is a
-    sum of shares: then one candidate is left between the places.  held: candidates from `low` on
+    sum of shares: then at most FEW are left between the places, and in the list.
+
+    held: candidates from `low` on
+    Returns `low`, how many candidates are from there on or left, the shares from `high` on, and the
+    source.
     """
     listed, length, is_list = source
     end = high
     beyond = tl.zeros([], tl.int32)  # candidates from `high` on, and their shares
     base = tl.zeros([], tl.int64)
-    going = held > (goal if BY_COUNT else 1)
+    left = held
+    going = held > (goal if BY_COUNT else FEW)
     while going:
         step = tl.maximum((high - low) // PLACES, 1)
         if not BY_COUNT:
@@ -162,18 +168,8 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
             _shorten(view, (listed, length, is_list), low, end)
             length = left
             is_list = is_list | True
-        going = (held > goal if BY_COUNT else left > 1) & (high - low > 1)
-    return low, high, held, (listed, length, is_list)
-
-
-@triton.jit
-def only_one(view, source, low, high):
-    """Id and score of the one candidate between two places; an id of 0 where there is none."""
-    token = tl.zeros([BLOCK], tl.int32)
-    score = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in range(0, source[1], BLOCK):
-        ids, scores, order, inside = _block(view, source, first + tl.arange(0, BLOCK))
-        chosen = inside & (order >= low) & (order < high)
-        token = tl.maximum(token, tl.where(chosen, ids, 0))
-        score = tl.maximum(score, tl.where(chosen, scores, -float("inf")))
-    return tl.max(token, 0), tl.max(score, 0)
+        going = (held > goal if BY_COUNT else left > FEW) & (high - low > 1)
+    if not BY_COUNT:
+        _shorten(view, (listed, length, is_list), low, high)
+        held = left
+    return low, held, base, (listed, length, is_list)

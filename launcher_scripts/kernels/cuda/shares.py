@@ -13,14 +13,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels import reference_sampling
 
 MOST_PARTS = tl.constexpr(256)  # of a row
-LANES = tl.constexpr(128)  # sums that a program keeps apart until it ends: shuffles are slow
-BOUNDS = tl.constexpr(16)
+# Tokens that a program looks at at once, whose sums it keeps apart until it ends, for shuffles are
+# slow; and how often it does so before it loops.
+LANES = tl.constexpr(128)
+TIMES = tl.constexpr(4)
 REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
-# What a row adds up: amounts within the bounds, all shares, tokens collected, programs that ended.
-WHOLE = tl.constexpr(16)
-FOUND = tl.constexpr(17)
-ENDED = tl.constexpr(18)
-FIELDS = tl.constexpr(32)
+COUNT_BITS = tl.constexpr(11)  # of a lane's sums, below those of the shares
+COUNT_MASK = tl.constexpr(2**11 - 1)
+MOST_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
+# What a row adds up: shares within each bound and their numbers, the same twice for bounds between
+# two of these; all shares, tokens collected, programs that ended.
+BOUNDS = tl.constexpr(8)
+FINER_BOUNDS = tl.constexpr(16)
+LEVELS = tl.constexpr(2)
+WHOLE = tl.constexpr(80)
+FOUND = tl.constexpr(81)
+ENDED = tl.constexpr(82)
+FIELDS = tl.constexpr(128)
 
 EPSILON = tl.constexpr(reference_sampling.TEMPERATURE_EPSILON)
 LARGEST = tl.constexpr(reference_sampling.LARGEST)
@@ -46,12 +55,6 @@ def find_maxima(
     tl.store(maxima + row * MOST_PARTS + part, tl.max(largest, 0))
     if part == 0:
         tl.store(sums + row * FIELDS + tl.arange(0, FIELDS), 0)
-
-
-@triton.jit
-def tile(SIZE: tl.constexpr):
-    """The numbers below SIZE, [SIZE / LANES, LANES]; sums over the rows need no shuffles."""
-    return tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
@@ -85,63 +88,38 @@ def shares_of(scores, top, least):
 
 
 @triton.jit
-def all_bounds():
-    root = (tl.arange(0, BOUNDS) + 1).to(tl.float32) / BOUNDS
-    return root * root * REACH
+def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
+    """Of a part of a row: the shares of the tokens within each of COUNT bounds, their numbers, all
+    shares.
+
+    view: see candidates.py; its upper bound does not matter
+    """
+    row_logits, factor, top, above, _upto, least = view
+    sums = tl.zeros([COUNT, LANES], tl.int64)
+    whole = tl.zeros([LANES], tl.int64)
+    for first in range(part * (TIMES * LANES), size, parts * (TIMES * LANES)):
+        for time in tl.static_range(TIMES):
+            ids = first + time * LANES + tl.arange(0, LANES)
+            scores = scores_at(row_logits, ids, ids < size, factor)
+            weights, kept = shares_of(scores, top, least)
+            below = top - scores
+            one = tl.where(below > above, (kept << COUNT_BITS) + 1, 0)
+            within = below[None, :] <= bounds[:, None]
+            sums += tl.where(within, one[None, :], 0)
+            whole += weights
+    counts = (sums & COUNT_MASK).to(tl.int32)
+    return tl.sum(sums >> COUNT_BITS, 1), tl.sum(counts, 1), tl.sum(whole, 0)
 
 
 @triton.jit
-def method_of(top_k, top_p, slot):
-    """Whether the row in a slot chooses by top-p alone; else its k; its p."""
-    k = tl.load(top_k + slot)
-    p = tl.load(top_p + slot)
-    return (k == 0) & (p > 0), tl.maximum(k, 1), p
+def level_of(own, LEVEL: tl.constexpr):
+    """Where a row has the sums of a level of bounds, the coarse ones being level 0."""
+    return own + (0 if LEVEL == 0 else 2 * BOUNDS + (LEVEL - 1) * 2 * FINER_BOUNDS)
 
 
-@triton.jit(do_not_specialize=["parts"])
-def add_shares(
-    logits,
-    maxima,
-    sums,
-    slots,
-    top_k,
-    top_p,
-    min_p,
-    temperature,
-    stride,
-    size,
-    parts,
-    USE_PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: of a part of a row, the shares of the tokens within each bound, or their number
-    for top-k.
-    """
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = tl.load(slots + row)
-    factor = temperature_factor(temperature, slot)
-    least = tl.load(min_p + slot)
-    by_p, _, _ = method_of(top_k, top_p, slot)
-    top = top_score(maxima, row, parts, factor)
-    bounds = all_bounds()
-    counts = tl.zeros([BOUNDS, LANES], tl.int32)
-    masses = tl.zeros([BOUNDS, LANES], tl.int64)
-    whole = tl.zeros([LANES], tl.int64)
-    for first in range(part * BLOCK, size, parts * BLOCK):
-        ids = first + tile(BLOCK)
-        scores = scores_at(logits + row * stride, ids, ids < size, factor)
-        weights, kept = shares_of(scores, top, least)
-        within = (top - scores)[None, :, :] <= bounds[:, None, None]
-        if by_p:
-            masses += tl.sum(tl.where(within, kept[None, :, :], 0), 1)
-        else:
-            counts += tl.sum(within.to(tl.int32), 1)
-        whole += tl.sum(weights, 0)
-    own = sums + row * FIELDS
-    amounts = tl.sum(masses + counts, 1)
-    tl.atomic_add(own + tl.arange(0, BOUNDS), amounts, sem="relaxed")
-    tl.atomic_add(own + WHOLE, tl.sum(whole, 0), sem="relaxed")
+@triton.jit
+def add_sums(fields, masses, counts, COUNT: tl.constexpr):
+    """Add a program's sums to those of its row."""
+    bound = tl.arange(0, COUNT)
+    tl.atomic_add(fields + bound, masses, sem="relaxed")
+    tl.atomic_add(fields + COUNT + bound, counts.to(tl.int64), sem="relaxed")
