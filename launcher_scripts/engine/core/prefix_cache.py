@@ -75,10 +75,11 @@ class PrefixCache(ExtentAllocator):
         super().__init__(capacity)
         self._holders: dict[bytes, dict[Prefix, None]] = {}  # by digest
         self._kept: dict[Prefix, None] = {}  # the least recently used first
+        self._kept_tokens = 0
 
     @property
     def free_tokens(self) -> int:
-        return super().free_tokens + sum(prefix.tokens for prefix in tuple(self._kept))
+        return super().free_tokens + self._kept_tokens
 
     def find(self, digests: Sequence[bytes]) -> Found:
         """The longest prefix of a text with such blocks, which counts as used."""
@@ -109,6 +110,7 @@ class PrefixCache(ExtentAllocator):
         if self.find(prefix.digests).tokens < prefix.tokens:
             self.add(prefix)
             self._kept[prefix] = None
+            self._kept_tokens += prefix.tokens
         else:
             prefix.digests.clear()
         if prefix.tokens < length:
@@ -146,6 +148,7 @@ class PrefixCache(ExtentAllocator):
 
     def _give_up(self, prefix: Prefix) -> None:
         del self._kept[prefix]
+        self._kept_tokens -= prefix.tokens
         self._remove(prefix)
         self.free(prefix.start, prefix.tokens)
 
