@@ -58,6 +58,28 @@ BLOOM = {
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.dense_4h_to_h",), "transposed"),
 }
 
+# Layer norms without a bias, which FasterTransformer's files always have.
+_NO_NORM_BIASES = {
+    f"{norm}.bias": Source((), "zeros")
+    for norm in (
+        "final_layernorm",
+        "layers.*.input_layernorm",
+        "layers.*.post_attention_layernorm",
+    )
+}
+
+MPT = _NO_NORM_BIASES | {
+    "wte": Source(("wte.weight",)),
+    "lm_head.weight": Source(("lm_head.weight",)),
+    "final_layernorm": Source(("norm_f",)),
+    "layers.*.input_layernorm": Source(("blocks.*.norm_1",)),
+    "layers.*.attention.query_key_value": Source(("blocks.*.attn.Wqkv",), "qkv_in_blocks"),
+    "layers.*.attention.dense": Source(("blocks.*.attn.out_proj",), "transposed"),
+    "layers.*.post_attention_layernorm": Source(("blocks.*.norm_2",)),
+    "layers.*.mlp.dense_h_to_4h": Source(("blocks.*.ffn.up_proj",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("blocks.*.ffn.down_proj",), "transposed"),
+}
+
 # OPT and XGLM: fairseq's decoder, with and without a "decoder." in front.
 _FAIRSEQ_LAYER = {
     "input_layernorm": Source(("self_attn_layer_norm",)),
@@ -106,6 +128,16 @@ PHI = LLAMA_ONE_NORM | {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
 }
+COHERE = (
+    LLAMA_ONE_NORM
+    | _NO_NORM_BIASES
+    | {
+        "layers.*.attention.query_key_value": Source(
+            tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"),
+            "interleaved_heads_side_by_side",
+        ),
+    }
+)
 STARCODER2 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
@@ -167,6 +199,11 @@ GPTJ = {
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.fc_out",), "transposed"),
 }
 
+# What CodeGen calls otherwise.
+CODEGEN = {
+    "layers.*.attention.query_key_value": Source(("h.*.attn.qkv_proj",), "codegen_blocks"),
+}
+
 # What Falcon calls otherwise than BLOOM: one norm for attention and MLP, or one of each.
 FALCON = {
     "layers.*.attention.query_key_value": Source(
@@ -226,6 +263,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "gpt_bigcode": GPT_BIGCODE,
     "gpt_neo": GPT_NEO,
     "bloom": BLOOM,
+    "mpt": MPT,
     "opt": _opt(),
     "opt_projected": OPT_PROJECTED,
     "opt_projected_untied": OPT_PROJECTED_UNTIED,
@@ -237,6 +275,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "llama_one_norm": LLAMA_ONE_NORM,
     "gemma2": GEMMA2,
     "phi": PHI,
+    "cohere": COHERE,
     "phi3": PHI3,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
@@ -244,6 +283,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "qwen_moe": QWEN_MOE,
     "gpt_neox": GPT_NEOX,
     "gptj": GPTJ,
+    "codegen": CODEGEN,
     "falcon": FALCON,
     "falcon_one_norm": FALCON_ONE_NORM,
     "falcon_two_norms": FALCON_TWO_NORMS,

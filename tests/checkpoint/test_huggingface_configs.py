@@ -119,6 +119,11 @@ def test_every_missing_size_is_reported_at_once() -> None:
             "attention_types",
         ),
         (decoders.phi, {"qk_layernorm": True}, "qk_layernorm"),
+        (decoders.cohere, {"use_qk_norm": True, "eos_token_id": 2}, "use_qk_norm"),
+        (decoders.codegen, {"n_head": 6}, "n_head"),
+        (configs.mpt, {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
+        (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),
+        (configs.mpt, {"no_bias": False}, "no_bias"),
     ],
 )
 def test_what_the_families_cannot_hold_is_refused(read: Any, values: Any, word: str) -> None:

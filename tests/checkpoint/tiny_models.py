@@ -179,6 +179,7 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {**UNTIED, "hidden_size": 32, "use_parallel_residual": True},
     ),
+    "cohere": ("Cohere", {"bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.5}),
     "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),
     "granite": (
@@ -294,6 +295,16 @@ LATER_DECODERS: dict[str, TinyModel] = {
     ),
     "gptj": TinyModel(
         "GPTJForCausalLM", "GPTJConfig", {**GPT2, "n_positions": 96, "n_embd": 32, "rotary_dim": 4}
+    ),
+    "codegen": TinyModel(
+        "CodeGenForCausalLM",
+        "CodeGenConfig",
+        {**GPT2, "n_positions": 96, "n_embd": 32, "n_head": 8, "rotary_dim": 4, **UNTIED},
+    ),
+    "mpt": TinyModel(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": 67, "d_model": 24, "n_layers": 2, "n_heads": 6, "max_seq_len": 96},
     ),
     "falcon_7b": TinyModel("FalconForCausalLM", "FalconConfig", FALCON),
     "falcon_40b": TinyModel(

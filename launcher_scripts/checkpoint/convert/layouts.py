@@ -23,6 +23,7 @@ Apply = Callable[[Sequence[NDArray[Any]], Any], "Blocks | NDArray[Any]"]
 
 # BART and OPT count positions from here: the rows before are for padding.
 PADDING_ROWS = 2
+CODEGEN_BLOCKS = 4
 
 
 def transposed_columns(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
@@ -54,6 +55,14 @@ def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any)
         return whole.reshape(tensor.shape)
 
     return heads_side_by_side((halves(query), halves(key), value), config)
+
+
+def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (block, [queries, values, keys], head, dimension): CodeGen's, trained on four cores."""
+    (tensor,) = tensors
+    parts = tensor.reshape(CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:]).swapaxes(0, 1)
+    query, value, key = (part.reshape(-1, *tensor.shape[1:]) for part in parts)
+    return interleaved_heads_side_by_side((query, key, value), config)
 
 
 def part_of_heads(part: int, parts: int) -> Apply:
@@ -118,6 +127,11 @@ def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]
     """An output table [V, width] behind a projection [width, hidden], in float32."""
     table, projection = (widened(tensor).astype(np.float32) for tensor in tensors)
     return table @ projection
+
+
+def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The bias [hidden] of a norm that has none."""
+    return np.zeros(config.hidden_size, np.float32)
 
 
 Result = Blocks | NDArray[Any]
@@ -218,6 +232,7 @@ LAYOUTS: dict[str, Layout] = {
     "transposed_columns": Layout(transposed_columns),
     "heads_side_by_side": Layout(heads_side_by_side),
     "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
+    "codegen_blocks": Layout(codegen_blocks),
     "flattened": Layout(flattened),
     "stacked_rows": Layout(stacked_rows),
     "scaled_by_root_hidden": Layout(scaled_by_root_hidden),
@@ -225,4 +240,5 @@ LAYOUTS: dict[str, Layout] = {
     "projected_in": Layout(projected_in),
     "projected_out": Layout(projected_out),
     "sinusoidal_positions": Layout(sinusoidal_positions),
+    "zeros": Layout(zeros),
 }

@@ -46,6 +46,7 @@ _COMPARED_ROWS = 1024
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
+    ".attn.causal_mask",
     ".attn.masked_bias",
     ".attention.bias",
     ".attention.masked_bias",

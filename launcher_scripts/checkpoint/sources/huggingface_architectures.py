@@ -34,6 +34,7 @@ class Architecture:
     variants: RawConfig -> what the names of variants add to the dialect's, first choice first
     inherits: dialects that say what the row's own do not
     ties:     what tie_word_embeddings is where config.json does not say it
+    may_be:   whether another maker's model with such hyperparameters can be one of this type
     """
 
     family: str
@@ -43,6 +44,7 @@ class Architecture:
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: ()
     inherits: tuple[str, ...] = ()
     ties: bool = True
+    may_be: Callable[[Any], bool] = lambda _: True
 
 
 HEAD = "lm_head.weight"
@@ -82,12 +84,12 @@ def _llama(
     read: Callable[[RawConfig], ModelConfig],
     dialect: str = "llama",
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
-    *,
-    ties: bool = False,
+    **more: Any,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
     tied = {"embed_tokens.weight": (HEAD,)}
-    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
+    said = {"inherits": ("llama",), "ties": False, **more}
+    return Architecture("gpt", read, dialect, tied, variants, **said)
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
@@ -101,6 +103,7 @@ ARCHITECTURES = {
         "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
     ),
     "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (HEAD,)}),
+    "mpt": Architecture("gpt", configs.mpt, "mpt", {"wte.weight": (HEAD,)}),
     "opt": Architecture(
         "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (HEAD,)}, _projected_or_untied
     ),
@@ -116,6 +119,9 @@ ARCHITECTURES = {
     "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
+    "cohere": _llama(
+        decoders.cohere, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual)
+    ),
     "stablelm": _llama(decoders.stablelm, variants=_one_norm),
     "granite": _llama(decoders.granite),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
@@ -133,6 +139,14 @@ ARCHITECTURES = {
         ties=False,
     ),
     "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
+    "codegen": Architecture(
+        "gpt",
+        decoders.codegen,
+        "codegen",
+        {"wte.weight": (HEAD,)},
+        inherits=("gptj",),
+        ties=False,
+    ),
     "falcon": Architecture(
         "gpt",
         decoders.falcon,

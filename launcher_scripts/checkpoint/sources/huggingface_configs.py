@@ -129,6 +129,40 @@ def bloom(raw: RawConfig) -> GPTConfig:
     )
 
 
+def mpt(raw: RawConfig) -> GPTConfig:
+    hidden, heads = raw.size("d_model", "hidden_size"), raw.size("n_heads", "num_attention_heads")
+    attention = raw.section("attn_config")
+    for name, value in (
+        ("attn_type", "multihead_attention"),
+        ("alibi", True),
+        ("alibi_bias_max", 8),
+        ("clip_qkv", None),
+        ("prefix_lm", False),
+        ("qk_ln", False),
+    ):
+        attention.only(name, value)
+    attention.unused("attn_impl", "attn_uses_sequence_id")
+    for name, value in (("no_bias", True), ("expansion_ratio", 4), ("logit_scale", None)):
+        raw.only(name, value)
+    raw.unused("embedding_fraction", "init_config", "init_device", "learned_pos_emb")
+    raw.unused("norm_type", "tokenizer_name", "verbose")
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        (0, 0, None),
+        num_layers=raw.layers("n_layers", "num_hidden_layers"),
+        ffn_size=4 * hidden,
+        max_positions=raw.size("max_seq_len", default=2048),
+        position_embedding="alibi",
+        norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
+        activation="gelu_erf",
+        attention_bias=False,
+        mlp_bias=False,
+        softmax_scale=attention.real("softmax_scale", 0.0) or None,
+    )
+
+
 def opt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     bias = raw.flag("enable_bias", default=True)

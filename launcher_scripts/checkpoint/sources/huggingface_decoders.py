@@ -163,6 +163,22 @@ def stablelm(raw: RawConfig) -> GPTConfig:
     )
 
 
+def cohere(raw: RawConfig) -> GPTConfig:
+    """Command-R: one norm for attention and MLP, which read the same hidden states."""
+    raw.only("use_qk_norm", False)
+    return _decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("layer_norm_eps", 1e-5),
+        mlp_bias=False,
+        parallel_residual=True,
+        logits_scale=raw.real("logit_scale", 0.0625),
+        start_id=raw.token("bos_token_id", 5),
+        end_id=raw.token("eos_token_id", 255001),
+        pad_id=raw.token("pad_token_id", 0),
+    )
+
+
 def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) -> GPTConfig:
     """A Llama with layer norms, of which a share of each head turns."""
     raw.only("qk_layernorm", False)
@@ -325,6 +341,15 @@ def gptj(raw: RawConfig) -> GPTConfig:
         parallel_residual=True,
         logits_bias=True if "lm_head.bias" in raw.keys else None,
     )
+
+
+def codegen(raw: RawConfig) -> GPTConfig:
+    """CodeGen: a GPT-J whose queries, keys and values lie in four blocks."""
+    heads = raw.size("n_head", "num_attention_heads")
+    if heads % 4:
+        raw.problems.add("n_head is not supported", got=heads, choices=("multiples of 4",))
+    raw.unused("n_ctx")  # n_positions rules
+    return gptj(raw)
 
 
 def falcon(raw: RawConfig) -> GPTConfig:

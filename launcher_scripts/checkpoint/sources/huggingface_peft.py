@@ -343,4 +343,5 @@ def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
     rows = [row for row in ARCHITECTURES.values() if row.family == family]
     if any(row.dialect in base.dialects for row in rows):
         return [base.dialects]
+    rows = [row for row in rows if row.may_be(base.config)]
     return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))
