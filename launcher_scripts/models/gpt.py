@@ -62,6 +62,7 @@ class GPTConfig(AdapterSizes):
     A layer attends to the last sliding_window tokens, the token's own included, and to all if
     full_attention_layers names it (numbers with commas between; every layer has the window where it
     is not said). Layers with the window turn by rotary_local_base, unscaled, where it is said.
+    Layers that unrotated_layers names, in the same way, do not turn.
 
     With num_experts every layer has so many MLPs of ffn_size, of which a token goes through
     experts_per_token, whose weights sum to 1 with normalized_experts; with shared_expert_size it
@@ -90,6 +91,7 @@ class GPTConfig(AdapterSizes):
     rotary_long_factors: str | None = None
     rotary_attention_factor: float | None = None
     rotary_local_base: float | None = None
+    unrotated_layers: str | None = None
     alibi_layer_scaling: bool = False
     alibi_scale: float | None = None
     normalization: str = "layernorm"
@@ -173,14 +175,16 @@ class GPTConfig(AdapterSizes):
                 )
 
     def _check_layers(self, problems: Problems) -> None:
-        layers = _numbers(problems, "full_attention_layers", self.full_attention_layers, int)
-        for layer in layers:
-            if not 0 <= layer < self.num_layers:
-                problems.add(
-                    "full_attention_layers names a layer that is not there",
-                    got=layer,
-                    choices=(f"0-{self.num_layers - 1}",),
-                )
+        for name in ("full_attention_layers", "unrotated_layers"):
+            for layer in _numbers(problems, name, getattr(self, name), int):
+                if not 0 <= layer < self.num_layers:
+                    problems.add(
+                        f"{name} names a layer that is not there",
+                        got=layer,
+                        choices=(f"0-{self.num_layers - 1}",),
+                    )
+        if self.unrotated_layers and self.rotary_local_base is not None:
+            problems.add("a model has unrotated_layers or rotary_local_base, not both")
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.add("sliding_window must be at least 1", got=self.sliding_window)
 

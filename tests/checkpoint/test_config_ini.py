@@ -89,6 +89,7 @@ CONFIGS: list[Any] = [
     AgmConfig(**AGM, attention_scale=8**-0.5),
     GPTConfig(**GPT),
     GPTConfig(**GPT, position_embedding="rope", gated=True, activation="silu", pad_id=4),
+    GPTConfig(**GPT, position_embedding="rope", unrotated_layers="0"),
 ]
 
 

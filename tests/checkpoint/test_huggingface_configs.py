@@ -120,6 +120,12 @@ def test_every_missing_size_is_reported_at_once() -> None:
         ),
         (decoders.phi, {"qk_layernorm": True}, "qk_layernorm"),
         (decoders.cohere, {"use_qk_norm": True, "eos_token_id": 2}, "use_qk_norm"),
+        (decoders.cohere2, {"eos_token_id": 2, "rotary_pct": 0.5}, "rotary_pct"),
+        (
+            decoders.smollm3,
+            {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "no_rope_layers": [2]},
+            "no_rope_layers",
+        ),
         (decoders.codegen, {"n_head": 6}, "n_head"),
         (configs.mpt, {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
         (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),

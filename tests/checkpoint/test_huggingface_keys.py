@@ -83,6 +83,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "student_decoder_layers": None,
     },
     "mbart": {"add_final_layer_norm": True, "normalize_before": True, "max_new_tokens": 9},
+    "cohere2": {
+        "cache_implementation": "hybrid",
+        "layer_switch": 4,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "sliding_window_pattern": 4,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": False,
+    },
     "mpt": {
         "emb_pdrop": 0,
         "init_config": {"name": "kaiming_normal_", "fan_mode": "fan_in"},

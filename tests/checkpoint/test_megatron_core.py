@@ -180,6 +180,21 @@ def test_windows(said, window, full) -> None:
     assert options.check_keys() == ()
 
 
+@pytest.mark.parametrize(
+    ("said", "layers"), [(2, "1,3"), ([1, 0, 0, 1], "0,3"), ([0, 0, 0, 0], None), (None, None)]
+)
+def test_layers_without_rotary_positions(said, layers) -> None:
+    options = of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, "")
+    assert read_gpt(options).config(8).unrotated_layers == layers
+    assert options.check_keys() == ()
+
+
+@pytest.mark.parametrize("said", [-1, [1, 0], [2, 0, 0, 0], "2"])
+def test_layers_without_rotary_positions_are_named_wrongly(said) -> None:
+    with pytest.raises(CheckpointError, match="no_rope_freq is not supported; got"):
+        read_gpt(of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, ""))
+
+
 @pytest.mark.parametrize("name", ["GemmaConfig2B", "CodeGemmaConfig7B", "GemmaModelProvider"])
 @pytest.mark.parametrize("of", [of_bridge, of_nemo2])
 def test_gemmas_class_scales_the_embeddings(of, name) -> None:

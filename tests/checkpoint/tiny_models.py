@@ -179,6 +179,28 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {**UNTIED, "hidden_size": 32, "use_parallel_residual": True},
     ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "pad_token_id": 0,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "logit_scale": 0.5,
+        },
+    ),
     "cohere": ("Cohere", {"bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.5}),
     "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),

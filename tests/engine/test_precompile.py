@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,12 @@ def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
 ) -> None:
     few = traced(CONFIGS[name], **kind)
     assert len(few) > 20
-    monkeypatch.setattr(precompile, "TRACED_LAYERS", 3)
-    assert traced(CONFIGS[name], max_tokens=2000, **kind) == few
+    config = CONFIGS[name]
+    names = [key for key in ("num_layers", "num_decoder_layers") if hasattr(config, key)]
+    monkeypatch.setattr(
+        precompile, "_shortened", lambda _: replace(config, **dict.fromkeys(names, 3))
+    )
+    assert traced(config, max_tokens=2000, **kind) == few
     assert not hopper.loaded
 
 
@@ -168,6 +173,16 @@ def test_layers_with_a_window_and_without() -> None:
     ]
     one, other, windows_alone = map(traced, kinds)
     assert one == other > windows_alone
+
+
+@pytest.mark.usefixtures("hopper")
+def test_layers_that_do_not_rotate() -> None:
+    """Layers of three kinds need what each of them needs, with a window or without it."""
+    rope = small_config(position_embedding="rope", num_layers=6)
+    some, window = {"unrotated_layers": "2,5"}, {"sliding_window": 8, "full_attention_layers": "2"}
+    plain, mixed = traced(rope), traced(replace(rope, **some))
+    assert mixed > plain
+    assert traced(replace(rope, **some, **window)) > traced(replace(rope, **window))
 
 
 @pytest.mark.usefixtures("hopper")

@@ -62,6 +62,7 @@ MODELS = {
         "rotary_local_base": 50.0,
     },
     "qwen3": {**RMS, "qk_norm": True},
+    "smollm3": {**RMS, "unrotated_layers": "1"},
     "gpt_neox": {"position_embedding": "rope", "rotary_percentage": 0.5, "parallel_residual": True},
     "lora": {**RMS, "parts": lora("attention.query_key_value", "mlp.dense_h_to_4h_2")},
     "lora_of_all": {"parts": lora(*(stem for stem in LORA_TARGETS if not stem.endswith("_2")))},

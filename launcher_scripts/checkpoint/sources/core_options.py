@@ -38,7 +38,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "no_rope_freq": (None,),
     "attention_output_gate": (None, False),
     "softmax_type": (None, "vanilla"),
     "is_hybrid_model": (None, False),
@@ -64,6 +63,7 @@ CORE_ALONE: dict[str, tuple[Any, ...]] = {
     **core_experts.NO_EXPERTS,
     "window_size": (None,),
     "softmax_scale": (None,),
+    "no_rope_freq": (None,),
 }
 # Llama 3.1's, which Megatron-LM has no arguments for.
 LLAMA3_SCALING = {
@@ -176,6 +176,7 @@ def read_gpt(
         "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
         **_attention(raw, layers, problems),
+        "unrotated_layers": _unrotated(raw.get("no_rope_freq"), layers, problems),
         **core_experts.read_experts(raw, problems),
         "embedding_scale": _embedding_scale(raw, hidden, problems),
         "tied_embeddings": options.tied_embeddings,
@@ -239,23 +240,34 @@ def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[
         problems.add("window_size is not supported", got=window, choices=choices)
     elif pair[0] >= 0:
         fields["sliding_window"] = pair[0] + 1
-        fields["full_attention_layers"] = _layers_without(skipped, layers, problems)
+        marks = _marks("window_attn_skip_freq", skipped, 0, layers, problems)
+        fields["full_attention_layers"] = _named(layer for layer, mark in marks if not mark)
     return fields
 
 
-def _layers_without(skipped: Any, layers: int, problems: Problems) -> str | None:
-    """The layers without the window: every `skipped`-th one, or those of a 0 in a list."""
-    if skipped is None:
-        return None
-    if type(skipped) is int and skipped > 0:
-        marks = [number % skipped for number in range(1, layers + 1)]
-    elif isinstance(skipped, (list, tuple)) and len(skipped) == layers:
-        marks = list(skipped)
-    else:
-        choices = ["a number above 0", f"a list of {layers}, 1 for a layer with the window"]
-        problems.add("window_attn_skip_freq is not supported", got=skipped, choices=choices)
-        return None
-    return ",".join(str(layer) for layer, mark in enumerate(marks) if not mark) or None
+def _unrotated(skipped: Any, layers: int, problems: Problems) -> str | None:
+    """The layers whose queries and keys do not turn."""
+    marks = _marks("no_rope_freq", skipped or None, 1, layers, problems)
+    return _named(layer for layer, mark in marks if mark)
+
+
+def _marks(
+    name: str, said: Any, mark: int, layers: int, problems: Problems
+) -> list[tuple[int, int]]:
+    """The layers and their marks, 0 or 1, in a list; or every `said`-th layer has the mark."""
+    if said is None:
+        return []
+    if type(said) is int and said > 0:
+        return [(n, mark if (n + 1) % said == 0 else 1 - mark) for n in range(layers)]
+    if isinstance(said, (list, tuple)) and len(said) == layers and {*said} <= {0, 1}:
+        return [*enumerate(said)]
+    choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
+    problems.add(f"{name} is not supported", got=said, choices=choices)
+    return []
+
+
+def _named(layers: Iterable[int]) -> str | None:
+    return ",".join(map(str, layers)) or None
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:

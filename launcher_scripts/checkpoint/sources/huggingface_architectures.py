@@ -119,6 +119,10 @@ ARCHITECTURES = {
     "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
+    "smollm3": _llama(decoders.smollm3, ties=True),
+    "cohere2": _llama(
+        decoders.cohere2, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual)
+    ),
     "cohere": _llama(
         decoders.cohere, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual)
     ),

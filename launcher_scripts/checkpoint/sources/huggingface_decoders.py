@@ -12,7 +12,13 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_configs import plain_gpt
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import (
+    Fields,
+    named_layers,
+    rope,
+    rope_of,
+    windows,
+)
 from launcher_scripts.models.gpt import GPTConfig
 
 _HEAD = "lm_head.weight"
@@ -163,7 +169,51 @@ def stablelm(raw: RawConfig) -> GPTConfig:
     )
 
 
-def cohere(raw: RawConfig) -> GPTConfig:
+def smollm3(raw: RawConfig) -> GPTConfig:
+    """SmolLM3: every fourth layer's queries and keys do not turn; no_rope_layers has a 0 there."""
+    layers = raw.layers("num_hidden_layers")
+    interval = raw.size("no_rope_layer_interval", default=4)
+    turns = raw("no_rope_layers", default=[int((n + 1) % interval != 0) for n in range(layers)])
+    if not isinstance(turns, list) or len(turns) != layers or not {*map(str, turns)} <= {"0", "1"}:
+        choices = (f"a list of {layers}, 0 or 1 for each layer",)
+        raw.problems.add("no_rope_layers is not supported", got=turns, choices=choices)
+        turns = [1] * layers
+    fields: Fields = {}
+    if raw.flag("use_sliding_window", False):
+        fields = windows(raw, lambda layer: bool(turns[layer]))
+    raw.unused("sliding_window", "layer_types")
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    return _decoder(
+        raw,
+        unrotated_layers=named_layers(n for n in range(layers) if not turns[n]),
+        start_id=raw.token("bos_token_id", 128000),
+        end_id=raw.token("eos_token_id", 128001),
+        pad_id=raw.token("pad_token_id", 128004),
+        **rope(raw, raw.size("head_dim", default=max(hidden // heads, 1)), rope_theta=2e6),
+        **fields,
+    )
+
+
+def cohere2(raw: RawConfig) -> GPTConfig:
+    """Command-R7B and Command-A: layers have a window, or queries and keys that do not turn."""
+    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
+    fields = windows(raw, lambda layer: (layer + 1) % pattern == 0)
+    every = named_layers(range(raw.layers("num_hidden_layers")))
+    full = fields["full_attention_layers"] if fields else every
+    for name, value in (
+        ("order_of_interleaved_layers", "local_attn_first"),
+        ("position_embedding_type", "rope_gptj"),
+        ("rotary_pct", 1.0),
+        ("use_gated_activation", True),
+        ("use_parallel_block", True),
+        ("use_parallel_embedding", False),
+    ):
+        raw.only(name, value)
+    raw.unused("layer_switch", "use_embedding_sharing")  # sliding_window_pattern and the tensors
+    return cohere(raw, unrotated_layers=full, **fields)
+
+
+def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
     raw.only("use_qk_norm", False)
     return _decoder(
@@ -176,6 +226,7 @@ def cohere(raw: RawConfig) -> GPTConfig:
         start_id=raw.token("bos_token_id", 5),
         end_id=raw.token("eos_token_id", 255001),
         pad_id=raw.token("pad_token_id", 0),
+        **fields,
     )
 
 

@@ -7,7 +7,7 @@ Scalings that are a number per pair of dimensions are stored as such: YaRN (Peng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -74,8 +74,13 @@ def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fi
     whole = [layer for layer in layers if kinds[layer] == "full_attention"]
     if window is None or len(whole) == len(layers):
         return {}
-    named = ",".join(map(str, whole)) or None
-    return {"sliding_window": raw.size("sliding_window"), "full_attention_layers": named}
+    window = raw.size("sliding_window")
+    return {"sliding_window": window, "full_attention_layers": named_layers(whole)}
+
+
+def named_layers(layers: Iterable[int]) -> str | None:
+    """As a GPTConfig names them."""
+    return ",".join(map(str, layers)) or None
 
 
 def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:

@@ -36,7 +36,12 @@ from launcher_scripts.engine.model.layers import (
     alibi_slopes,
 )
 from launcher_scripts.engine.model.model_weights import Experts, LayerWeights, ModelWeights
-from launcher_scripts.engine.model.rotary import RotaryTables, rotaries, rotary_tables
+from launcher_scripts.engine.model.rotary import (
+    RotaryTables,
+    rotaries,
+    rotary_tables,
+    rotates_otherwise,
+)
 from launcher_scripts.engine.model.stack import Stack
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
 from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD
@@ -214,7 +219,7 @@ class Network:
             options,
             slopes=self._slopes(layer),
             window=window,
-            local=window > 0 and self._rotaries[1] is not None,
+            local=rotates_otherwise(config, layer),
         )
         source = None if cross is None else CrossAttention(cross, *shared, options)
         mlp = weights.mlp

@@ -12,7 +12,7 @@ from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.gpt import GPTConfig
 
 Tables = tuple[Tensor, Tensor]
-# Of the layers that rotate as the model does, and of those with a base of their own.
+# Of the layers that rotate as the model does, and of the others: by a base of their own, or not.
 RotaryTables = tuple[Tables | None, Tables | None]
 
 
@@ -114,6 +114,13 @@ def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, Rotary |
     if config.rotary_local_base is not None:
         local = Rotary(plain_frequencies(config.rotary_size, config.rotary_local_base), device)
     return _gpt_rotary(config, device), local
+
+
+def rotates_otherwise(config: Any, layer: int) -> bool:
+    """Whether a layer takes the second of RotaryTables."""
+    if getattr(config, "unrotated_layers", None):
+        return str(layer) in config.unrotated_layers.split(",")
+    return getattr(config, "rotary_local_base", None) is not None and config.window(layer) > 0
 
 
 def rotary_tables(

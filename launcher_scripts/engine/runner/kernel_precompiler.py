@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +27,6 @@ from launcher_scripts.kernels.operands import PeerBuffers
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
-TRACED_LAYERS = 2  # what the second reads, a layer has left; all others are like it
 MOST_THREADS = 8
 
 
@@ -131,10 +130,26 @@ def traced_runner(
 
 
 def _shortened(config: ModelConfig) -> ModelConfig:
-    """The model with its first layers only, one of each kind where some have a window."""
+    """The model with few layers: the first one, for what it reads no layer has left, and one more
+    of each kind where layers attend or rotate otherwise.
+    """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    changes: dict[str, Any] = {name: min(count, TRACED_LAYERS) for name, count in counts.items()}
-    if getattr(config, "full_attention_layers", None) and min(counts.values()) > TRACED_LAYERS:
-        changes["full_attention_layers"] = str(TRACED_LAYERS - 1)
+    kinds = [(config.window(n) > 0, _rotates(config, n)) for n in range(min(counts.values()))]
+    layers = [kinds[0], *sorted({*kinds}, reverse=True)]
+    changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
+    if len(layers) < len(kinds):
+        if getattr(config, "full_attention_layers", None):
+            changes["full_attention_layers"] = _numbers(not window for window, _ in layers)
+        if getattr(config, "unrotated_layers", None):
+            changes["unrotated_layers"] = _numbers(not rotates for _, rotates in layers)
     return replace(config, **changes)
+
+
+def _rotates(config: ModelConfig, layer: int) -> bool:
+    return str(layer) not in (getattr(config, "unrotated_layers", None) or "").split(",")
+
+
+def _numbers(marks: Iterable[bool]) -> str | None:
+    """Of the layers that are marked, as a configuration names them."""
+    return ",".join(str(layer) for layer, marked in enumerate(marks) if marked) or None
