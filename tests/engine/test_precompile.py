@@ -68,6 +68,7 @@ SMALL = {
     "LoRA adapters": small_config(parts=LORA),
     "LoRA of gates": small_config(parts=LORA, gated=True, norm_placement="sandwich"),
     "an encoder": t5_config(encoder_only=True),
+    "an encoder alone": t5_config(encoder_only=True, num_decoder_layers=0),
     "BART": bart_config(),
     "AGM": agm_config(),
 }

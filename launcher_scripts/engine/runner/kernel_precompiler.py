@@ -135,7 +135,7 @@ def _shortened(config: ModelConfig) -> ModelConfig:
     """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    kinds = [(config.window(n) > 0, _rotates(config, n)) for n in range(min(counts.values()))]
+    kinds = [(config.window(n) > 0, _rotates(config, n)) for n in range(max(counts.values()))]
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
