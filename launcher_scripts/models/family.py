@@ -100,6 +100,16 @@ class WeightSpec:
         return self.name if layer is None else self.name.replace("*", str(layer))
 
 
+def layer_list(layers: Iterable[int]) -> str | None:
+    """The text by which a configuration names layers: numbers with commas between them."""
+    return ",".join(map(str, layers)) or None
+
+
+def lists_layer(numbers: str | None, layer: int) -> bool:
+    """Whether such a text has a layer."""
+    return str(layer) in (numbers or "").split(",")
+
+
 class ModelConfig(ABC):
     """Hyperparameters every family has, in the project's own words; a frozen dataclass."""
 
@@ -120,8 +130,7 @@ class ModelConfig(ABC):
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""
-        full = (self.full_attention_layers or "").split(",")
-        return 0 if str(layer) in full else self.sliding_window or 0
+        return 0 if lists_layer(self.full_attention_layers, layer) else self.sliding_window or 0
 
     @abstractmethod
     def tp_sizes(self) -> list[int]:

@@ -189,7 +189,7 @@ def test_layers_without_rotary_positions(said, layers) -> None:
     assert options.check_keys() == ()
 
 
-@pytest.mark.parametrize("said", [-1, [1, 0], [2, 0, 0, 0], "2"])
+@pytest.mark.parametrize("said", [-1, [1, 0], [2, 0, 0, 0], [[], 0, 0, 0], "2"])
 def test_layers_without_rotary_positions_are_named_wrongly(said) -> None:
     with pytest.raises(CheckpointError, match="no_rope_freq is not supported; got"):
         read_gpt(of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, ""))

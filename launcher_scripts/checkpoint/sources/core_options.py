@@ -17,6 +17,7 @@ from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.sources.nemo_options import flag, real, refuse_others, size
 from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
@@ -241,14 +242,14 @@ def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[
     elif pair[0] >= 0:
         fields["sliding_window"] = pair[0] + 1
         marks = _marks("window_attn_skip_freq", skipped, 0, layers, problems)
-        fields["full_attention_layers"] = _named(layer for layer, mark in marks if not mark)
+        fields["full_attention_layers"] = layer_list(layer for layer, mark in marks if not mark)
     return fields
 
 
 def _unrotated(skipped: Any, layers: int, problems: Problems) -> str | None:
     """The layers whose queries and keys do not turn."""
     marks = _marks("no_rope_freq", skipped or None, 1, layers, problems)
-    return _named(layer for layer, mark in marks if mark)
+    return layer_list(layer for layer, mark in marks if mark)
 
 
 def _marks(
@@ -259,15 +260,12 @@ def _marks(
         return []
     if type(said) is int and said > 0:
         return [(n, mark if (n + 1) % said == 0 else 1 - mark) for n in range(layers)]
-    if isinstance(said, (list, tuple)) and len(said) == layers and {*said} <= {0, 1}:
-        return [*enumerate(said)]
+    marks = said if isinstance(said, (list, tuple)) else ()
+    if len(marks) == layers and all(each in (0, 1) for each in marks):
+        return [*enumerate(marks)]
     choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
     problems.add(f"{name} is not supported", got=said, choices=choices)
     return []
-
-
-def _named(layers: Iterable[int]) -> str | None:
-    return ",".join(map(str, layers)) or None
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:

@@ -92,6 +92,11 @@ def _llama(
     return Architecture("gpt", read, dialect, tied, variants, **said)
 
 
+def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
+    """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
+    return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
+
+
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
 
 ARCHITECTURES = {
@@ -120,12 +125,8 @@ ARCHITECTURES = {
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
     "smollm3": _llama(decoders.smollm3, ties=True),
-    "cohere2": _llama(
-        decoders.cohere2, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual)
-    ),
-    "cohere": _llama(
-        decoders.cohere, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual)
-    ),
+    "cohere": _cohere(decoders.cohere),
+    "cohere2": _cohere(decoders.cohere2),
     "stablelm": _llama(decoders.stablelm, variants=_one_norm),
     "granite": _llama(decoders.granite),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),

@@ -12,13 +12,8 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_configs import plain_gpt
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import (
-    Fields,
-    named_layers,
-    rope,
-    rope_of,
-    windows,
-)
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
 _HEAD = "lm_head.weight"
@@ -174,7 +169,8 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     layers = raw.layers("num_hidden_layers")
     interval = raw.size("no_rope_layer_interval", default=4)
     turns = raw("no_rope_layers", default=[int((n + 1) % interval != 0) for n in range(layers)])
-    if not isinstance(turns, list) or len(turns) != layers or not {*map(str, turns)} <= {"0", "1"}:
+    known = isinstance(turns, list) and all(mark in (0, 1) for mark in turns)
+    if not known or len(turns) != layers:
         choices = (f"a list of {layers}, 0 or 1 for each layer",)
         raw.problems.add("no_rope_layers is not supported", got=turns, choices=choices)
         turns = [1] * layers
@@ -185,7 +181,7 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     return _decoder(
         raw,
-        unrotated_layers=named_layers(n for n in range(layers) if not turns[n]),
+        unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
         start_id=raw.token("bos_token_id", 128000),
         end_id=raw.token("eos_token_id", 128001),
         pad_id=raw.token("pad_token_id", 128004),
@@ -198,7 +194,7 @@ def cohere2(raw: RawConfig) -> GPTConfig:
     """Command-R7B and Command-A: layers have a window, or queries and keys that do not turn."""
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % pattern == 0)
-    every = named_layers(range(raw.layers("num_hidden_layers")))
+    every = layer_list(range(raw.layers("num_hidden_layers")))
     full = fields["full_attention_layers"] if fields else every
     for name, value in (
         ("order_of_interleaved_layers", "local_attn_first"),

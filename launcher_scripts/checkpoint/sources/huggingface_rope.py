@@ -7,10 +7,11 @@ Scalings that are a number per pair of dimensions are stored as such: YaRN (Peng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.models.family import layer_list
 
 _NAMES = {"su": "longrope"}
 Fields = dict[str, Any]
@@ -75,12 +76,7 @@ def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fi
     if window is None or len(whole) == len(layers):
         return {}
     window = raw.size("sliding_window")
-    return {"sliding_window": window, "full_attention_layers": named_layers(whole)}
-
-
-def named_layers(layers: Iterable[int]) -> str | None:
-    """As a GPTConfig names them."""
-    return ",".join(map(str, layers)) or None
+    return {"sliding_window": window, "full_attention_layers": layer_list(whole)}
 
 
 def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.models.family import lists_layer
 from launcher_scripts.models.gpt import GPTConfig
 
 Tables = tuple[Tensor, Tensor]
@@ -118,8 +119,8 @@ def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, Rotary |
 
 def rotates_otherwise(config: Any, layer: int) -> bool:
     """Whether a layer takes the second of RotaryTables."""
-    if getattr(config, "unrotated_layers", None):
-        return str(layer) in config.unrotated_layers.split(",")
+    if lists_layer(getattr(config, "unrotated_layers", None), layer):
+        return True
     return getattr(config, "rotary_local_base", None) is not None and config.window(layer) > 0
 
 

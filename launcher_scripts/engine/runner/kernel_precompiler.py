@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +24,7 @@ from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
-from launcher_scripts.models.family import ModelConfig, WeightSpec
+from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list, lists_layer
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
 MOST_THREADS = 8
@@ -135,21 +135,17 @@ def _shortened(config: ModelConfig) -> ModelConfig:
     """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    kinds = [(config.window(n) > 0, _rotates(config, n)) for n in range(max(counts.values()))]
+    unrotated = getattr(config, "unrotated_layers", None)
+    kinds = [
+        (config.window(n) > 0, not lists_layer(unrotated, n)) for n in range(max(counts.values()))
+    ]
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
         if getattr(config, "full_attention_layers", None):
-            changes["full_attention_layers"] = _numbers(not window for window, _ in layers)
-        if getattr(config, "unrotated_layers", None):
-            changes["unrotated_layers"] = _numbers(not rotates for _, rotates in layers)
+            whole = (n for n, (window, _) in enumerate(layers) if not window)
+            changes["full_attention_layers"] = layer_list(whole)
+        if unrotated:
+            still = (n for n, (_, rotates) in enumerate(layers) if not rotates)
+            changes["unrotated_layers"] = layer_list(still)
     return replace(config, **changes)
-
-
-def _rotates(config: ModelConfig, layer: int) -> bool:
-    return str(layer) not in (getattr(config, "unrotated_layers", None) or "").split(",")
-
-
-def _numbers(marks: Iterable[bool]) -> str | None:
-    """Of the layers that are marked, as a configuration names them."""
-    return ",".join(str(layer) for layer, marked in enumerate(marks) if marked) or None
