@@ -37,8 +37,8 @@ class AgmConfig(ModelConfig):
     norm_placement = "pre"
     gated = False
     alibi_layer_scaling = False
-    parallel_residual = rotary_local_base = unrotated_layers = attention_softcap = None
-    alibi_scale = embedding_scale = logits_scale = logits_softcap = num_experts = None
+    parallel_residual = rotary_local_base = attention_softcap = alibi_scale = None
+    embedding_scale = logits_scale = logits_softcap = num_experts = None
 
     vocab_size: int
     num_layers: int

@@ -105,7 +105,7 @@ def layer_list(layers: Iterable[int]) -> str | None:
     return ",".join(map(str, layers)) or None
 
 
-def lists_layer(numbers: str | None, layer: int) -> bool:
+def _lists(numbers: str | None, layer: int) -> bool:
     """Whether such a text has a layer."""
     return str(layer) in (numbers or "").split(",")
 
@@ -127,10 +127,15 @@ class ModelConfig(ABC):
     pad_id: int | None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
+    unrotated_layers: str | None = None
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""
-        return 0 if lists_layer(self.full_attention_layers, layer) else self.sliding_window or 0
+        return 0 if _lists(self.full_attention_layers, layer) else self.sliding_window or 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether rotary positions turn a layer's queries and keys, if the model has them."""
+        return not _lists(self.unrotated_layers, layer)
 
     @abstractmethod
     def tp_sizes(self) -> list[int]:

@@ -199,7 +199,8 @@ GPTJ = {
     "layers.*.mlp.dense_4h_to_h": Source(("h.*.mlp.fc_out",), "transposed"),
 }
 
-# What CodeGen calls otherwise.
+# What CodeGen calls otherwise; its heads lie in blocks, each with its queries, values and keys.
+CODEGEN_BLOCKS = 4
 CODEGEN = {
     "layers.*.attention.query_key_value": Source(("h.*.attn.qkv_proj",), "codegen_blocks"),
 }

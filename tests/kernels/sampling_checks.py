@@ -156,10 +156,13 @@ def test_more_candidates_than_the_list_holds(monkeypatch):
     for module in (candidates, groups, sampling):
         monkeypatch.setattr(module, "FEW", module.tl.constexpr(32))
         monkeypatch.setattr(module, "CANDIDATES", module.tl.constexpr(64), raising=False)
-    states = states_of([{"top_p": 0.9}, {"top_k": 500}, {"top_k": 2}], [5] * 3)
+    parameters = ({"top_p": 0.9}, {"top_k": 500}, {"top_k": 2}, {})
+    rows = len(parameters)
+    states, slots = states_of(list(parameters), [5] * rows), torch.arange(rows, device=DEVICE)
+    compare(torch.randn(rows, 1200, device=DEVICE), states, slots)
     for of_one_score in (1, 40, 400):
-        logits = torch.arange(1200, device=DEVICE).repeat(3, 1) // of_one_score / 10.0
-        compare(logits.flip(-1), states, torch.arange(3, device=DEVICE))
+        logits = torch.arange(1200, device=DEVICE).repeat(rows, 1) // of_one_score / 10.0
+        compare(logits.flip(-1), states, slots)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.convert.reshard import Blocks
 from launcher_scripts.checkpoint.formats.dtypes import widened
 from launcher_scripts.checkpoint.sources.sinusoidal_positions import sinusoidal_positions
+from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 Apply = Callable[[Sequence[NDArray[Any]], Any], "Blocks | NDArray[Any]"]
 
 # BART and OPT count positions from here: the rows before are for padding.
 PADDING_ROWS = 2
-CODEGEN_BLOCKS = 4
 
 
 def transposed_columns(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
@@ -58,7 +58,7 @@ def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any)
 
 
 def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
-    """Rows (block, [queries, values, keys], head, dimension): CodeGen's, trained on four cores."""
+    """Rows (block, [queries, values, keys], head, dimension): CodeGen's."""
     (tensor,) = tensors
     parts = tensor.reshape(CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:]).swapaxes(0, 1)
     query, value, key = (part.reshape(-1, *tensor.shape[1:]) for part in parts)

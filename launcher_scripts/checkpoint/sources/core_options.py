@@ -177,7 +177,9 @@ def read_gpt(
         "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
         **_attention(raw, layers, problems),
-        "unrotated_layers": _unrotated(raw.get("no_rope_freq"), layers, problems),
+        "unrotated_layers": _skipped(
+            "no_rope_freq", raw.get("no_rope_freq") or None, 1, layers, problems
+        ),
         **core_experts.read_experts(raw, problems),
         "embedding_scale": _embedding_scale(raw, hidden, problems),
         "tied_embeddings": options.tied_embeddings,
@@ -241,31 +243,26 @@ def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[
         problems.add("window_size is not supported", got=window, choices=choices)
     elif pair[0] >= 0:
         fields["sliding_window"] = pair[0] + 1
-        marks = _marks("window_attn_skip_freq", skipped, 0, layers, problems)
-        fields["full_attention_layers"] = layer_list(layer for layer, mark in marks if not mark)
+        whole = _skipped("window_attn_skip_freq", skipped, 0, layers, problems)
+        fields["full_attention_layers"] = whole
     return fields
 
 
-def _unrotated(skipped: Any, layers: int, problems: Problems) -> str | None:
-    """The layers whose queries and keys do not turn."""
-    marks = _marks("no_rope_freq", skipped or None, 1, layers, problems)
-    return layer_list(layer for layer, mark in marks if mark)
-
-
-def _marks(
-    name: str, said: Any, mark: int, layers: int, problems: Problems
-) -> list[tuple[int, int]]:
-    """The layers and their marks, 0 or 1, in a list; or every `said`-th layer has the mark."""
+def _skipped(name: str, said: Any, mark: int, layers: int, problems: Problems) -> str | None:
+    """The layers that a setting leaves out: every `said`-th one, or those of a mark in a list."""
     if said is None:
-        return []
+        return None
     if type(said) is int and said > 0:
-        return [(n, mark if (n + 1) % said == 0 else 1 - mark) for n in range(layers)]
+        return layer_list(range(said - 1, layers, said))
     marks = said if isinstance(said, (list, tuple)) else ()
     if len(marks) == layers and all(each in (0, 1) for each in marks):
-        return [*enumerate(marks)]
-    choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
+        return layer_list(layer for layer, each in enumerate(marks) if each == mark)
+    choices = [
+        "a number above 0",
+        f"a list of {layers}, {mark} for each layer left out, else {1 - mark}",
+    ]
     problems.add(f"{name} is not supported", got=said, choices=choices)
-    return []
+    return None
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:

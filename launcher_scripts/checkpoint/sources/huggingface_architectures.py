@@ -7,7 +7,7 @@ converter reads the same table. Neither numpy nor torch is needed here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +84,18 @@ def _llama(
     read: Callable[[RawConfig], ModelConfig],
     dialect: str = "llama",
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
-    **more: Any,
+    *,
+    ties: bool = False,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
     tied = {"embed_tokens.weight": (HEAD,)}
-    said = {"inherits": ("llama",), "ties": False, **more}
-    return Architecture("gpt", read, dialect, tied, variants, **said)
+    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
 
 
 def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
-    return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
+    row = _llama(read, "cohere", ties=True)
+    return replace(row, may_be=lambda config: bool(config.parallel_residual))
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}

@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 _HEAD = "lm_head.weight"
 
@@ -22,7 +23,7 @@ _HEAD = "lm_head.weight"
 def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
-    head_size = raw.size("head_dim", default=max(hidden // heads, 1))
+    head_size = _head_size(raw)
     said: Fields = {
         "vocab_size": raw.size("vocab_size"),
         "num_layers": raw.layers("num_hidden_layers"),
@@ -51,6 +52,11 @@ def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         if name not in fields:
             said.update(read())
     return GPTConfig(**said)
+
+
+def _head_size(raw: RawConfig) -> int:
+    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
+    return raw.size("head_dim", default=max(hidden // heads, 1))
 
 
 def llama(raw: RawConfig) -> GPTConfig:
@@ -178,14 +184,13 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
     raw.unused("sliding_window", "layer_types")
-    hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     return _decoder(
         raw,
         unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
         start_id=raw.token("bos_token_id", 128000),
         end_id=raw.token("eos_token_id", 128001),
         pad_id=raw.token("pad_token_id", 128004),
-        **rope(raw, raw.size("head_dim", default=max(hidden // heads, 1)), rope_theta=2e6),
+        **rope(raw, _head_size(raw), rope_theta=2e6),
         **fields,
     )
 
@@ -277,9 +282,7 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 
 def nemotron(raw: RawConfig) -> GPTConfig:
-    head_size = raw.size(
-        "head_dim", default=max(raw.size("hidden_size") // raw.size("num_attention_heads"), 1)
-    )
+    head_size = _head_size(raw)
     return _decoder(
         raw,
         normalization="layernorm",
@@ -393,8 +396,9 @@ def gptj(raw: RawConfig) -> GPTConfig:
 def codegen(raw: RawConfig) -> GPTConfig:
     """CodeGen: a GPT-J whose queries, keys and values lie in four blocks."""
     heads = raw.size("n_head", "num_attention_heads")
-    if heads % 4:
-        raw.problems.add("n_head is not supported", got=heads, choices=("multiples of 4",))
+    if heads % CODEGEN_BLOCKS:
+        choices = (f"multiples of {CODEGEN_BLOCKS}",)
+        raw.problems.add("n_head is not supported", got=heads, choices=choices)
     raw.unused("n_ctx")  # n_positions rules
     return gptj(raw)
 

@@ -26,11 +26,10 @@ class ExtentAllocator:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free = [(0, capacity)] if capacity else []  # (start, length), ascending
-        self._free_tokens = capacity
 
     @property
     def free_tokens(self) -> int:
-        return self._free_tokens
+        return sum(length for _, length in self._free)
 
     def allocate(self, length: int) -> int | None:
         """Start of a free extent, now taken; None when no gap is long enough."""
@@ -38,7 +37,6 @@ class ExtentAllocator:
             if gap >= length:
                 rest = (start + length, gap - length)
                 self._free[position : position + 1] = [rest] if rest[1] else []
-                self._free_tokens -= length
                 return start
         return None
 
@@ -53,14 +51,12 @@ class ExtentAllocator:
             return False
         rest = ((first, before), (start + length, behind))
         self._free[position : position + 1] = [each for each in rest if each[1]]
-        self._free_tokens -= length
         return True
 
     def free(self, start: int, length: int) -> None:
         """Give an extent back."""
         position = bisect.bisect(self._free, (start, 0))
         self._free.insert(position, (start, length))
-        self._free_tokens += length
         for left in (position, position - 1):
             if 0 <= left < len(self._free) - 1:
                 (first, size), (second, more) = self._free[left : left + 2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.models.family import lists_layer
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 
 Tables = tuple[Tensor, Tensor]
@@ -117,11 +117,10 @@ def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, Rotary |
     return _gpt_rotary(config, device), local
 
 
-def rotates_otherwise(config: Any, layer: int) -> bool:
+def rotates_otherwise(config: ModelConfig, layer: int) -> bool:
     """Whether a layer takes the second of RotaryTables."""
-    if lists_layer(getattr(config, "unrotated_layers", None), layer):
-        return True
-    return getattr(config, "rotary_local_base", None) is not None and config.window(layer) > 0
+    own_base = getattr(config, "rotary_local_base", None) is not None
+    return not config.rotates(layer) or (own_base and config.window(layer) > 0)
 
 
 def rotary_tables(

@@ -24,7 +24,7 @@ from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
-from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list, lists_layer
+from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
 MOST_THREADS = 8
@@ -135,17 +135,14 @@ def _shortened(config: ModelConfig) -> ModelConfig:
     """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    unrotated = getattr(config, "unrotated_layers", None)
-    kinds = [
-        (config.window(n) > 0, not lists_layer(unrotated, n)) for n in range(max(counts.values()))
-    ]
+    kinds = [(config.window(n) > 0, config.rotates(n)) for n in range(max(counts.values()))]
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
-        if getattr(config, "full_attention_layers", None):
+        if config.full_attention_layers:
             whole = (n for n, (window, _) in enumerate(layers) if not window)
             changes["full_attention_layers"] = layer_list(whole)
-        if unrotated:
+        if config.unrotated_layers:
             still = (n for n, (_, rotates) in enumerate(layers) if not rotates)
             changes["unrotated_layers"] = layer_list(still)
     return replace(config, **changes)

@@ -1,4 +1,4 @@
-"""Candidates of a row, and how they are narrowed down to one, in the Triton language.
+"""Candidates of a row, and how they are narrowed down to few, in the Triton language.
 
 A row has a list of its candidates' ids, in any order. Where there are more than a list holds, all
 of the row's tokens are looked at, until few enough are left. Tokens come one after the other as a

@@ -19,17 +19,17 @@ LANES = tl.constexpr(128)
 TIMES = tl.constexpr(4)
 REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
 COUNT_BITS = tl.constexpr(11)  # of a lane's sums, below those of the shares
-COUNT_MASK = tl.constexpr(2**11 - 1)
+COUNT_MASK = tl.constexpr(2**COUNT_BITS.value - 1)
 MOST_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
 # What a row adds up: shares within each bound and their numbers, the same twice for bounds between
 # two of these; all shares, tokens collected, programs that ended.
 BOUNDS = tl.constexpr(8)
 FINER_BOUNDS = tl.constexpr(16)
 LEVELS = tl.constexpr(2)
-WHOLE = tl.constexpr(80)
-FOUND = tl.constexpr(81)
-ENDED = tl.constexpr(82)
-FIELDS = tl.constexpr(128)
+WHOLE = tl.constexpr(2 * BOUNDS.value + 2 * FINER_BOUNDS.value * LEVELS.value)
+FOUND = tl.constexpr(WHOLE.value + 1)
+ENDED = tl.constexpr(WHOLE.value + 2)
+FIELDS = tl.constexpr(triton.next_power_of_2(WHOLE.value + 3))
 
 EPSILON = tl.constexpr(reference_sampling.TEMPERATURE_EPSILON)
 LARGEST = tl.constexpr(reference_sampling.LARGEST)
@@ -113,8 +113,8 @@ def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
 
 @triton.jit
 def level_of(own, LEVEL: tl.constexpr):
-    """Where a row has the sums of a level of bounds, the coarse ones being level 0."""
-    return own + (0 if LEVEL == 0 else 2 * BOUNDS + (LEVEL - 1) * 2 * FINER_BOUNDS)
+    """Where a row has the sums of a level of finer bounds; these levels count from 1."""
+    return own + 2 * BOUNDS + 2 * FINER_BOUNDS * (LEVEL - 1)
 
 
 @triton.jit
