@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "launcher_scripts.main": set(),
 }
 # Modules that are copied beside the text models of a repository, so they import nothing of ours.
-COPIED = ("common.tokenizer", "common.text_deltas", "contract.text_names")
+COPIED = ("common.text_deltas", "contract.text_names")
+COPIED_PACKAGE = "launcher_scripts.common.tokenizer"
 # dependency -> the only places that may import it
 DOORS = {
     "submitit": ("launcher_scripts/cluster/slurm.py",),
@@ -165,6 +166,15 @@ def test_rooms_import_only_their_neighbours() -> None:
 @pytest.mark.parametrize("name", COPIED)
 def test_what_is_copied_stands_alone(name: str) -> None:
     assert not any(map(ours, imported(MODULES[f"launcher_scripts.{name}"])))
+
+
+def test_a_copied_package_imports_itself_alone_by_relative_names() -> None:
+    files = [path for name, path in MODULES.items() if name.startswith(COPIED_PACKAGE)]
+    assert len(files) > 1
+    for path in files:
+        assert not any(map(ours, imported(path))), path
+        levels = {node.level for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)}
+        assert levels <= {0, 1}, path
 
 
 def test_every_dependency_has_one_door() -> None:

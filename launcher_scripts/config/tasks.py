@@ -21,6 +21,7 @@ class GenerationSettings:
     target_file:   what the answers are compared with, where data_file does not hold it
     max_input_len: the end of a prompt's longest field is cut off; None: nothing is
     prompt_task, ia3_task, lora_adapter: None: none
+    source_language, target_language: of a model of several; None: as the checkpoint says
     """
 
     template: str | None = None
@@ -30,6 +31,8 @@ class GenerationSettings:
     prompt_task: int | None = option(None, "number of a learned prompt", least=0)
     ia3_task: int | None = option(None, "number of an IA3 adapter", least=0)
     lora_adapter: int | None = option(None, "number of a LoRA adapter", least=0)
+    source_language: str | None = None
+    target_language: str | None = None
     beam_width: int = option(1, "beams", least=1)
     len_penalty: float = 0.0
 

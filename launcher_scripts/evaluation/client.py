@@ -187,7 +187,8 @@ class Client:
     def special_ids(self, place: str) -> tuple[int, ...]:
         """The tokens that the served preprocessing knows of; none without one.
 
-        place: `opening` or `closing`, before or behind every query, or `decoder`: before the answer
+        place: `opening` or `closing`, before or behind every query; `decoder`: before the answer;
+               `language`: that of the query among these; `start`: the decoder's in such a model
         """
         text = find_models(self._server, self.model_name).text
         if "preprocessing" not in text:

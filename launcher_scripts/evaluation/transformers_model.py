@@ -24,6 +24,7 @@ from launcher_scripts.evaluation.tasks.task import (
     States,
     refuse_tuned,
 )
+from launcher_scripts.models.bart import NEVER
 
 
 class TransformersModel(Reference, Model):
@@ -42,6 +43,8 @@ class TransformersModel(Reference, Model):
             ),
         )
         self._encodes = bool(self._model.config.is_encoder_decoder)
+        if self._model.config.model_type == "marian":  # it is banned where texts are generated
+            self._model.final_logits_bias[:, self._model.config.pad_token_id] = NEVER
         given = self._model.generation_config
         ends = given.eos_token_id
         self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -96,7 +99,7 @@ class TransformersModel(Reference, Model):
             config.rope_parameters, body.rotary_emb = given, own
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
-        refuse_tuned(rows, "transformers")
+        refuse_tuned(rows, "transformers", decoders_that_begin_otherwise=_differ(rows))
         torch = self._torch
         longest = max(len(row.input_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B, S]
@@ -108,16 +111,19 @@ class TransformersModel(Reference, Model):
             )
             ids[index, own] = torch.tensor(row.input_ids)
             mask[index, own] = 1
+        begun = rows[0].decoder_input_ids
+        more = {"decoder_input_ids": torch.tensor([begun] * len(rows))} if begun else {}
         with torch.inference_mode():
             answers = self._model.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=max(row.output_len for row in rows),
                 do_sample=False,
+                **more,
                 **beam_arguments(rows),
                 pad_token_id=self._end_ids[0] if self._end_ids else 0,
             )
-        start = 1 if self._encodes else longest
+        start = max(1, len(begun)) if self._encodes else longest
         for row, answer in zip(rows, answers.tolist(), strict=True):
             yield GenerateOutput(self._ended(answer[start : start + row.output_len]))
 
@@ -143,6 +149,10 @@ class TransformersEncoder:
             found = self._model(ids).last_hidden_state[0]
         states: States = found.numpy()
         return states
+
+
+def _differ(rows: Sequence[GenerateRequest]) -> bool:
+    return len({row.decoder_input_ids for row in rows}) > 1
 
 
 def _libraries() -> tuple[Any, Any]:

@@ -1,12 +1,13 @@
-"""BART and mBART: encoder-decoder transformers with learned positions.
+"""BART and its descendants: encoder-decoder transformers with a table of positions.
 
-Names and shapes of the stored tensors follow the FasterTransformer fork that serves them: Hugging
-Face's names without `model.`, position tables without their two padding rows, word embeddings
+Names and shapes of the stored tensors follow the FasterTransformer fork that serves BART and mBART:
+Hugging Face's names without `model.`, position tables from the first position on, word embeddings
 already multiplied by sqrt(hidden_size) where the model does so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -21,13 +22,17 @@ from launcher_scripts.models.family import (
 )
 
 _ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+# The bias of a token that no text has: its probability is that of the likeliest times e^-100.
+NEVER = -100.0
 
 
 @dataclass(frozen=True)
 class BartConfig(ModelConfig):
-    """Hyperparameters of a BART ("post" norms) or an mBART ("pre" norms and final ones).
+    """Hyperparameters of a BART or Marian ("post" norms), or of an mBART, M2M-100 or Pegasus ("pre"
+    norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
+    embedding_norm: the embeddings of both stacks are normalized
     Texts begin with forced_bos_id, where there is one, right after start_id.
     What has no type says in T5Config's words what every BART is, and so do the properties.
     """
@@ -48,6 +53,7 @@ class BartConfig(ModelConfig):
     max_positions: int
     norm_placement: str = "post"
     norm_eps: float = 1e-5
+    embedding_norm: bool = True
     activation: str = "gelu_erf"
     logits_bias: bool = True
     tied_embeddings: bool = True
@@ -108,30 +114,46 @@ class BartConfig(ModelConfig):
 
 
 def weights(config: BartConfig) -> list[WeightSpec]:
-    """One row per tensor; dialect "bart", with "bart_scaled" for models that scale embeddings."""
+    """One row per tensor; dialect "bart", and others for a model that says something else:
+
+    "bart_scaled":            embeddings are scaled
+    "bart_whole_positions":   the first row is the first position's
+    "bart_sinusoids":         Marian's and Pegasus' positions are not stored
+    "bart_fairseq_sinusoids": nor are M2M-100's
+    "bart_unpadded":          no text has the padding token, although the tensors do not say so
+    """
     table = ("vocab_size", "hidden_size")
     head = "shared.weight" if config.tied_embeddings else "lm_head.weight"
     specs = [
-        WeightSpec(
+        _row(
             "shared.weight",
             table,
             Partition.VOCAB_PARALLEL,
-            sources={
+            {
                 "bart": Source(("shared.weight",)),
                 "bart_scaled": Source(("shared.weight",), "scaled_by_root_hidden"),
             },
-            prefix="",
         ),
-        _row("lm_head.weight", table, Partition.VOCAB_PARALLEL, Source((head,))),
+        _row("lm_head.weight", table, Partition.VOCAB_PARALLEL, {"bart": Source((head,))}),
     ]
     if config.logits_bias:
-        bias = Source(("final_logits_bias",), "flattened")
-        specs.append(_row("final_logits_bias", ("vocab_size",), Partition.VOCAB_PARALLEL, bias))
+        names, width = ("final_logits_bias",), ("vocab_size",)
+        bias = {
+            "bart": Source(names, "flattened"),
+            "bart_unpadded": Source(names, "flattened_without_padding"),
+        }
+        specs.append(_row(*names, width, Partition.VOCAB_PARALLEL, bias))
     for side in ("encoder", "decoder"):
-        name = f"{side}.embed_positions.weight"
-        positions = Source((name,), "without_padding_rows")
-        specs.append(_row(name, ("max_positions", "hidden_size"), source=positions))
-        specs += _norm(f"{side}.layernorm_embedding")
+        names = (f"{side}.embed_positions.weight",)
+        positions = {
+            "bart": Source(names, "without_padding_rows"),
+            "bart_whole_positions": Source(names),
+            "bart_sinusoids": Source((), "sinusoids"),
+            "bart_fairseq_sinusoids": Source((), "fairseq_sinusoids"),
+        }
+        specs.append(_row(*names, ("max_positions", "hidden_size"), source=positions))
+        if config.embedding_norm:
+            specs += _norm(f"{side}.layernorm_embedding")
         if config.norm_placement == "pre":
             specs += _norm(f"{side}.layer_norm")
     return specs + _layer("encoder") + _layer("decoder")
@@ -148,7 +170,7 @@ def _layer(side: str) -> list[WeightSpec]:
         for part in ("weight", "bias"):
             keys = tuple(f"{attention}.{which}_proj.{part}" for which in "qkv")
             shape = ("hidden_size", "qkv_size") if part == "weight" else ("qkv_size",)
-            source = Source(keys, "transposed_columns")
+            source = {"bart": Source(keys, "transposed_columns")}
             column, blocks = Partition.COLUMN_PARALLEL, ("hidden_size",) * 3
             specs.append(_row(f"{attention}.qkv.{part}", shape, column, source, blocks))
     specs += _output(f"{attention}.out_proj") + _norm(f"{stem}.self_attn_layer_norm")
@@ -181,11 +203,11 @@ def _row(
     name: str,
     shape: tuple[str, ...],
     partition: Partition = Partition.REPLICATED,
-    source: Source | None = None,
+    source: Mapping[str, Source] | None = None,
     blocks: tuple[str, ...] = (),
 ) -> WeightSpec:
-    """A tensor of the same name in the source, transposed where the ranks share a matrix."""
+    """A tensor; without a source, of the same name there, transposed where ranks share a matrix."""
     layout = "transposed" if partition.per_rank else "as_is"
-    source = source or Source((name,), layout)
+    source = source or {"bart": Source((name,), layout)}
     layers = "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
-    return WeightSpec(name, shape, partition, blocks, {"bart": source}, layers=layers, prefix="")
+    return WeightSpec(name, shape, partition, blocks, source, layers=layers, prefix="")

@@ -253,7 +253,7 @@ def _xglm() -> dict[str, Source]:
     """XGLM: positions are computed, the head is the table before scaling."""
     top = {
         "wte": Source(("embed_tokens.weight",)),
-        "wpe": Source((), "sinusoidal_positions"),
+        "wpe": Source((), "fairseq_sinusoids"),
         "lm_head.weight": Source(("embed_tokens.weight",)),
     }
     return _fairseq("", "layer_norm", top)

@@ -57,15 +57,19 @@ def measure(settings: EvaluateSettings) -> None:
             Path(settings.tokenizer_dir),
             client.special_ids("opening"),
             client.special_ids("decoder"),
+            next(iter(client.special_ids("language")), None),
+            next(iter(client.special_ids("start")), 0),
         )
         for task_settings in settings.tasks:
+            generation = task_settings.generation
+            spoken = asked.between(generation.source_language, generation.target_language)
             environment = measured_on(
                 settings,
                 ready,
                 data=data_files(task_settings),
                 parameters=client.parameters,
             )
-            result = measure_task(settings, task_settings, asked, report, environment)
+            result = measure_task(settings, task_settings, spoken, report, environment)
             tables.append(task_table(task_settings.name, result))
     print("\n".join([*tables, "", f"report: {report.html_file}"]))
 

@@ -109,9 +109,13 @@ def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportS
 
 
 def _prompt(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids, the same every time: of the prompt, and of the decoder's if there is one."""
+    """Token ids, the same every time: of the prompt, and of the decoder's if there is one.
+
+    None is the padding token, which M2M-100 in transformers gives no position.
+    """
     length = min(PROMPT_TOKENS, getattr(config, "max_positions", None) or PROMPT_TOKENS)
     numbers = np.random.default_rng(0).integers(config.vocab_size, size=(2, PROMPT_TOKENS))
+    numbers[numbers == config.pad_id] = config.end_id
     ids = tuple(int(number) for number in numbers[0, :length])
     if not hasattr(config, "num_decoder_layers"):
         return ids, ()

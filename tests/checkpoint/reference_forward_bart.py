@@ -13,7 +13,7 @@ from tests.checkpoint.reference_weights import StoredWeights
 
 def logits(w: StoredWeights, config: BartConfig, ids: torch.Tensor, targets: torch.Tensor):
     """Logits [B, T, V] after each of the decoder's input ids `targets` [B, T]."""
-    memory = _embed(w, "encoder", ids)
+    memory = _embed(w, config, "encoder", ids)
     for i in range(config.num_layers):
         stem = f"encoder.layers.{i}"
         parts = [f"{stem}.self_attn.{part}_proj" for part in "qkv"]
@@ -21,7 +21,7 @@ def logits(w: StoredWeights, config: BartConfig, ids: torch.Tensor, targets: tor
             w, config, f"{stem}.self_attn", memory, _attend(w, parts, config.num_heads)
         )
         memory = _residual(w, config, f"{stem}.final", memory, _mlp(w, config, stem))
-    x = _embed(w, "decoder", targets)
+    x = _embed(w, config, "decoder", targets)
     if config.norm_placement == "pre":
         memory = _norm(w, config, "encoder.layer_norm", memory)
     heads = config.num_decoder_heads
@@ -56,9 +56,11 @@ def agm_logits(w: StoredWeights, config: AgmConfig, ids: torch.Tensor) -> torch.
     return out + w["final_logits_bias"] if config.logits_bias else out
 
 
-def _embed(w, side, ids):
+def _embed(w, config, side, ids):
     x = w["shared.weight"][ids] + w[f"{side}.embed_positions.weight"][: ids.shape[1]]
     name = f"{side}.layernorm_embedding"
+    if not config.embedding_norm:
+        return x
     return functional.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
 
 

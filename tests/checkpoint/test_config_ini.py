@@ -83,6 +83,7 @@ CONFIGS: list[Any] = [
     ),
     BartConfig(**BART),
     BartConfig(**BART, forced_bos_id=0),
+    BartConfig(**BART, embedding_norm=False),
     BartConfig(**BART, norm_placement="pre", activation="relu", tied_embeddings=False, pad_id=3),
     AgmConfig(**AGM),
     AgmConfig(**AGM, attention_scale=1.0, activation="gelu", logits_bias=False, pad_id=None),

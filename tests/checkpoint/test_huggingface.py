@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import T5EncoderModel
 
 from launcher_scripts.common.errors import CheckpointError, ConfigError
+from launcher_scripts.models.bart import NEVER
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS
 
 TOLERANCE = 1e-5
-IDS = torch.tensor([[5, 17, 2, 40, 66, 31, 8], [1, 3, 60, 12, 13, 14, 15]])
+IDS = torch.tensor([[5, 17, 2, 40, 66, 31, 8], [9, 3, 60, 12, 13, 14, 15]])
 TARGETS = torch.tensor([[0, 9, 33, 21, 4], [0, 64, 50, 7, 7]])
 
 
@@ -47,6 +48,31 @@ def test_encoder_decoder_logits(tmp_path: Path, name: str, tp_size: int) -> None
         expected = model(input_ids=IDS, decoder_input_ids=TARGETS).logits
     found = seq2seq_logits(folder, IDS, TARGETS)
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1)
+
+
+def test_a_marian_never_says_its_padding(tmp_path: Path) -> None:
+    """transformers bans it as it generates, and the training had no row for it."""
+    model = ENCODER_DECODERS["marian"].make()
+    model.final_logits_bias.fill_(0.5)
+    model.save_pretrained(tmp_path / "hf")
+    weights, config = open_weights(export_folder(tmp_path / "hf", tmp_path))
+    bias = weights["final_logits_bias"]
+    assert bias[config.pad_id] == NEVER
+    assert torch.equal(bias[: config.pad_id], torch.full((66,), 0.5))
+
+
+def test_positions_that_a_file_holds_are_read(tmp_path: Path) -> None:
+    """Without them they are computed, to the last bit as transformers does."""
+    ENCODER_DECODERS["pegasus"].make().save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    names = [f"{side}.embed_positions.weight" for side in ("encoder", "decoder")]
+    computed = {name: tensors.pop(f"model.{name}") for name in names}
+    others = {name: torch.randn(20, 16) for name in names}
+    for number, (stored, tables) in enumerate((({}, computed), (others, others))):
+        save_file(tensors | {f"model.{name}": stored[name] for name in stored}, file)
+        weights, _ = open_weights(export_folder(tmp_path / "hf", tmp_path / str(number)))
+        assert all(torch.equal(weights[name], table) for name, table in tables.items())
 
 
 def test_key_value_heads_are_copied_where_there_are_more_ranks(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
-from launcher_scripts.checkpoint.sources.sinusoidal_positions import sinusoidal_positions
+from launcher_scripts.checkpoint.sources.sinusoidal_positions import fairseq_sinusoids
 from launcher_scripts.models.gpt import GPTConfig
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
@@ -55,4 +55,4 @@ def test_xglm_as_this_processor_computes_it(data_dir: Path, tmp_path: Path) -> N
 def test_xglms_positions_are_those_of_transformers(pad_id: int) -> None:
     config = GPTConfig(9, 1, 18, 1, 1, 18, 4, 700, pad_id=pad_id)
     theirs = XGLMSinusoidalPositionalEmbedding.get_embedding(702, 18, pad_id)[2:]
-    assert np.array_equal(sinusoidal_positions([], config), theirs.numpy())
+    assert np.array_equal(fairseq_sinusoids([], config), theirs.numpy())

@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from launcher_scripts.models.bart import NEVER
+
 SEQ2SEQ = {"d_model": 16, "vocab_size": 67, "decoder_start_token_id": 0}
 BART = {
     **SEQ2SEQ,
@@ -237,13 +239,19 @@ class TinyModel:
     values: dict[str, Any]
 
     def make(self) -> PreTrainedModel:
-        """The model in evaluation mode; every weight random, norms and biases too."""
+        """The model in evaluation mode; every weight random, norms and biases too.
+
+        Tokens that no text may have are never the likeliest one.
+        """
         torch.manual_seed(5)
         config = getattr(transformers, self.config)(**self.values)
         model = getattr(transformers, self.model)(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.normal_(0.05, 0.3)
+                if parameter.requires_grad:
+                    parameter.normal_(0.05, 0.3)
+            for (token,) in self.values.get("bad_words_ids", ()):
+                model.final_logits_bias[:, token] = NEVER
         return model
 
     def save(self, folder: Path, **options: Any) -> PreTrainedModel:
@@ -374,6 +382,24 @@ ENCODER_DECODERS: dict[str, TinyModel] = {
     "bart": TinyModel("BartForConditionalGeneration", "BartConfig", BART),
     "mbart": TinyModel(
         "MBartForConditionalGeneration", "MBartConfig", {**BART, "scale_embedding": True}
+    ),
+    "m2m_100": TinyModel("M2M100ForConditionalGeneration", "M2M100Config", BART),
+    "pegasus": TinyModel(
+        "PegasusForConditionalGeneration",
+        "PegasusConfig",
+        {**BART, "activation_function": "relu", "scale_embedding": True},
+    ),
+    "marian": TinyModel(
+        "MarianMTModel",
+        "MarianConfig",
+        {
+            **BART,
+            "activation_function": "swish",
+            "scale_embedding": True,
+            "decoder_start_token_id": 66,
+            "pad_token_id": 66,
+            "bad_words_ids": [[66]],
+        },
     ),
 }
 T5GEMMA = TinyModel(

@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bart": {},
     "other_heads": {"num_decoder_heads": 2},
     "mbart": {"norm_placement": "pre", "activation": "relu", "logits_bias": False},
+    "m2m_100": {"norm_placement": "pre", "embedding_norm": False, "logits_bias": False},
+    "marian": {"embedding_norm": False, "activation": "silu"},
 }
 
 

@@ -32,7 +32,8 @@ MODELS = {
     **{
         name: replace(tiny, values={**tiny.values, "decoder_attention_heads": 4})
         for name, tiny in ENCODER_DECODERS.items()
-        if "bart" in name  # of which the engine runs those with as many heads on both sides
+        if "decoder_attention_heads"
+        in tiny.values  # of which the engine runs those with as many heads on both sides
     },
 }
 

@@ -1,4 +1,4 @@
-"""A BART, an mBART and an mBART-50 in one server: the texts that transformers generates."""
+"""BARTs and translators in one server: the texts that transformers generates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
     MBartConfig,
     MBartForConditionalGeneration,
 )
@@ -28,9 +32,20 @@ from launcher_scripts.steps import measure_accuracy
 from tests.server.processes import running
 from tests.server.repositories import export_settings
 from tests.server.requests import Client, text_rows
-from tests.tokenizer.bart_tokenizers import bart, mbart, mbart50, pieces, save_pieces
+from tests.tokenizer.bart_tokenizers import (
+    bart,
+    m2m_100,
+    marian,
+    mbart,
+    mbart50,
+    pieces,
+    save_pieces,
+)
 
-pytestmark = pytest.mark.usefixtures("tritonserver")
+pytestmark = [
+    pytest.mark.usefixtures("tritonserver"),
+    pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses"),
+]
 SIZES = {
     "d_model": 16,
     "encoder_layers": 2,
@@ -74,6 +89,8 @@ def lively(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             gain = "norm" in name and name.endswith("weight")
+            if not parameter.requires_grad:
+                continue  # positions, which are computed
             parameter.normal_(float(gain), 0.1 if "norm" in name else 1.5)
     return model.eval()
 
@@ -112,6 +129,7 @@ def make(folder: Path) -> dict[str, Saved]:
             fifty,
         ),
     }
+    saved |= translators(folder, sentences)
     saved["bart"].model.generation_config.forced_bos_token_id = 0
     saved["mbart50"].model.generation_config.forced_bos_token_id = french
     for name, each in saved.items():
@@ -119,6 +137,25 @@ def make(folder: Path) -> dict[str, Saved]:
         each.tokenizer.save_pretrained(folder / name)
     save_pieces(folder / "mbart50", sentences, fifty)
     return saved
+
+
+def translators(folder: Path, sentences: bytes) -> dict[str, Saved]:
+    """An M2M-100 and a Marian, with the files of their tokenizers."""
+    for name in ("m2m_100", "marian"):
+        (folder / name).mkdir()
+    many = m2m_100(folder / "m2m_100", sentences, src_lang="de")
+    one = marian(folder / "marian", sentences)
+    known = len(one)
+    ids = {"pad_token_id": known - 1, "eos_token_id": 0, "decoder_start_token_id": known - 1}
+    found = {
+        "m2m_100": Saved(
+            lively(M2M100ForConditionalGeneration(M2M100Config(**SIZES, vocab_size=len(many)))),
+            many,
+        ),
+        "marian": Saved(lively(MarianMTModel(MarianConfig(**SIZES, vocab_size=known, **ids))), one),
+    }
+    found["marian"].model.generation_config.bad_words_ids = [[known - 1]]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +185,7 @@ def texts(client: Client, model: str, *prompts: str, **more: np.ndarray) -> list
     return [row[0].decode() for row in answer["OUTPUT_0"][:, 0]]
 
 
-@pytest.mark.parametrize("name", ["bart", "mbart", "mbart50"])
+@pytest.mark.parametrize("name", ["bart", "mbart", "mbart50", "m2m_100", "marian"])
 def test_texts(client: Client, saved: tuple[Path, dict[str, Saved]], name: str) -> None:
     model = saved[1][name]
     found = texts(client, name, *TEXTS)
@@ -170,20 +207,27 @@ def test_todays_names(client: Client, saved: tuple[Path, dict[str, Saved]]) -> N
 
 
 def test_languages_of_a_request(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
-    codes = ("fr_XX", "cs_CZ")
-    for name, key in (("mbart", "decoder_start_token_id"), ("mbart50", "forced_bos_token_id")):
+    sources, targets = ("it_IT", "ja_XX"), ("fr_XX", "cs_CZ")
+    for name, key in (
+        ("mbart", "decoder_start_token_id"),
+        ("mbart50", "forced_bos_token_id"),
+        ("m2m_100", "forced_bos_token_id"),
+    ):
         model = saved[1][name]
+        if name == "m2m_100":
+            sources, targets = ("it", "ja"), ("fr", "__cs__")
         chosen = {
-            "source_language": text_rows("it_IT", "ja_XX"),
-            "target_language": text_rows(*codes),
+            "source_language": text_rows(*sources),
+            "target_language": text_rows(*targets),
         }
-        expected = []
-        for text, source, target in zip(TEXTS, ("it_IT", "ja_XX"), codes, strict=True):
+        usual, expected = model.tokenizer.src_lang, []
+        for text, source, target in zip(TEXTS, sources, targets, strict=True):
             model.tokenizer.src_lang = source
+            marked = f"__{target}__" if target == "fr" else target
             expected.append(
-                model.answer(text, **{key: model.tokenizer.convert_tokens_to_ids(target)})
+                model.answer(text, **{key: model.tokenizer.convert_tokens_to_ids(marked)})
             )
-        model.tokenizer.src_lang = "de_DE"
+        model.tokenizer.src_lang = usual
         assert texts(client, name, *TEXTS, **chosen) == expected
         assert texts(client, name, *TEXTS) != expected
 
@@ -231,19 +275,51 @@ def test_an_evaluation_asks_as_the_text_models_do(
     folder, models = saved
     articles = tmp_path / "articles.csv"
     articles.write_text(f"id,article,highlights\n1,{TEXTS[0]},a fox\n", encoding="utf-8")
-    generation = GenerationSettings(output_len=TOKENS, template="{article}")
+    model = models["mbart50"]
+    model.tokenizer.src_lang = "it_IT"
+    romanian = model.answer(
+        TEXTS[0], forced_bos_token_id=model.tokenizer.convert_tokens_to_ids("ro_RO")
+    )
+    model.tokenizer.src_lang = "de_DE"
+    expected = {(None, None): model.answer(TEXTS[0]), ("it_IT", "ro_RO"): romanian}
+    assert len({*expected.values()}) == 2
+    for number, ((source, target), answer) in enumerate(expected.items()):
+        results = tmp_path / str(number)
+        item, reference = evaluated(served, folder, results, articles, source, target)
+        assert item["prediction"] == answer.strip()
+        assert reference["difference"]["rouge1"] == 0 and not reference["different"]
+
+
+def evaluated(
+    served: dict[str, Any], folder: Path, results: Path, articles: Path, *languages: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The only item of an mBART-50's evaluation, and what transformers made of it."""
+    generation = GenerationSettings(
+        output_len=TOKENS,
+        template="{article}",
+        source_language=languages[0],
+        target_language=languages[1],
+    )
     settings = EvaluateSettings(
         ready_file=served["ready_file"],
-        results_dir=str(tmp_path / "results"),
+        results_dir=str(results),
         model_name="mbart50",
         tokenizer_dir=str(folder / "model_repo" / "mbart50" / "1" / "1-gpu"),
-        tasks=(TaskSettings("summarization", str(articles), generation=generation),),
+        tasks=(
+            TaskSettings(
+                "summarization",
+                str(articles),
+                reference=str(folder / "mbart50"),
+                generation=generation,
+            ),
+        ),
     )
-    write_settings(settings, tmp_path / "settings.yaml")
-    assert measure_accuracy.main(["--settings", str(tmp_path / "settings.yaml")]) == 0
-    report = json.loads((tmp_path / "results" / "report.json").read_text())
-    (item,) = report["tasks"]["summarization"]["items"]
-    assert item["prediction"] == models["mbart50"].answer(TEXTS[0]).strip()
+    results.mkdir()
+    write_settings(settings, results / "settings.yaml")
+    assert measure_accuracy.main(["--settings", str(results / "settings.yaml")]) == 0
+    task = json.loads((results / "report.json").read_text())["tasks"]["summarization"]
+    (item,) = task["items"]
+    return item, task["reference"]
 
 
 @pytest.mark.usefixtures("served")

@@ -218,7 +218,7 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
-    code = ["model.py", "older_servers.py", "text_parameters.py", "text_tensors.py", "tokenizer.py"]
+    code = ["model.py", "older_servers.py", "text_parameters.py", "text_tensors.py", "tokenizer"]
     files = ["manifest.json", "merges.txt", *code, "vocab.json"]
     whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel", "names"]
     roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}

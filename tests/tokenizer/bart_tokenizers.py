@@ -1,4 +1,4 @@
-"""Small tokenizers of BART, mBART and mBART-50 as transformers has them."""
+"""Small tokenizers of BART and its kin as transformers has them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import Any
 
 import sentencepiece
 from tokenizers import AddedToken, ByteLevelBPETokenizer
-from transformers import BartTokenizer, MBart50Tokenizer, MBartTokenizer
-from transformers.convert_slow_tokenizer import MBartConverter
+from transformers import (
+    BartTokenizer,
+    M2M100Tokenizer,
+    MarianTokenizer,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PegasusTokenizer,
+)
+from transformers.convert_slow_tokenizer import MBartConverter, PegasusConverter
+from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
+
+from launcher_scripts.common.tokenizer.base import FAIRSEQ_TOKENS
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -32,8 +43,8 @@ def bart() -> BartTokenizer:
     return BartTokenizer(vocab=vocab, merges=merges, mask_token=mask)
 
 
-def pieces() -> bytes:
-    """A SentencePiece model, whose first pieces are <unk>, <s> and </s>."""
+def pieces(**ids: int) -> bytes:
+    """A SentencePiece model, whose first pieces are <unk>, <s> and </s>, or as `ids` say."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
@@ -42,6 +53,7 @@ def pieces() -> bytes:
         hard_vocab_limit=False,
         num_threads=1,
         minloglevel=2,
+        **ids,
     )
     return model.getvalue()
 
@@ -53,6 +65,48 @@ def mbart(model: bytes, **changes: Any) -> MBartTokenizer:
 
 def mbart50(model: bytes, **changes: Any) -> MBart50Tokenizer:
     return MBart50Tokenizer(vocab=scores(model), **changes)
+
+
+def m2m_100(folder: Path, model: bytes, **changes: Any) -> M2M100Tokenizer:
+    """changes: of the tokenizer, as in the functions below; its files are written to `folder`"""
+    codes = FAIRSEQ_LANGUAGE_CODES[changes.get("language_codes", "m2m100")]
+    changes["additional_special_tokens"] = [f"__{code}__" for code in codes]
+    (folder / "sentencepiece.bpe.model").write_bytes(model)
+    names = [*FAIRSEQ_TOKENS, *(piece for piece, _ in scores(model)[3:])]
+    return _numbered(M2M100Tokenizer, folder, names, "sentencepiece.bpe.model", **changes)
+
+
+def marian(folder: Path, model: bytes, **changes: Any) -> MarianTokenizer:
+    """A vocabulary that lacks a piece, and has a language and a word of the translation."""
+    for name in ("source.spm", "target.spm"):
+        (folder / name).write_bytes(model)
+    known = [piece for piece, _ in scores(model)[3:-1]]
+    names = ["</s>", "<unk>", *known, ">>fra<<", "▁bonjour", "<pad>"]
+    return _numbered(MarianTokenizer, folder, names, "source.spm", "target.spm", **changes)
+
+
+def _numbered(kind: Any, folder: Path, names: list[str], *models: str, **changes: Any) -> Any:
+    vocabulary = {name: number for number, name in enumerate(names)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    paths = [str(folder / name) for name in models]
+    vocab = str(folder / "vocab.json")
+    order = [vocab, *paths] if kind is M2M100Tokenizer else [*paths, vocab]
+    return kind(*order, **changes)
+
+
+def pegasus() -> tuple[PegasusTokenizer, bytes]:
+    """The tokenizer, and the SentencePiece model that the hub has of it."""
+    model = pieces(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    vocab = PegasusConverter.convert_from_spm(scores(model))["vocab"]
+    return PegasusTokenizer(vocab=vocab), model
+
+
+def nllb(**changes: Any) -> NllbTokenizer:
+    """Each character is a token."""
+    characters = sorted({*"".join(LINES), "▁"} - {" "})
+    names = [*FAIRSEQ_TOKENS, *characters]
+    vocab = {name: number for number, name in enumerate(names)}
+    return NllbTokenizer(vocab=vocab, merges=[], **changes)
 
 
 def scores(model: bytes) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""The tokenizers of BART, mBART and mBART-50: the ids and the text of transformers."""
+"""The tokenizers of BART and its kin: the ids and the text of transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
-from tests.tokenizer.bart_tokenizers import TEXTS, bart, mbart, mbart50, pieces, save_pieces
+from tests.tokenizer.bart_tokenizers import (
+    TEXTS,
+    bart,
+    m2m_100,
+    marian,
+    mbart,
+    mbart50,
+    nllb,
+    pegasus,
+    pieces,
+    save_pieces,
+)
 
 MULTILINGUAL = {"mbart": mbart, "mbart50": mbart50}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +106,71 @@ def test_what_each_token_of_an_mbart_stands_for(
     assert found.decode().strip() == tokenizer.decode(ids)
     assert tokenizer.token_bytes(tokenizer.special_id("<mask>")) == b"<mask>"
     assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize(("language", "code"), [(None, "en"), ("fr", "fr")])
+def test_an_m2m_100(tmp_path: Path, model: bytes, language: str | None, code: str) -> None:
+    expected = m2m_100(tmp_path, model, src_lang=language)
+    expected.save_pretrained(tmp_path)
+    check(tmp_path, expected, TEXTS[:3])
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.around() == ([expected.get_lang_id(code)], [expected.eos_token_id])
+    for name in ("zu", "__zu__"):
+        assert tokenizer.special_id(name) == expected.get_lang_id("zu")
+    assert tokenizer.token_bytes(expected.get_lang_id("zu")) == b"__zu__"
+    assert tokenizer.decode([expected.get_lang_id("zu")]) == ""
+
+
+def test_an_m2m_100_of_other_languages(tmp_path: Path, model: bytes) -> None:
+    expected = m2m_100(tmp_path, model, language_codes="wmt21")
+    expected.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).special_id("ha") == expected.get_lang_id("ha")
+    assert load_tokenizer(tmp_path).special_id("fr") is None
+
+
+def test_a_marian(tmp_path: Path, model: bytes) -> None:
+    expected = marian(tmp_path, model)
+    expected.save_pretrained(tmp_path)
+    check(tmp_path, expected, [*TEXTS[:3], ">>fra<< The quick fox", ">>xx<< fox", ">> fox"])
+    tokenizer = load_tokenizer(tmp_path)
+    word = expected.get_vocab()["▁bonjour"]
+    assert tokenizer.encode("fox")[0] != tokenizer.encode(">>fra<< fox")[0]
+    assert tokenizer.decode([word, word, tokenizer.end_id]) == "bonjour bonjour"
+    assert tokenizer.start_id is None
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_pegasus(tmp_path: Path, fast: bool) -> None:
+    """tokenizer.json, or SentencePiece's model, as an export names it."""
+    expected, model = pegasus()
+    expected.save_pretrained(tmp_path)
+    if not fast:
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "tokenizer.model").write_bytes(model)
+    check(tmp_path, expected, TEXTS[:3])
+
+
+@pytest.mark.parametrize(("language", "code"), [(None, "eng_Latn"), ("deu_Latn", "deu_Latn")])
+def test_an_nllb(tmp_path: Path, language: str | None, code: str) -> None:
+    expected = nllb(src_lang=language)
+    expected.save_pretrained(tmp_path)
+    check(tmp_path, expected, TEXTS[:2])
+    before, _ = load_tokenizer(tmp_path).around()
+    assert before == [expected.convert_tokens_to_ids(code)]
+
+
+def test_an_nllb_that_puts_its_language_last_is_refused(tmp_path: Path) -> None:
+    nllb(legacy_behaviour=True).save_pretrained(tmp_path)
+    with pytest.raises(TokenizerError, match="legacy_behaviour"):
+        load_tokenizer(tmp_path).around()
+
+
+@pytest.mark.parametrize("make", [m2m_100, marian])
+def test_the_pieces_of_every_id(tmp_path: Path, model: bytes, make: Callable[..., Any]) -> None:
+    make(tmp_path, model)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(TEXTS[0])
+    pieces = tokenizer.pieces()
+    assert b"".join(pieces[i] for i in ids).decode().strip() == tokenizer.decode(ids)
+    assert len(pieces) == tokenizer.vocab_size
+    assert pieces[tokenizer.end_id] == b""

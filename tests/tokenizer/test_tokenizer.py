@@ -131,8 +131,8 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, files: dict[str, str])
         load_tokenizer(tmp_path)
 
 
-def test_the_file_works_alone_and_without_torch_or_numpy(tmp_path: Path) -> None:
-    shutil.copy(tokenizer_module.__file__, tmp_path / "tokenizer.py")
+def test_the_package_works_alone_and_without_torch_or_numpy(tmp_path: Path) -> None:
+    shutil.copytree(Path(tokenizer_module.__file__).parent, tmp_path / "tokenizer")
     program = (
         "import sys; sys.modules.update(torch=None, numpy=None, launcher_scripts=None)\n"
         "from pathlib import Path; from tokenizer import load_tokenizer\n"
@@ -163,7 +163,7 @@ def test_every_byte_has_its_character() -> None:
     """GPT-2's table, as the library has it: what it decodes to is the byte."""
     from tokenizers.decoders import ByteLevel
 
-    from launcher_scripts.common.tokenizer import _byte_characters
+    from launcher_scripts.common.tokenizer.fast import _byte_characters
 
     table = _byte_characters()
     assert sorted(table.values()) == list(range(256))

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import RequestError, problem
 from launcher_scripts.common.tokenizer import (
-    SentencePieceTokenizer,
+    PieceTokenizer,
     Tokenizer,
     TokenizerError,
     load_tokenizer,
@@ -121,7 +121,7 @@ def _grammar(text: str) -> str:
 
 def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:
     """What llguidance makes its tokenizer of."""
-    if not isinstance(tokenizer, SentencePieceTokenizer):
+    if not isinstance(tokenizer, PieceTokenizer):
         return tokenizer.to_json()  # type: ignore[attr-defined]
     return _library().TokenizerWrapper(_Pieces(tokenizer.pieces(), end))
 

@@ -1,6 +1,6 @@
 """Text to the inputs of a FasterTransformer model, as a model of Triton's Python backend.
 
-Runs in the server from a repository folder that also holds tokenizer.py, text_*.py and the
+Runs in the server from a repository folder that also holds the package tokenizer, text_*.py and the
 tokenizer's files.
 """
 

@@ -1,6 +1,6 @@
 """Text to text, through a FasterTransformer model, as a model of Triton's Python backend.
 
-Runs in the server from a repository folder that also holds tokenizer.py, text_*.py and the
+Runs in the server from a repository folder that also holds the package tokenizer, text_*.py and the
 tokenizer's files. It sends each request on to the token model itself, since Triton does not tell
 the steps of an ensemble that their client has gone.
 """

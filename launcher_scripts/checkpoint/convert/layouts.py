@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.reshard import Blocks
 from launcher_scripts.checkpoint.formats.dtypes import widened
-from launcher_scripts.checkpoint.sources.sinusoidal_positions import sinusoidal_positions
+from launcher_scripts.checkpoint.sources.sinusoidal_positions import (
+    fairseq_sinusoids,
+    sinusoids,
+)
+from launcher_scripts.models.bart import NEVER
 from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 Apply = Callable[[Sequence[NDArray[Any]], Any], "Blocks | NDArray[Any]"]
@@ -103,6 +107,13 @@ def flattened(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A vector stored as a matrix of one row."""
     (tensor,) = tensors
     return tensor.reshape(-1)
+
+
+def flattened_without_padding(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """A bias of the logits, stored as one row, that keeps the padding token out of every text."""
+    bias = widened(flattened(tensors, config)).astype(np.float32)
+    bias[config.pad_id] = NEVER
+    return bias
 
 
 def scaled_by_root_hidden(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
@@ -234,11 +245,13 @@ LAYOUTS: dict[str, Layout] = {
     "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
     "codegen_blocks": Layout(codegen_blocks),
     "flattened": Layout(flattened),
+    "flattened_without_padding": Layout(flattened_without_padding),
     "stacked_rows": Layout(stacked_rows),
     "scaled_by_root_hidden": Layout(scaled_by_root_hidden),
     "without_padding_rows": Layout(without_padding_rows),
     "projected_in": Layout(projected_in),
     "projected_out": Layout(projected_out),
-    "sinusoidal_positions": Layout(sinusoidal_positions),
+    "fairseq_sinusoids": Layout(fairseq_sinusoids),
+    "sinusoids": Layout(sinusoids),
     "zeros": Layout(zeros),
 }

@@ -173,8 +173,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_file_list(folder: Path) -> None:
     """List the files of a folder that is not a checkpoint in a manifest of its own."""
     entries = [
-        FileEntry(path.name, path.stat().st_size, file_digest(path)).values()
-        for path in sorted(folder.iterdir())
+        FileEntry(name, path.stat().st_size, file_digest(path)).values()
+        for name, path in _files_of(folder)
     ]
     values = {"format": LIST_FORMAT, "version": VERSION, "files": entries}
     (folder / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -193,10 +193,17 @@ def check_file_list(folder: Path, problems: Problems) -> None:
         return
     found = Problems(str(folder))
     check_files(folder, entries, found, digests=True)
-    for file in sorted(folder.iterdir()):
-        if file.name not in {*entries, FILE_NAME, "__pycache__"}:
-            found.add(f"{file.name} is not in the manifest")
+    for name, _ in _files_of(folder):
+        if name not in {*entries, FILE_NAME}:
+            found.add(f"{name} is not in the manifest")
     problems.messages += [f"{folder}: {message}" for message in found.messages]
+
+
+def _files_of(folder: Path) -> list[tuple[str, Path]]:
+    """Name in `folder` and path of all files there, but for what Python compiles."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    named = ((path.relative_to(folder), path) for path in files)
+    return [(name.as_posix(), path) for name, path in named if "__pycache__" not in name.parts]
 
 
 def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
@@ -254,7 +261,8 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
     (algorithm,) = algorithms
     rest = {key: value for key, value in values.items() if key != algorithm}
     name, size = rest["name"], rest["bytes"]
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (".", ".."):
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if not all(_FILE_NAME.fullmatch(part) and part not in (".", "..") for part in parts):
         raise ValueError(f"{name!r} is not a name of a file in the folder")
     if type(size) is not int or size < 0:
         raise ValueError(f"{name} has no number of bytes, but {size!r}")

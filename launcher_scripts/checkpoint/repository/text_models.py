@@ -29,6 +29,8 @@ from launcher_scripts.models.family import ModelConfig
 # The roles of the model that takes text and gives text; one code serves both.
 WHOLE = ("ensemble", "text")
 TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
+TOKENIZER = Path(tokenizer.__file__).parent
+_COMPILED = shutil.ignore_patterns("__pycache__")
 # The sources whose tokenizers are transformers' own.
 TRANSFORMERS = ("huggingface", "gguf")
 # Those of the token model's inputs that every text request has.
@@ -62,6 +64,7 @@ def write_text_models(
         (folder / name / "config.pbtxt").write_text(config, encoding="utf-8")
         for path in text_model_files(role, checkpoint.folder):
             shutil.copyfile(path, version_dir / path.name)
+        shutil.copytree(TOKENIZER, version_dir / TOKENIZER.name, ignore=_COMPILED)
         write_file_list(version_dir)
 
 
@@ -157,7 +160,7 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
 
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
-    """What the version folder of a text model holds."""
+    """What the version folder of a text model holds, besides the package of tokenizers."""
     room = Path(__file__).resolve().parents[2] / "backends"
     code: dict[str, tuple[str, ...]] = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
@@ -171,6 +174,5 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
         room / "text_parameters.py",
         room / "text_tensors.py",
         room / "older_servers.py",
-        Path(tokenizer.__file__),
         *tokenizer_files(checkpoint_dir),
     ]

@@ -146,6 +146,13 @@ def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> di
     return kept | {OPTIONAL_FILES[1]: content}
 
 
+def with_class(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """`files` with a tokenizer_class in tokenizer_config.json, which the first checkpoints lack."""
+    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    content = json.dumps({"tokenizer_class": name, **said}, ensure_ascii=False, indent=2).encode()
+    return files | {OPTIONAL_FILES[1]: content}
+
+
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
     """Refuse a tokenizer with ids that the model has no row for; rows without a token are padding.
 

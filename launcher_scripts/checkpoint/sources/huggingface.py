@@ -34,7 +34,7 @@ from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, gen
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.tokenizer import GENERATION_FILE
+from launcher_scripts.common.tokenizer import GENERATION_FILE, PEGASUS
 from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.models.family import ModelConfig
 
@@ -127,8 +127,10 @@ class HuggingFaceCheckpoint(WholeTensors):
         """
         said = generation_keys(self.raw)
         own = {GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
-        more = tokenizer_files.FAIRSEQ_SETS if self.raw.get("model_type") == "mbart" else ()
-        return own | tokenizer_files.plain_files(self.archive, more=more)
+        kind = self.raw.get("model_type")
+        more = tokenizer_files.FAIRSEQ_SETS if kind == "mbart" else ()
+        files = own | tokenizer_files.plain_files(self.archive, more=more)
+        return tokenizer_files.with_class(files, PEGASUS) if kind == "pegasus" else files
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""

@@ -57,8 +57,27 @@ def has_own_head(raw: RawConfig, ties: bool) -> bool:
     return not raw.flag("tie_word_embeddings", ties)
 
 
+# Of these, scale_embedding is true where config.json does not say it.
+_SCALED = ("m2m_100", "xglm")
+
+
 def _scaled(raw: RawConfig) -> list[str]:
-    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] != "bart") else []
+    return ["_scaled"] if raw.flag("scale_embedding", raw.raw["model_type"] in _SCALED) else []
+
+
+def _m2m_100(raw: RawConfig) -> list[str]:
+    return [*_scaled(raw), "_fairseq_sinusoids"]
+
+
+def _sinusoidal(raw: RawConfig) -> list[str]:
+    """Some files hold the positions that are computed otherwise."""
+    stored = "encoder.embed_positions.weight" in raw.keys
+    return [*_scaled(raw), "_whole_positions" if stored else "_sinusoids"]
+
+
+def _marian(raw: RawConfig) -> list[str]:
+    """transformers bans a Marian's padding token, whose row the training did not have."""
+    return [*_sinusoidal(raw), "_unpadded"]
 
 
 def _scaled_or_untied(raw: RawConfig) -> list[str]:
@@ -171,7 +190,10 @@ ARCHITECTURES = {
         {HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (HEAD,)},
     ),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
-    "mbart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
+    "mbart": Architecture("bart", configs.mbart, "bart", _SHARED, _scaled),
+    "m2m_100": Architecture("bart", configs.m2m_100, "bart", _SHARED, _m2m_100),
+    "pegasus": Architecture("bart", configs.pegasus, "bart", _SHARED, _sinusoidal),
+    "marian": Architecture("bart", configs.marian, "bart", _SHARED, _marian),
     "agm": Architecture(
         "agm",
         configs.agm,

@@ -323,14 +323,16 @@ def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
     return ",".join(map(str, full))
 
 
-def bart(raw: RawConfig) -> BartConfig:
-    multilingual = raw.raw.get("model_type") == "mbart"
+def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) -> BartConfig:
+    """pre: norms are before the branches, and behind both stacks
+
+    sinusoidal: positions are computed
+    """
     for name, value in (
-        ("normalize_before", multilingual),
-        ("add_final_layer_norm", multilingual),
-        ("normalize_embedding", True),
-        ("static_position_embeddings", False),
-        ("extra_pos_embeddings", 2),
+        ("normalize_before", pre),
+        ("add_final_layer_norm", pre),
+        ("normalize_embedding", embedding_norm),
+        ("static_position_embeddings", sinusoidal),
     ):
         raw.only(name, value)
     raw.unused("num_hidden_layers")  # it repeats encoder_layers
@@ -347,7 +349,8 @@ def bart(raw: RawConfig) -> BartConfig:
         num_decoder_heads=raw.size("decoder_attention_heads"),
         decoder_ffn_size=raw.size("decoder_ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
-        norm_placement="pre" if multilingual else "post",
+        norm_placement="pre" if pre else "post",
+        embedding_norm=embedding_norm,
         activation=raw.activation("activation_function", "gelu"),
         logits_bias="final_logits_bias" in raw.keys,
         tied_embeddings="lm_head.weight" not in raw.keys,
@@ -356,6 +359,34 @@ def bart(raw: RawConfig) -> BartConfig:
         pad_id=raw.token("pad_token_id", 1),
         forced_bos_id=raw.token("forced_bos_token_id", forced),
     )
+
+
+def bart(raw: RawConfig) -> BartConfig:
+    raw.only("extra_pos_embeddings", 2)
+    return _bart(raw, pre=False, embedding_norm=True, sinusoidal=False)
+
+
+def mbart(raw: RawConfig) -> BartConfig:
+    raw.only("extra_pos_embeddings", 2)
+    return _bart(raw, pre=True, embedding_norm=True, sinusoidal=False)
+
+
+def m2m_100(raw: RawConfig) -> BartConfig:
+    raw.only("pad_token_id", 1)  # positions are counted from it
+    return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
+
+
+def pegasus(raw: RawConfig) -> BartConfig:
+    raw.only("add_bias_logits", False)
+    raw.unused("extra_pos_embeddings")  # of an older table of positions
+    return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
+
+
+def marian(raw: RawConfig) -> BartConfig:
+    raw.only("add_bias_logits", False)
+    raw.only("share_encoder_decoder_embeddings", True)
+    raw.only("decoder_vocab_size", raw.raw.get("vocab_size"))
+    return _bart(raw, pre=False, embedding_norm=False, sinusoidal=True)
 
 
 def agm(raw: RawConfig) -> AgmConfig:

@@ -29,6 +29,8 @@ SOURCE_SETS: tuple[Mapping[str, str], ...] = (
     {"tokenizer.model": "tokenizer.model"},
     {"vocab.json": "vocab.json", "merges.txt": "merges.txt"},
     {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"},
+    {"vocab.json": "vocab.json", "source.spm": "source.spm"},
+    {"vocab.json": "vocab.json", "sentencepiece.bpe.model": "sentencepiece.bpe.model"},
     {"sentencepiece.bpe.model": "sentencepiece.bpe.model"},
 )
 # What only folders of transformers and of Megatron-LM and its kin hold.

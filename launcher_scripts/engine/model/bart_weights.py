@@ -1,4 +1,4 @@
-"""One rank's weights of a BART or mBART, in the terms of a T5's: norms after the sums or before."""
+"""One rank's weights of a BART or its kin, in the terms of a T5's: norms after sums or before."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BartWeightLoader(WeightLoader):
             self.tp_rank * table.shape[0],
             table,
             self._tensor(f"{side}.embed_positions.weight", self.dtype),
-            self._norm(f"{side}.layernorm_embedding"),
+            self._norm(f"{side}.layernorm_embedding") if self.config.embedding_norm else None,
         )
 
     def _encoder_layer(self, layer: int) -> LayerWeights:

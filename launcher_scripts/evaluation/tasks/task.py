@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,6 +167,8 @@ class EvaluatedModel:
 
     opening_ids, closing_ids: what a model that was trained with them wants around every prompt
     decoder_ids: what its decoder begins with; none: its start token
+    language_id: of the ids around a prompt, the language of a model of several;  start_id: of the
+                 decoder of such a model
     folder:      of the tokenizer's files and, where it is the checkpoint's, of config.ini
     continued:   what a task asks its items through, as plain values in order, so that an
                  interrupted evaluation goes on where it was
@@ -178,7 +180,31 @@ class EvaluatedModel:
     folder: Path
     opening_ids: tuple[int, ...] = ()
     decoder_ids: tuple[int, ...] = ()
+    language_id: int | None = None
+    start_id: int = 0
     continued: Continue = from_the_first
+
+    def between(self, source: str | None, target: str | None) -> EvaluatedModel:
+        """For prompts in one language and answers in another; None: as the checkpoint says.
+
+        Raises ConfigError for a name that is not one of the model's languages.
+        """
+        opening, closing, decoder = self.opening_ids, self.closing_ids, self.decoder_ids
+        if source is not None:
+            other = {self.language_id: self._language("source", source)}
+            opening, closing = (tuple(other.get(i, i) for i in ids) for ids in (opening, closing))
+        if target is not None:
+            begun = self._language("target", target)
+            decoder = (begun,) if self.language_id in self.closing_ids else (self.start_id, begun)
+        return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
+
+    def _language(self, role: str, name: str) -> int:
+        found = None if self.language_id is None else self.tokenizer.special_id(name)
+        if found is None:
+            knows = "no languages" if self.language_id is None else "no such language"
+            key = f"evaluate.tasks.<task>.generation.{role}_language"
+            raise ConfigError(problem(f"the model knows {knows}", got=name, change=key))
+        return found
 
 
 Task = Callable[[TaskSettings, EvaluatedModel, Progress], TaskResult]

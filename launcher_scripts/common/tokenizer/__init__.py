@@ -1,0 +1,118 @@
+"""Text to token ids and back, from the files that travel with a checkpoint.
+
+This package stands alone: it is copied beside the text models of a Triton repository, so it imports
+nothing of this project but itself. tokenizers or sentencepiece is imported when a folder needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .base import OPTIONAL_FILES, Tokenizer, TokenizerError
+from .fast import GPT2Tokenizer, HuggingFaceTokenizer
+from .pieces import (
+    PEGASUS,
+    M2M100Tokenizer,
+    MarianTokenizer,
+    MBartTokenizer,
+    PieceTokenizer,
+    SentencePieceTokenizer,
+    of_tokenizer_model,
+)
+
+__all__ = [
+    "CHAT_TEMPLATE_FILES",
+    "COMPANION_FILES",
+    "GENERATION_FILE",
+    "KINDS",
+    "OPTIONAL_FILES",
+    "PEGASUS",
+    "PieceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "TokenizerError",
+    "chat_templates",
+    "is_of_library",
+    "load_tokenizer",
+    "tokenizer_files",
+]
+
+# What a folder may hold, best source first, and what is made of it.
+KINDS: dict[tuple[str, ...], Callable[[Path], Tokenizer]] = {
+    ("tokenizer.json",): HuggingFaceTokenizer,
+    ("tokenizer.model",): of_tokenizer_model,
+    ("vocab.json", "merges.txt"): GPT2Tokenizer,
+    ("vocab.json", "source.spm"): MarianTokenizer,
+    ("vocab.json", "sentencepiece.bpe.model"): M2M100Tokenizer,
+    ("sentencepiece.bpe.model",): MBartTokenizer,
+}
+# How chats are written and texts are generated, under the names that transformers gives them.
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+GENERATION_FILE = "generation_config.json"
+# What may lie beside a tokenizer's own files.
+COMPANION_FILES = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of `folder` that make up its tokenizer, required ones first; [] if it has none."""
+    names = next((names for names in KINDS if _has(folder, names)), ())
+    paths = [folder / name for name in (*names, *(COMPANION_FILES if names else ()))]
+    return [path for path in paths if path.is_file()]
+
+
+def _has(folder: Path, names: Sequence[str]) -> bool:
+    return all((folder / name).is_file() for name in names)
+
+
+def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Name -> Jinja text of the chat templates of a tokenizer; {} where it has none.
+
+    The usual one is called `default`. As in transformers, chat_template.jinja goes before the
+    entry of tokenizer_config.json, which is a text or a list of names and texts.
+
+    files: name -> content of the tokenizer's files
+    Raises ValueError for files that are damaged.
+    """
+    if CHAT_TEMPLATE_FILES[0] in files:
+        return {"default": files[CHAT_TEMPLATE_FILES[0]].decode("utf-8")}
+    for name in (OPTIONAL_FILES[1], CHAT_TEMPLATE_FILES[1]):
+        said = json.loads(files.get(name, b"{}"))
+        found = said.get("chat_template") if isinstance(said, dict) else None
+        if isinstance(found, str):
+            return {"default": found}
+        if isinstance(found, list):
+            try:
+                return {str(each["name"]): str(each["template"]) for each in found}
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"the chat templates of {name} are damaged") from error
+    return {}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer whose files lie in `folder`.
+
+    Raises TokenizerError when the folder holds none or holds a broken one.
+    """
+    folder = Path(folder)
+    made = next((make for names, make in KINDS.items() if _has(folder, names)), None)
+    if made is None:
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        choices = ", ".join(" + ".join(names) for names in KINDS)
+        raise TokenizerError(f"no tokenizer in {folder}; got {found}; choices: {choices}")
+    try:
+        return made(folder)
+    except ImportError as error:
+        raise TokenizerError(
+            f"the tokenizer in {folder} needs a Python package that is not installed: {error.name}"
+        ) from error
+    except BaseException as error:
+        if not is_of_library(error):
+            raise
+        raise TokenizerError(f"cannot read the tokenizer in {folder}: {error}") from error
+
+
+def is_of_library(error: BaseException) -> bool:
+    """Whether the files are to blame: the libraries raise bare Exception, and panic in Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,0 +1,92 @@
+"""What every tokenizer answers, and what the files beside one say."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
+FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+MASK = "<mask>"
+# Files that refine the others: which tokens start, end and pad a sequence, the source's language.
+OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+
+
+class TokenizerError(Exception):
+    """The tokenizer's files are missing or cannot be read; the message is meant for the user."""
+
+
+class Tokenizer(ABC):
+    """What every tokenizer answers. No special token is added or needs to be removed by the caller.
+
+    vocab_size: number of ids, special ones included
+    start_id, end_id, pad_id: as NeMo gives them; None where the tokenizer has no such token
+    joined_bytes: what one token adds to a text where decoding joins the tokens' bytes, a special
+        token nothing; None where it does more than that
+    """
+
+    vocab_size: int
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+    joined_bytes: Callable[[int], bytes] | None = None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without start or end token."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, a special token for its name; b"" outside."""
+
+    @abstractmethod
+    def around(self) -> tuple[list[int], list[int]]:
+        """The ids that a model was trained to see before and after a text, as far as is known."""
+
+    @abstractmethod
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, such as a language's; None where there is no such one."""
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / OPTIONAL_FILES[1]
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return said if isinstance(said, dict) else {}
+
+
+def tokenizer_class(said: dict[str, Any]) -> str:
+    return str(said.get("tokenizer_class"))
+
+
+def said_around(
+    said: dict[str, Any], start_id: int | None, end_id: int | None
+) -> tuple[list[int], list[int]]:
+    """The ids that tokenizer_config.json puts before and after a text.
+
+    Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
+    tokenizer.json transformers does not look at them.
+    """
+    before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
+    after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
+    return before, after
+
+
+def named_special_tokens(folder: Path) -> dict[str, str] | None:
+    """role -> token as the files beside tokenizer.json name them; None without such a file."""
+    for name in OPTIONAL_FILES:
+        path = folder / name
+        if path.is_file():
+            roles: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            contents = {
+                role: token.get("content") if isinstance(token, dict) else token
+                for role, token in roles.items()
+            }
+            return {role: token for role, token in contents.items() if isinstance(token, str)}
+    return None

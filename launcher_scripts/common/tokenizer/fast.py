@@ -1,0 +1,187 @@
+"""Tokenizers of the library `tokenizers`, which is imported when a folder needs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .base import (
+    FAIRSEQ_TOKENS,
+    MASK,
+    Tokenizer,
+    named_special_tokens,
+    said_around,
+    tokenizer_class,
+    tokenizer_config,
+)
+from .pieces import piece_bytes
+from .translators import around_of_translator, translator_of
+
+END_OF_TEXT = "<|endoftext|>"
+# Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
+_USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
+_USUAL_END = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "[SEP]")
+_USUAL_PAD = ("<pad>", "[PAD]", "<|pad|>")
+
+
+class _FastTokenizer(Tokenizer):
+    """One of the `tokenizers` library's."""
+
+    _tokenizer: Any
+    _byte_level = True
+
+    def to_json(self) -> str:
+        """All of it, as tokenizer.json has it."""
+        return str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        # A batch of one: unlike `encode` it leaves Python's other threads running meanwhile.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
+
+    def special_id(self, token: str) -> int | None:
+        return _added_id(self._tokenizer, token)
+
+
+class GPT2Tokenizer(_FastTokenizer):
+    """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
+
+    `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
+    There is no padding token. A vocabulary of fairseq's (BART, OPT) has its own tokens for them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as BytePairTokenizer
+        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        bpe = BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        self._tokenizer = BytePairTokenizer(bpe)
+        self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = ByteLevelDecoder()
+        self.joined_bytes = partial(_joined_bytes, self._tokenizer)
+        special = [AddedToken(END_OF_TEXT, normalized=False)]
+        ids = [bpe.token_to_id(token) for token in FAIRSEQ_TOKENS]
+        fairseq = ids == list(range(len(ids)))
+        if fairseq:
+            special += [AddedToken(token, normalized=False) for token in FAIRSEQ_TOKENS]
+            special += [AddedToken(MASK, normalized=False, lstrip=True)]
+            special = [token for token in special if bpe.token_to_id(token.content) is not None]
+        self._tokenizer.add_special_tokens(special)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.start_id = self._tokenizer.token_to_id(END_OF_TEXT)
+        self.end_id = self.start_id
+        self.pad_id = None
+        if fairseq:
+            self.start_id, self.pad_id, self.end_id = ids[:3]
+        self._said = tokenizer_config(folder)
+        self._named = named_special_tokens(folder) or {}
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
+        if tokenizer_class(self._said).startswith("GPT2"):
+            start, end = (
+                self._tokenizer.token_to_id(self._named.get(name, END_OF_TEXT))
+                for name in ("bos_token", "eos_token")
+            )
+            return said_around(self._said, start, end)
+        if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
+            return [], []
+        return [self.start_id], [self.end_id]
+
+
+class HuggingFaceTokenizer(_FastTokenizer):
+    """A fast tokenizer from tokenizer.json.
+
+    special_tokens_map.json or tokenizer_config.json beside it say which tokens start, end and
+    pad; without them the usual names are looked for.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        self._tokenizer = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        decoder = self._tokenizer.decoder
+        state = None if decoder is None else decoder.__getstate__()
+        self._byte_level = state is not None and b"ByteLevel" in state
+        joins = state is not None and json.loads(state)["type"] == "ByteLevel"
+        self.joined_bytes = partial(_joined_bytes, self._tokenizer) if joins else None
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        named = named_special_tokens(folder)
+        self.start_id = self._special_id(named, "bos_token", _USUAL_START)
+        self.end_id = self._special_id(named, "eos_token", _USUAL_END)
+        self.pad_id = self._special_id(named, "pad_token", _USUAL_PAD)
+        self._said = tokenizer_config(folder)
+
+    def _special_id(
+        self, named: dict[str, str] | None, key: str, usual: tuple[str, ...]
+    ) -> int | None:
+        if named is not None:
+            token = named.get(key)
+            return None if token is None else self._tokenizer.token_to_id(token)
+        ids = (self._tokenizer.token_to_id(token) for token in usual)
+        return next((found for found in ids if found is not None), None)
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer's post-processor adds; transformers gives a translator its own."""
+        translator = translator_of(self._said)
+        if translator is not None:
+            return around_of_translator(self, self._said, translator)
+        encoded = self._tokenizer.encode("a")
+        inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
+        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        return encoded.ids[:first], encoded.ids[last:]
+
+
+def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
+    """Tokenizer.token_bytes of the library tokenizers' tokenizers."""
+    token = tokenizer.id_to_token(token_id)
+    if token is None:
+        return b""
+    if token_id in tokenizer.get_added_tokens_decoder():
+        return str(token).encode()
+    if byte_level and all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return piece_bytes(token)
+
+
+def _joined_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """Tokenizer.joined_bytes of a byte-level vocabulary of the library tokenizers."""
+    added = tokenizer.get_added_tokens_decoder().get(token_id)
+    if added is not None:
+        return b"" if added.special else str(tokenizer.decode([token_id])).encode()
+    return _token_bytes(tokenizer, token_id, byte_level=True)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that GPT-2's vocabularies have for every byte -> the byte.
+
+    Printable ones of Latin-1 stand for themselves, the others follow from U+0100 on.
+    """
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | moved
+
+
+_BYTES = _byte_characters()
+
+
+def _added_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a special token of the library's tokenizer."""
+    found: int | None = tokenizer.token_to_id(token)
+    added = tokenizer.get_added_tokens_decoder()
+    return found if found in added and added[found].special else None

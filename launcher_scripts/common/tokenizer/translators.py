@@ -1,0 +1,45 @@
+"""Models of several languages: what stands around their sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .base import OPTIONAL_FILES, Tokenizer, TokenizerError, tokenizer_class
+
+# The languages of the models below, in the order of their ids.
+LANGUAGES_FILE = Path(__file__).with_name("languages.json")
+# What transformers' name of a translator's tokenizer begins with -> the language of a source where
+# none is named, and whether it comes before the text or after its end.
+TRANSLATORS = {
+    "MBart50": ("en_XX", True),
+    "MBart": ("en_XX", False),
+    "M2M100": ("en", True),
+    "Nllb": ("eng_Latn", True),
+}
+
+
+def translator_of(said: dict[str, Any]) -> str | None:
+    """The key of TRANSLATORS; said: tokenizer_config.json."""
+    name = tokenizer_class(said)
+    return next((start for start in TRANSLATORS if name.startswith(start)), None)
+
+
+def languages_of(model: str) -> tuple[str, ...]:
+    return tuple(json.loads(LANGUAGES_FILE.read_text(encoding="utf-8"))[model])
+
+
+def around_of_translator(
+    tokenizer: Tokenizer, said: dict[str, Any], translator: str
+) -> tuple[list[int], list[int]]:
+    """The end token and the source's language; said: tokenizer_config.json."""
+    usual, before = TRANSLATORS[translator]
+    language = said.get("src_lang") or usual
+    source, end = tokenizer.special_id(str(language)), tokenizer.end_id
+    if source is None or end is None:
+        where = f"src_lang of {OPTIONAL_FILES[1]}"
+        raise TokenizerError(f"{where} is not a language of the tokenizer; got {language!r}")
+    if said.get("legacy_behaviour"):
+        raise TokenizerError(f"legacy_behaviour of {OPTIONAL_FILES[1]} is not supported; got True")
+    return ([source], [end]) if before else ([], [end, source])
