@@ -39,6 +39,8 @@ class TransformersModel(Reference, Model):
             lambda config: (
                 transformers.AutoModelForSeq2SeqLM
                 if config.is_encoder_decoder
+                else transformers.AutoModelForImageTextToText
+                if hasattr(config, "vision_config")
                 else transformers.AutoModelForCausalLM
             ),
         )

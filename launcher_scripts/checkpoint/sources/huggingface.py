@@ -19,18 +19,20 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     HEAD,
     WEIGHT_FILES,
     architecture,
+    described,
     has_own_head,
-    with_model_type,
 )
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     KEY,
     MODELOPT_FILE,
-    NOTE,
     Fp8Scheme,
     check_no_weight_is_left,
     fp8_scheme,
 )
+from launcher_scripts.checkpoint.sources.huggingface_fp8 import NOTE as FP8_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
+from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
+from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -86,9 +88,12 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        raw = with_model_type(read_mapping(archive, CONFIG_NAME))
+        whole = read_mapping(archive, CONFIG_NAME)
+        raw = described(whole)
         row = architecture(raw, archive.path / CONFIG_NAME)
-        tensors = _read_weights(archive)
+        tensors, reads_images = _read_weights(archive), whole.get("model_type") in MULTIMODAL
+        if reads_images:
+            tensors = text_tensors(tensors)
         scheme = _widened(tensors, raw, archive)
         if hints.encoder_only:
             tensors = {
@@ -110,10 +115,11 @@ class HuggingFaceCheckpoint(WholeTensors):
             check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
-        notes = (*check_keys(values), *([NOTE] if scheme else []))
+        notes = [*check_keys(values), *([FP8_NOTE] if scheme else [])]
+        notes += [IMAGES_NOTE] if reads_images else []
         _check_heads(config, tensors, values.problems)
         values.problems.raise_if_any(CheckpointError)
-        return cls(archive, raw, config, dialects, tensors, notes)
+        return cls(archive, raw, config, dialects, tensors, tuple(notes))
 
     @property
     def knows_token_ids(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
+from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_json, read_plain
@@ -209,13 +210,20 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     name = "agm" if agm else raw.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
-            problem(f"{path}: unknown model_type", got=name, choices=sorted(ARCHITECTURES))
+            problem(
+                f"{path}: unknown model_type",
+                got=name,
+                choices=sorted({*ARCHITECTURES, *MULTIMODAL}),
+            )
         )
     return ARCHITECTURES[name]
 
 
-def with_model_type(raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json with its model_type, which the published umT5s only say by their class."""
+def described(raw: dict[str, Any]) -> dict[str, Any]:
+    """config.json as a row of ARCHITECTURES reads it: of a model for images the decoder's part, and
+    with a model_type, which the published umT5s only say by their class.
+    """
+    raw = text_config(raw)
     classes = raw.get("architectures")
     if "model_type" in raw or not isinstance(classes, list):
         return raw
@@ -240,7 +248,7 @@ def read_sizes(path: Path) -> ModelConfig | None:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is damaged: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
-    raw = with_model_type(raw)
+    raw = described(raw)
     row = architecture(raw, config)
     values = RawConfig(raw, (), config)
     try:

@@ -1,0 +1,224 @@
+"""Models that read images, too: what is served answers text as transformers' whole model does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.huggingface_architectures import read_sizes
+from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.evaluation.transformers_model import TransformersModel
+from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.tiny_models import LLAMA
+
+PROMPT = (5, 17, 2, 40, 66, 31, 8)
+LENGTH = 6
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "embed_dim": 16,
+    "hidden_size": 16,
+    "out_hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 8,
+    "deepstack_visual_indexes": [0],
+}
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 1, 2]}
+TEXT = {**LLAMA, "bos_token_id": 1, "eos_token_id": 0}
+WIDE = {**TEXT, "head_dim": 8}
+QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
+    "internvl": (
+        "InternVL",
+        "InternVLForConditionalGeneration",
+        {**LLAMA, "model_type": "qwen2"},
+        {**VISION, "image_size": [16, 16], "patch_size": [8, 8]},
+    ),
+    "mistral3": (
+        "Mistral3",
+        "Mistral3ForConditionalGeneration",
+        {**WIDE, "model_type": "mistral"},
+        VISION,
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        "Qwen2VLForConditionalGeneration",
+        QWEN2,
+        QWEN_VISION,
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        "Qwen2_5_VLForConditionalGeneration",
+        QWEN2,
+        QWEN_VISION,
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        "Qwen3VLForConditionalGeneration",
+        {**WIDE, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        QWEN_VISION,
+    ),
+}
+SPECIAL = {
+    name: 60 + number
+    for number, name in enumerate(
+        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    )
+}
+
+
+def make(name: str) -> Any:
+    """A tiny model of random weights, images included."""
+    torch.manual_seed(5)
+    kind, model, text, vision = MODELS[name]
+    special = SPECIAL if name.startswith("qwen") else {}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **special
+    )
+    made = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.05, 0.3)
+    return made
+
+
+def check(model: Any, folder: Path, tmp_path: Path) -> None:
+    engine = Engine.load(EngineSettings(export_folder(folder, tmp_path), device="cpu"))
+    try:
+        request = GenerateRequest(PROMPT, LENGTH, end_id=0, return_context_logits=True)
+        answer = engine.submit(request).result(60)
+    finally:
+        engine.close()
+    ids = list(PROMPT)
+    with torch.no_grad():
+        context = model(input_ids=torch.tensor([ids])).logits[0]
+        for _ in answer.output_ids:
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    assert list(answer.output_ids) == ids[len(PROMPT) :]
+    torch.testing.assert_close(
+        torch.as_tensor(answer.context_logits), context, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_answered_as_the_whole_model_does(tmp_path: Path, name: str) -> None:
+    model = make(name)
+    model.save_pretrained(tmp_path / "hf")
+    checkpoint = open_source(Archive(tmp_path / "hf"))
+    assert any("images" in note for note in checkpoint.notes)
+    sizes = read_sizes(tmp_path / "hf")
+    assert sizes is not None and sizes.num_layers == 2
+    check(model, tmp_path / "hf", tmp_path)
+
+
+def test_every_row_is_tried() -> None:
+    assert MODELS.keys() == MULTIMODAL.keys()
+
+
+def rewritten(folder: Path, config: dict[str, Any], names: dict[str, str]) -> None:
+    """Files as they were published: another config.json, and other beginnings of names."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        old = next((old for old in names if name.startswith(old)), "")
+        renamed[names.get(old, "") + name.removeprefix(old)] = tensor
+    save_file(renamed, folder / "model.safetensors")
+
+
+def test_a_gemma_3_as_it_was_published(tmp_path: Path) -> None:
+    """Its text_config leaves out what the class knows, and its tensors had other names."""
+    folder = tmp_path / "hf"
+    model = make("gemma3")
+    model.save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    known = {"model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+    sizes = {"hidden_size", "intermediate_size", "num_hidden_layers", "sliding_window"}
+    text = {key: said["text_config"][key] for key in known | sizes}
+    published = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 63,
+        "eoi_token_index": 64,
+        "eos_token_id": [0, 65],
+        "image_token_index": 66,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 4,
+        "model_type": "gemma3",
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+    }
+    names = {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    }
+    rewritten(folder, published, names)
+    check(model, folder, tmp_path)
+    bare = {key: value for key, value in text.items() if key not in known} | {"model_type": "x"}
+    found = text_config({**published, "text_config": bare})
+    assert (found["vocab_size"], found["num_key_value_heads"]) == (262208, 4)
+    assert found["model_type"] == "gemma3_text" and found["eos_token_id"] == [0, 65]
+
+
+def test_a_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
+    """Without a text_config, and with the decoder's tensors named as in a model of text."""
+    folder = tmp_path / "hf"
+    model = make("qwen2_5_vl")
+    model.save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in said["text_config"].items() if "rope" not in key}
+    published = {
+        **text,
+        "image_token_id": 60,
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "rope_theta": 5000.0,
+        "tie_word_embeddings": False,
+        "vision_config": said["vision_config"],
+        "vision_token_id": 62,
+    }
+    rewritten(folder, published, {"model.language_model.": "model.", "model.visual.": "visual."})
+    check(model, folder, tmp_path)
+
+
+def test_a_key_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    make("mistral3").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    said = json.loads(file.read_text())
+    said["text_config"]["attention_sink"] = 4
+    file.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match="attention_sink is not known here"):
+        open_source(Archive(tmp_path / "hf"))
+
+
+def test_the_reference_is_the_whole_model(tmp_path: Path) -> None:
+    model = make("qwen2_5_vl")
+    model.save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([PROMPT])).logits[0]
+    found = TransformersModel(tmp_path / "hf").logits(PROMPT)
+    torch.testing.assert_close(torch.as_tensor(found), expected)
