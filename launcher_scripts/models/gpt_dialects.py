@@ -59,14 +59,8 @@ BLOOM = {
 }
 
 # Layer norms without a bias, which FasterTransformer's files always have.
-_NO_NORM_BIASES = {
-    f"{norm}.bias": Source((), "zeros")
-    for norm in (
-        "final_layernorm",
-        "layers.*.input_layernorm",
-        "layers.*.post_attention_layernorm",
-    )
-}
+_NORMS = ("final_layernorm", "layers.*.input_layernorm", "layers.*.post_attention_layernorm")
+_NO_NORM_BIASES = {f"{norm}.bias": Source((), "zeros") for norm in _NORMS}
 
 MPT = _NO_NORM_BIASES | {
     "wte": Source(("wte.weight",)),
@@ -115,11 +109,25 @@ GEMMA2 = {
     "layers.*.post_attention_layernorm": Source(("layers.*.pre_feedforward_layernorm",)),
     "layers.*.mlp.output_norm": Source(("layers.*.post_feedforward_layernorm",)),
 }
-PHI3 = {
-    "layers.*.attention.query_key_value": Source(("layers.*.self_attn.qkv_proj",), "qkv_in_blocks"),
+_GATE_AND_UP = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
     "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.gate_up_proj",), "second_half"),
 }
+PHI3 = _GATE_AND_UP | {
+    "layers.*.attention.query_key_value": Source(("layers.*.self_attn.qkv_proj",), "qkv_in_blocks"),
+}
+# Heads whose neighbours turn together.
+INTERLEAVED = {
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "interleaved_heads_side_by_side"
+    ),
+}
+GLM = INTERLEAVED | _GATE_AND_UP
+GLM4 = GLM | {
+    "layers.*.attention.output_norm": Source(("layers.*.post_self_attn_layernorm",)),
+    "layers.*.mlp.output_norm": Source(("layers.*.post_mlp_layernorm",)),
+}
+OLMO = _NO_NORM_BIASES | {f"{norm}.weight": Source((), "ones") for norm in _NORMS}
 LLAMA_ONE_NORM = {"layers.*.post_attention_layernorm": Source(("layers.*.input_layernorm",))}
 PHI = LLAMA_ONE_NORM | {
     "lm_head.bias": Source(("lm_head.bias",)),
@@ -128,16 +136,7 @@ PHI = LLAMA_ONE_NORM | {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
 }
-COHERE = (
-    LLAMA_ONE_NORM
-    | _NO_NORM_BIASES
-    | {
-        "layers.*.attention.query_key_value": Source(
-            tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"),
-            "interleaved_heads_side_by_side",
-        ),
-    }
-)
+COHERE = LLAMA_ONE_NORM | _NO_NORM_BIASES | INTERLEAVED
 STARCODER2 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
@@ -278,6 +277,10 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "phi": PHI,
     "cohere": COHERE,
     "phi3": PHI3,
+    "interleaved": INTERLEAVED,
+    "glm": GLM,
+    "glm4": GLM4,
+    "olmo": OLMO,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
     "mixtral": MIXTRAL,

@@ -204,6 +204,20 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere": ("Cohere", {"bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.5}),
+    "glm": ("Glm", {**NO_END, **UNTIED, "head_dim": 8}),
+    "glm4": ("Glm4", {**NO_END, **UNTIED, "head_dim": 8}),
+    "helium": ("Helium", {**NO_END, "head_dim": 4}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 6}),
+    "ernie4_5_bias": ("Ernie4_5", {"head_dim": 6, "use_bias": True}),
+    "ministral": (
+        "Ministral",
+        {
+            "head_dim": 6,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "olmo": ("Olmo", {**NO_END, **UNTIED}),
     "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),
     "granite": (

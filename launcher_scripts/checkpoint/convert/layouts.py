@@ -145,6 +145,11 @@ def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     return np.zeros(config.hidden_size, np.float32)
 
 
+def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The weight [hidden] of a norm that has none."""
+    return np.ones(config.hidden_size, np.float32)
+
+
 Result = Blocks | NDArray[Any]
 
 
@@ -254,4 +259,5 @@ LAYOUTS: dict[str, Layout] = {
     "fairseq_sinusoids": Layout(fairseq_sinusoids),
     "sinusoids": Layout(sinusoids),
     "zeros": Layout(zeros),
+    "ones": Layout(ones),
 }

@@ -244,6 +244,50 @@ def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) ->
     )
 
 
+def glm(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """GLM-4-9B; one gated linear layer makes both halves of the MLP."""
+    return _decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1.5625e-07),
+        attention_bias=raw.flag("attention_bias", True),
+        attention_dense_bias=False,
+        mlp_bias=False,
+        **rope(raw, _head_size(raw), partial_rotary_factor=0.5),
+        **fields,
+    )
+
+
+def glm4(raw: RawConfig) -> GPTConfig:
+    """GLM-4-0414, which normalizes what its branches add, too."""
+    return glm(raw, norm_placement="sandwich")
+
+
+def helium(raw: RawConfig) -> GPTConfig:
+    return _decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-8),
+        attention_dense_bias=False,
+        **rope(raw, _head_size(raw), rope_theta=100000.0),
+    )
+
+
+def ernie4_5(raw: RawConfig) -> GPTConfig:
+    bias = raw.flag("use_bias", False)
+    return _decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        attention_bias=bias,
+        mlp_bias=bias,
+        **rope(raw, _head_size(raw), rope_theta=500000.0),
+    )
+
+
+def olmo(raw: RawConfig) -> GPTConfig:
+    """The first OLMo, whose norms have no weights."""
+    raw.only("clip_qkv", None)
+    return _decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
+
+
 def granite(raw: RawConfig) -> GPTConfig:
     """Granite multiplies what its branches add by residual_multiplier.
 
