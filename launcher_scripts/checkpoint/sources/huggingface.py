@@ -36,12 +36,19 @@ from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as I
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.tokenizer import GENERATION_FILE, PEGASUS
+from launcher_scripts.common.tokenizer import (
+    BYT5,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    PEGASUS,
+    is_byt5,
+)
 from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.models.family import ModelConfig
 
 # What counts of generation_config.json: the token that texts begin with, which left config.json.
 GENERATION_KEYS = ("forced_bos_token_id",)
+TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
 _COMPARED_ROWS = 1024
@@ -135,8 +142,12 @@ class HuggingFaceCheckpoint(WholeTensors):
         own = {GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
         kind = self.raw.get("model_type")
         more = tokenizer_files.FAIRSEQ_SETS if kind == "mbart" else ()
+        name = PEGASUS if kind == "pegasus" else None
+        there = TOKENIZER_CONFIG in self.archive.names()
+        if there and is_byt5(self.raw, read_mapping(self.archive, TOKENIZER_CONFIG)):
+            more, name = ({TOKENIZER_CONFIG: TOKENIZER_CONFIG},), BYT5
         files = own | tokenizer_files.plain_files(self.archive, more=more)
-        return tokenizer_files.with_class(files, PEGASUS) if kind == "pegasus" else files
+        return files if name is None else tokenizer_files.with_class(files, name)
 
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""

@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import open_plain, open_tar, tar_members
+from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_byt5
+from launcher_scripts.common.untrusted import (
+    open_plain,
+    open_tar,
+    parse_json,
+    read_plain,
+    tar_members,
+)
 
 KEY = "export.model.tokenizer"
 ADVICE = f"{KEY}: name the files (model, or vocab_file and merge_file), or none"
@@ -100,7 +107,19 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    return any(all((folder / name).is_file() for name in names) for names in SOURCE_SETS)
+    if any(all((folder / name).is_file() for name in names) for names in SOURCE_SETS):
+        return True
+    configs = (folder / name for name in (_MARKS[0], OPTIONAL_FILES[1]))
+    return (folder / OPTIONAL_FILES[1]).is_file() and is_byt5(
+        *(found for path in configs if isinstance(found := _json_of(path), dict))
+    )
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return parse_json(read_plain(path))
+    except (OSError, ValueError):
+        return None
 
 
 def _names(path: Path, root: str) -> list[str] | None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .base import OPTIONAL_FILES, Tokenizer, TokenizerError
+from .base import OPTIONAL_FILES, Tokenizer, TokenizerError, tokenizer_config
 from .fast import GPT2Tokenizer, HuggingFaceTokenizer
 from .pieces import (
     PEGASUS,
@@ -21,8 +21,10 @@ from .pieces import (
     SentencePieceTokenizer,
     of_tokenizer_model,
 )
+from .utf8 import BYT5, ByT5Tokenizer, is_byt5
 
 __all__ = [
+    "BYT5",
     "CHAT_TEMPLATE_FILES",
     "COMPANION_FILES",
     "GENERATION_FILE",
@@ -34,6 +36,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "chat_templates",
+    "is_byt5",
     "is_of_library",
     "load_tokenizer",
     "tokenizer_files",
@@ -47,6 +50,7 @@ KINDS: dict[tuple[str, ...], Callable[[Path], Tokenizer]] = {
     ("vocab.json", "source.spm"): MarianTokenizer,
     ("vocab.json", "sentencepiece.bpe.model"): M2M100Tokenizer,
     ("sentencepiece.bpe.model",): MBartTokenizer,
+    (OPTIONAL_FILES[1],): ByT5Tokenizer,  # which it must name
 }
 # How chats are written and texts are generated, under the names that transformers gives them.
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -58,12 +62,13 @@ COMPANION_FILES = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of `folder` that make up its tokenizer, required ones first; [] if it has none."""
     names = next((names for names in KINDS if _has(folder, names)), ())
-    paths = [folder / name for name in (*names, *(COMPANION_FILES if names else ()))]
-    return [path for path in paths if path.is_file()]
+    wanted = dict.fromkeys((*names, *(COMPANION_FILES if names else ())))
+    return [folder / name for name in wanted if (folder / name).is_file()]
 
 
 def _has(folder: Path, names: Sequence[str]) -> bool:
-    return all((folder / name).is_file() for name in names)
+    there = all((folder / name).is_file() for name in names)
+    return there and (KINDS[tuple(names)] is not ByT5Tokenizer or is_byt5(tokenizer_config(folder)))
 
 
 def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:

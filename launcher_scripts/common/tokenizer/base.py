@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,14 @@ class Tokenizer(ABC):
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / OPTIONAL_FILES[1]
-    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise TokenizerError(f"{path} is damaged: {error}") from error
     return said if isinstance(said, dict) else {}
 
 
-def tokenizer_class(said: dict[str, Any]) -> str:
+def tokenizer_class(said: Mapping[str, Any]) -> str:
     return str(said.get("tokenizer_class"))
 
 

@@ -24,7 +24,7 @@ BLANK = "\u2581"
 
 
 class PieceTokenizer(Tokenizer):
-    """One with a vocabulary of SentencePiece's pieces, of which U+2581 stands for a blank."""
+    """One whose ids each stand for bytes of a text."""
 
     @abstractmethod
     def pieces(self) -> list[bytes]:
