@@ -85,6 +85,8 @@ MODELS = {
     "agm": agm,
     "bart": bart,
     "mbart": lambda: bart(norm_placement="pre"),
+    "m2m_100": lambda: bart(norm_placement="pre", embedding_norm=False, logits_bias=False),
+    "marian": lambda: bart(embedding_norm=False, activation="silu"),
 }
 
 

@@ -51,6 +51,12 @@ VARIANTS = [
     },
     {"position_embedding": "rope", "parallel_residual": True, "logits_bias": True},
     {**MODERN, "num_experts": 7, "experts_per_token": 2, "shared_expert_size": 64},
+    {
+        **MODERN,
+        "sliding_window": 20,
+        "full_attention_layers": "1",
+        "unrotated_layers": "1",
+    },
     {**MODERN, "head_size": 160, "num_heads": 2, "num_kv_heads": 1},
 ]
 
