@@ -22,8 +22,13 @@ from launcher_scripts.gateway.generation import (
 )
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
 from launcher_scripts.gateway.row_text import Piece
-from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, SamplingBody
+from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel, aside
+from launcher_scripts.gateway.tool_calls import (
+    ToolCall,
+    ToolText,
+    names_of,
+)
 
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16
@@ -105,8 +110,9 @@ class Answering(ABC):
                     usage = _usage(record.usage() if always else None) if counts or always else b""
                     events = [self._event(each, usage) for each in self._of_texts(choice, texts)]
                     if last is not None:
-                        said = to_json([{"index": choice, **self.delta(last)}])
-                        events.append(self._event(said, usage))
+                        for each in self.last_deltas(choice, last):
+                            said = to_json([{"index": choice, **each}])
+                            events.append(self._event(said, usage))
                     yield b"".join(events)
         except ApiError as error:
             if not begun:
@@ -128,6 +134,10 @@ class Answering(ABC):
     @abstractmethod
     def delta(self, piece: Piece) -> dict[str, Any]:
         """What is new of a choice, without its index."""
+
+    def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:  # noqa: ARG002
+        """What is new of a choice with a piece that says more than its text."""
+        return (self.delta(piece),)
 
     def _event(self, choices: bytes, usage: bytes) -> bytes:
         """A server-sent event. choices: JSON;  usage: of `_usage`, or nothing"""
@@ -207,8 +217,10 @@ class Chat(Answering):
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})
-        if body.tool_choice == "auto" and not body.tools:
+        elif body.tool_choice is not None and not body.tools:
             raise bad_request("tool_choice needs tools", "tool_choice")
+        if body.tools and body.stream and body.logprobs:
+            raise unsupported("logprobs", "a stream with tools has no log-probabilities")
         if model.encodes:
             raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
         check_rows(1, body.n, limits.admission)
@@ -223,7 +235,8 @@ class Chat(Answering):
         top = (body.top_logprobs or 0) if body.logprobs else None
         options = GenerationOptions(asked, body.n, top)
         prompts = [Prompt(ids, text)]
-        return cls(
+        answering = ToolChat if body.tools else cls
+        return answering(
             model,
             body,
             Generation(model, body, prompts, options, record, limits.admission, limits.timeout),
@@ -251,6 +264,66 @@ class Chat(Answering):
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+
+
+class ToolChat(Chat):
+    """Of /v1/chat/completions with tools."""
+
+    def __init__(self, model: ServedModel, body: ChatBody, generation: Generation) -> None:
+        super().__init__(model, body, generation)
+        choice = body.tool_choice
+        self._named = choice.function.name if isinstance(choice, NamedTool) else None
+        self._texts: dict[int, ToolText] = {}
+        self._calls: dict[int, ToolCall] = {}
+
+    def choice(self, answer: Piece) -> dict[str, Any]:
+        text, calls = answer.text, []
+        if self._named is not None:
+            text, calls = "", [ToolCall(self._named, text)]
+        else:
+            text, calls = self._new_text().take(text, finished=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            entries = [call.entry() for call in calls]
+            message |= {"content": text or None, "tool_calls": entries}
+        return {"message": message, **self._rest(answer), **self._reason(answer, calls)}
+
+    def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
+        found = self._take(choice, piece.text, finished=piece.finish_reason is not None)
+        rest = self._rest(piece)
+        known = self._texts[choice].calls if choice in self._texts else []
+        deltas = [{"delta": each, **rest, "finish_reason": None} for each in found]
+        return [*deltas, {"delta": {}, **rest, **self._reason(piece, known)}]
+
+    def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
+        for delta in self._take(choice, "".join(texts), finished=False):
+            said = {"index": choice, "delta": delta, **self._rest(Piece())}
+            yield to_json([said])
+
+    def _take(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
+        """The deltas of an answer's next text."""
+        if self._named is not None:
+            first = choice not in self._calls
+            call = self._calls.setdefault(choice, ToolCall(self._named, ""))
+            entry: dict[str, Any] = call.entry(0) if first else {"index": 0}
+            said = {"name": call.name} if first else {}
+            entry["function"] = {**said, "arguments": text}
+            return [{"tool_calls": [entry]}] if text or first else []
+        own = self._texts.setdefault(choice, self._new_text())
+        content, calls = own.take(text, finished=finished)
+        found: list[dict[str, Any]] = [{"content": content}] if content else []
+        first_place = len(own.calls) - len(calls)
+        entries = [call.entry(first_place + place) for place, call in enumerate(calls)]
+        return [*found, {"tool_calls": entries}] if entries else found
+
+    def _new_text(self) -> ToolText:
+        return ToolText(names_of(self.body.tools or ()))
+
+    @staticmethod
+    def _reason(piece: Piece, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """An answer that ended by itself with calls ended because of them."""
+        ended = piece.finish_reason == "stop" and bool(calls)
+        return {"finish_reason": "tool_calls"} if ended else {}
 
 
 def last_events(error: ApiError) -> bytes:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
 
 MOST_ROWS = 128
 _SHOWN_PROBLEMS = 5
@@ -179,6 +180,30 @@ class ChatPrompt(_Strict):
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = False
 
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for tool in value or ():
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict):
+                raise ValueError('each is {"type": "function", "function": {...}}')
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise ValueError("each function has a name")
+            if not isinstance(function.get("parameters") or {}, dict):
+                raise ValueError("the parameters of a function are a JSON schema")
+        return value
+
+
+class NamedFunction(_Strict):
+    name: str
+
+
+class NamedTool(_Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
 
 class ChatBody(SamplingBody, ChatPrompt):
     """POST /v1/chat/completions"""
@@ -186,7 +211,19 @@ class ChatBody(SamplingBody, ChatPrompt):
     max_completion_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def grammars(self) -> dict[str, dict[str, Any]]:
+        found, tools = super().grammars, self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            schema = schema_of_one(tools, self.tool_choice.function.name)
+            found["tool_choice"] = {"json_schema": schema}
+        elif self.tool_choice == "required":
+            schema = schema_of_any(tools, several=self.parallel_tool_calls)
+            found["tool_choice"] = {"json_schema": schema}
+        return found
 
 
 class TokenizeBody(_Strict):

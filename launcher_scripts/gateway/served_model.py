@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.backend import Backend
@@ -96,7 +98,9 @@ class ServedModel:
                     "continue_final_message",
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
-        messages = [message.model_dump(exclude_unset=True) for message in chat.messages]
+        messages = [
+            _with_arguments(message.model_dump(exclude_unset=True)) for message in chat.messages
+        ]
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
         return self.template.render(
@@ -131,6 +135,25 @@ class ServedModel:
             "parent": self.parent,
             "max_model_len": self.max_len,
         }
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, the arguments of its calls as templates want them: as values, not as JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+
+
+def _with_values(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        values = from_json(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": values}}
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,23 @@ def test_tools_are_the_templates() -> None:
     assert texts == [shown, shown, "none"]
 
 
+def test_arguments_of_earlier_calls_are_values_to_the_template() -> None:
+    """OpenAI's clients send them as JSON, and templates write them as JSON themselves."""
+    text = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+    template = ChatTemplate({"default": text + "{% endfor %}{% endfor %}"}, {})
+    backend = FakeBackend()
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": said}}
+        for said in ('{"a": 1}', "no JSON")
+    ]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    chat_client(backend, template=template).post(
+        "/v1/chat/completions", json={"messages": [*HI, message]}
+    )
+    shown = '{"name": "f", "arguments": {"a": 1}}{"name": "f", "arguments": "no JSON"}'
+    assert GPT2.decode(backend.requests[0].prompt_ids) == shown
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -157,7 +174,8 @@ def test_tools_are_the_templates() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format", "text"),
-        ({"tool_choice": "required"}, "tool_choice", "none"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"tool_choice": "any"}, "tool_choice", "none"),
         ({"tool_choice": "auto"}, "tool_choice", "tools"),
         ({"functions": []}, "functions", "not supported"),
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "another name"),

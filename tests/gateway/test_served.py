@@ -289,6 +289,37 @@ def test_text_follows_what_it_has_to_be(client: Any) -> None:
     assert wrong.value.param == "guided_regex"
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+)
+def test_a_function_that_must_be_called(client: Any) -> None:
+    """Whatever the model is, its text is a call; so is a stream's."""
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    blanks = [token for blank in "\n\r\t " for token in TOKENIZER.encode(blank)]
+    function = {"name": "light", "parameters": {**schema, "additionalProperties": False}}
+    asked = {
+        "model": "gpt",
+        "messages": [{"role": "user", "content": "Light, please!"}],
+        "max_tokens": 150,
+        "seed": 3,
+        "logit_bias": {str(blank): -100 for blank in blanks},
+        "tools": [{"type": "function", "function": function}],
+    }
+    named = {"type": "function", "function": {"name": "light"}}
+    for choice in (named, "required"):
+        more = {**asked, "tool_choice": choice, "parallel_tool_calls": False}
+        (answer,) = client.chat.completions.create(**more).choices
+        (call,) = answer.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "light")
+        assert type(json.loads(call.function.arguments)["on"]) is bool
+        assert answer.finish_reason == "tool_calls"
+        with client.chat.completions.stream(**more) as stream:
+            (streamed,) = stream.get_final_completion().choices
+        (found,) = streamed.message.tool_calls
+        assert found.function.name == "light"
+        assert json.loads(found.function.arguments) == json.loads(call.function.arguments)
+
+
 def test_errors_are_those_of_openais_client(
     served: RunningGateway, shared_server: RunningStep, client: Any
 ) -> None:

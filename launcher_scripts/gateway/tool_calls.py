@@ -1,0 +1,185 @@
+"""Calls of tools: what a model writes, as OpenAI's clients read it.
+
+A model that may call a tool writes the call as its chat template taught it. Its text is read here,
+whole or as it comes. A model that must call one is held to a JSON schema instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher_scripts.gateway.api_errors import bad_request
+
+# Hermes' and Qwen's mark before a call, and the one behind it.
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# Llama's and Mistral's calls are JSON from the first character on; what is before it is a mark.
+_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
+_ARGUMENTS = ("arguments", "parameters")
+_ID_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # Mistral's templates refuse any other
+_DEFINITIONS = ("$defs", "definitions")
+_ANYTHING: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function. arguments: JSON"""
+
+    name: str
+    arguments: str
+    call_id: str = field(
+        default_factory=lambda: "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+    )
+
+    def entry(self, index: int | None = None) -> dict[str, Any]:
+        """An entry of `tool_calls`. index: its place, in a stream"""
+        place = {} if index is None else {"index": index}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {**place, "id": self.call_id, "type": "function", "function": function}
+
+
+def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [str(tool["function"]["name"]) for tool in tools]
+
+
+def schema_of_one(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """What the arguments of the function called so have to be. Raises ApiError."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return dict(tool["function"].get("parameters") or _ANYTHING)
+    choices = ", ".join(names_of(tools))
+    raise bad_request(f"tools have no function {name[:64]!r}; choices: {choices}", "tool_choice")
+
+
+def schema_of_any(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+    """What a list of calls has to be: at least one, or exactly one. Raises ApiError."""
+    shared: dict[str, dict[str, Any]] = {}
+    calls = []
+    for tool in tools:
+        parameters = dict(tool["function"].get("parameters") or _ANYTHING)
+        for key in _DEFINITIONS:
+            for name, value in (parameters.pop(key, None) or {}).items():
+                if shared.setdefault(key, {}).setdefault(name, value) != value:
+                    what = f"two tools define {name!r} differently, and one of them must be called"
+                    raise bad_request(what, "tools")
+        properties = {"name": {"const": tool["function"]["name"]}, "parameters": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    most = {} if several else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+
+
+class ToolText:
+    """The text of one answer as it comes: what of it is content, and which tools it calls.
+
+    Text is held back while it may still become a call.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """names: of the functions that may be called"""
+        self._names = frozenset(names)
+        self._held = ""
+        self._begun = False  # there was content, so what looks like JSON is content, too
+        self.calls: list[ToolCall] = []
+
+    def take(self, text: str, *, finished: bool) -> tuple[str, list[ToolCall]]:
+        """What is new: content, and calls that are complete.
+
+        finished: no more text comes
+        """
+        self._held += text
+        content, known = "", len(self.calls)
+        while _OPEN in self._held:
+            before, _, rest = self._held.partition(_OPEN)
+            inside, close, after = rest.partition(_CLOSE)
+            if not close and not finished:
+                self._held = self._held[len(before) :]
+                return content + self._content(before), self.calls[known:]
+            found = self._read(inside)
+            content += self._content(before)
+            content += "" if found else self._content(_OPEN + inside + close)
+            self.calls += found
+            self._held = after
+        if not finished and self._may_be_a_call():
+            return content, self.calls[known:]
+        if finished:
+            found = [] if self._begun or self.calls else self._read(self._held)
+            self.calls += found
+            content += "" if found else self._content(self._held)
+            self._held = ""
+        else:
+            kept = _overlap(self._held, _OPEN)
+            content += self._content(self._held[: len(self._held) - kept])
+            self._held = self._held[len(self._held) - kept :]
+        return content, self.calls[known:]
+
+    def _content(self, text: str) -> str:
+        """Blanks around calls are none."""
+        if self.calls or not self._begun:
+            text = text if text.strip() else ""
+        self._begun = self._begun or bool(text)
+        return text
+
+    def _may_be_a_call(self) -> bool:
+        """Whether the answer may be JSON from its first character on."""
+        start = self._held.lstrip()
+        if self._begun or self.calls:
+            return False
+        marked = any(mark.startswith(start) or start.startswith(mark) for mark in _MARKS)
+        return not start or marked or start[0] in "{["
+
+    def _read(self, text: str) -> list[ToolCall]:
+        """The calls that all of a text is; none where it is something else."""
+        text = text.strip()
+        for mark in _MARKS:
+            text = text.removeprefix(mark).lstrip()
+        found = []
+        for value in _json_values(text):
+            for each in value if isinstance(value, list) else [value]:
+                call = self._call(each)
+                if call is None:
+                    return []
+                found.append(call)
+        return found
+
+    def _call(self, value: Any) -> ToolCall | None:
+        if not isinstance(value, dict) or value.get("name") not in self._names:
+            return None
+        said: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
+        if isinstance(said, dict):
+            return ToolCall(value["name"], json.dumps(said, ensure_ascii=False))
+        return ToolCall(value["name"], said) if isinstance(said, str) else None
+
+
+def _json_values(text: str) -> list[Any]:
+    """The JSON values that a text is made of, with semicolons or blanks between them; [] for any
+    other text.
+    """
+    decoder, values, place = json.JSONDecoder(), [], 0
+    while place < len(text):
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return []
+        values.append(value)
+        between = re.compile(r"[\s;]*").match(text, place)
+        place = place if between is None else between.end()
+    return values
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text are the beginning of `mark`."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

@@ -1,0 +1,254 @@
+"""Calls of tools, as the text of an answer has them and as OpenAI's clients get them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.tool_calls import ToolText, schema_of_any, schema_of_one
+from tests.gateway.fakes import GPT2, FakeBackend
+from tests.gateway.test_chat import HI, refused
+from tests.gateway.test_chat import chat_client as small_client
+from tests.gateway.test_completions import events
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+            "$defs": {"City": {"type": "string"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+NAMES = ("weather", "clock")
+BERLIN, PARIS = {"city": "Berlin"}, {"city": "Paris"}
+
+
+def hermes(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def llama(name: str, arguments: dict[str, Any]) -> str:
+    return json.dumps({"name": name, "parameters": arguments})
+
+
+# text of an answer -> its content, and what it calls
+TEXTS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
+    "plain": ("It is sunny.", "It is sunny.", []),
+    "empty": ("", "", []),
+    "hermes": (hermes("weather", BERLIN), "", [("weather", BERLIN)]),
+    "hermes behind words": (
+        "Let me see.\n" + hermes("clock", {}),
+        "Let me see.\n",
+        [("clock", {})],
+    ),
+    "hermes twice": (
+        hermes("weather", BERLIN) + "\n" + hermes("weather", PARIS),
+        "",
+        [("weather", BERLIN), ("weather", PARIS)],
+    ),
+    "hermes, not closed": (
+        hermes("weather", BERLIN).removesuffix("</tool_call>"),
+        "",
+        [("weather", BERLIN)],
+    ),
+    "hermes, not JSON": ("<tool_call>what?</tool_call>", "<tool_call>what?</tool_call>", []),
+    "hermes, another function": (hermes("other", {}), hermes("other", {}), []),
+    "hermes, half a mark": ("a < b <tool", "a < b <tool", []),
+    "llama": (llama("weather", BERLIN), "", [("weather", BERLIN)]),
+    "llama twice": (
+        llama("weather", BERLIN) + "; " + llama("clock", {}),
+        "",
+        [("weather", BERLIN), ("clock", {})],
+    ),
+    "llama's mark": ("<|python_tag|>" + llama("clock", {}), "", [("clock", {})]),
+    "mistral": (
+        "[TOOL_CALLS] " + json.dumps([{"name": "weather", "arguments": PARIS}]),
+        "",
+        [("weather", PARIS)],
+    ),
+    "a list without its mark": (json.dumps([{"name": "clock"}]), "", [("clock", {})]),
+    "JSON that is an answer": ('{"city": "Berlin"}', '{"city": "Berlin"}', []),
+    "JSON that is cut off": ('{"name": "weather", "par', '{"name": "weather", "par', []),
+    "JSON behind words": ("See: " + llama("clock", {}), "See: " + llama("clock", {}), []),
+    "a number": ("[1] is the source", "[1] is the source", []),
+}
+
+
+def chat_client(backend: FakeBackend) -> Any:
+    return small_client(backend, max_len=1000)
+
+
+def called(calls: list[Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
+    text, content, calls = TEXTS[name]
+    reader, found, seen = ToolText(NAMES), "", []
+    for start in range(0, len(text), size):
+        new, complete = reader.take(text[start : start + size], finished=False)
+        found += new
+        seen += complete
+    new, complete = reader.take("", finished=True)
+    assert (found + new, called([*seen, *complete])) == (content, calls)
+    assert reader.calls == [*seen, *complete]
+    ids = [call.call_id for call in reader.calls]
+    assert len({*ids}) == len(ids) and all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+def test_words_are_not_held_back() -> None:
+    reader = ToolText(NAMES)
+    assert reader.take("Let me ", finished=False)[0] == "Let me "
+    assert reader.take("see <", finished=False)[0] == "see "
+    assert reader.take("3.", finished=False)[0] == "<3."
+
+
+def test_schemas_of_calls() -> None:
+    assert schema_of_one(TOOLS, "weather") == WEATHER["function"]["parameters"]
+    assert schema_of_one(TOOLS, "clock") == {"type": "object"}
+    schema = schema_of_any(TOOLS, several=False)
+    assert schema["$defs"] == {"City": {"type": "string"}} and schema["maxItems"] == 1
+    assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == [*NAMES]
+    assert "maxItems" not in schema_of_any(TOOLS, several=True)
+    other = json.loads(json.dumps(WEATHER).replace('"string"', '"integer"'))
+    with pytest.raises(ApiError, match="City"):
+        schema_of_any([WEATHER, other], several=True)
+
+
+def backend_saying(text: str) -> FakeBackend:
+    return FakeBackend(lambda _: GPT2.encode(text))
+
+
+def answer(text: str, **body: Any) -> dict[str, Any]:
+    request = {"messages": HI, "tools": TOOLS, "max_tokens": 500, **body}
+    response = chat_client(backend_saying(text)).post("/v1/chat/completions", json=request)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice
+
+
+def test_an_answer_that_calls() -> None:
+    choice = answer("Wait. " + hermes("weather", BERLIN))
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "Wait. "
+    (call,) = message["tool_calls"]
+    assert call["type"] == "function" and call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == BERLIN
+
+
+def test_an_answer_that_does_not_call() -> None:
+    choice = answer("It is sunny.")
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": "It is sunny."}
+    assert "tool_calls" not in answer(hermes("clock", {}), tool_choice="none")["message"]
+
+
+def test_an_answer_that_was_cut_off() -> None:
+    choice = answer(hermes("weather", BERLIN), max_tokens=5)
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+
+
+def streamed(text: str, **body: Any) -> tuple[str, list[dict[str, Any]], str]:
+    """Content, calls and the reason of a streamed answer, put together as a client does."""
+    backend = backend_saying(text)
+    request = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 500, **body}
+    content, calls, reasons = "", [], []
+    for event in events(chat_client(backend), "/v1/chat/completions", **request):
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        content += delta.get("content") or ""
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+        for each in delta.get("tool_calls", []):
+            if each["index"] == len(calls):
+                calls.append({"id": each["id"], **each["function"]})
+            else:
+                assert "id" not in each
+                calls[each["index"]]["arguments"] += each["function"]["arguments"]
+    (reason,) = reasons
+    return content, calls, reason
+
+
+def test_a_stream_that_calls() -> None:
+    text = "Wait. " + hermes("weather", BERLIN) + hermes("clock", {})
+    content, calls, reason = streamed(text)
+    assert (content, reason) == ("Wait. ", "tool_calls")
+    assert [call["name"] for call in calls] == ["weather", "clock"]
+    assert json.loads(calls[0]["arguments"]) == BERLIN
+
+
+def test_a_stream_that_does_not_call() -> None:
+    assert streamed("It is sunny.") == ("It is sunny.", [], "stop")
+    assert streamed('{"city": "Berlin"}') == ('{"city": "Berlin"}', [], "stop")
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def test_a_function_that_must_be_called() -> None:
+    """The text is its arguments, by its schema."""
+    text = json.dumps(BERLIN)
+    choice = answer(text, tool_choice=NAMED)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": text}
+    content, calls, _ = streamed(text, tool_choice=NAMED)
+    assert content == "" and [(each["name"], each["arguments"]) for each in calls] == [
+        ("weather", text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "schema"),
+    [
+        (NAMED, True, schema_of_one(TOOLS, "weather")),
+        ("required", True, schema_of_any(TOOLS, several=True)),
+        ("required", False, schema_of_any(TOOLS, several=False)),
+    ],
+)
+def test_what_must_be_called_is_the_texts_grammar(
+    choice: Any, parallel: bool, schema: dict[str, Any]
+) -> None:
+    backend = backend_saying(json.dumps([{"name": "weather", "parameters": BERLIN}]))
+    body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    response = chat_client(backend).post("/v1/chat/completions", json={"messages": HI, **body})
+    (request,) = backend.requests
+    assert json.loads(request.grammar) == {"json_schema": schema}
+    assert request.grammar_parameter == "tool_choice"
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {**NAMED, "function": {"name": "other"}}},
+            "tool_choice",
+            "choices: weather, clock",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}},
+            "response_format",
+            "one of",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "name"),
+        ({"tools": TOOLS, "stream": True, "logprobs": True}, "logprobs", "tools"),
+    ],
+)
+def test_wrong_tools_are_named(body: dict[str, Any], param: str, words: str) -> None:
+    error = refused(chat_client(FakeBackend()), **body)
+    assert error["param"] == param
+    assert words in error["message"]
