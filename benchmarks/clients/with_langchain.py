@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from langchain_openai import ChatOpenAI, OpenAI
 
 from benchmarks.clients.target import PROMPT, QUESTION, TOKENS, Target, Trial, check, same
@@ -19,12 +21,18 @@ def trials(target: Target) -> list[Trial]:
         entries = answer.response_metadata["logprobs"]["content"]
         return check(all(len(entry["top_logprobs"]) == 2 for entry in entries), f"{len(entries)}")
 
-    def structured() -> str:
-        schema = {"title": "City", "type": "object", "required": ["large"]}
-        schema |= {"properties": {"large": {"type": "boolean"}}, "additionalProperties": False}
-        city = chat.bind(max_tokens=40).with_structured_output(schema, method="json_schema")
+    schema = {"title": "City", "type": "object", "required": ["large"]}
+    schema |= {"properties": {"large": {"type": "boolean"}}, "additionalProperties": False}
+
+    def structured(method: str) -> str:
+        city = chat.bind(max_tokens=40).with_structured_output(schema, method=method)
         answer = city.invoke("Is Paris large? Answer as JSON.")
         return check(type(answer["large"]) is bool, answer)
+
+    def tools() -> str:
+        one = {"tool_choice": "any", "parallel_tool_calls": False, "max_tokens": 120}
+        (call,) = chat.bind_tools([schema], **one).invoke("Is Paris large?").tool_calls
+        return check(call["name"] == "City" and type(call["args"]["large"]) is bool, call)
 
     return [
         ("OpenAI.invoke", lambda: same(text.invoke(PROMPT), target.completion)),
@@ -40,5 +48,9 @@ def trials(target: Target) -> list[Trial]:
             lambda: same(str(chat.batch(["Hello", QUESTION])[1].content), target.chat),
         ),
         ("ChatOpenAI, logprobs", log_probs),
-        ("ChatOpenAI, with_structured_output", structured),
+        *(
+            (f"ChatOpenAI, with_structured_output, {method}", partial(structured, method))
+            for method in ("json_schema", "function_calling")
+        ),
+        ("ChatOpenAI, bind_tools, any", tools),
     ]
