@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from text_tensors import BadRequestError
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, begun_in, with_language
 
 # CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
 HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
@@ -50,17 +50,16 @@ class SpecialTokens:
 
     def around(self, ids: Sequence[int], language: int | None = None) -> list[int]:
         """A text's ids with the tokens around them; language: instead of the usual one."""
-        opening, closing = (
-            [each if language is None or each != self.language else language for each in tokens]
-            for tokens in (self.opening, self.closing)
-        )
+        opening, closing = self.opening, self.closing
+        if language is not None:
+            opening, closing = (
+                with_language(each, self.language, language) for each in (opening, closing)
+            )
         return [*opening, *ids, *closing]
 
     def decoder_in(self, language: int) -> list[int]:
-        """What the decoder begins with for a text in that language: in the first mBARTs, which
-        name the source's language last, the language is the start token.
-        """
-        return [language] if self.language in self.closing else [self.start, language]
+        """What the decoder begins with for a text in that language."""
+        return [*begun_in(language, self.language, self.closing, self.start)]
 
 
 def language_ids(

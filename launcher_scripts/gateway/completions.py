@@ -181,6 +181,7 @@ class Completion(Answering):
         max_tokens = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
         rows = body.n if body.best_of is None else body.best_of
         check_rows(len(body.prompt), rows, limits.admission)
+        model = model.between(body.source_language, body.target_language)
         prompts = await _prompts(model, body)
         options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
         return cls(

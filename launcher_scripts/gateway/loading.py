@@ -87,9 +87,9 @@ def _served(
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
     parameters = found.text_parameters
-    opening, closing, decoder, more = (
+    opening, closing, decoder, more, language, start = (
         tuple(map(int, parameters.get(key, "").split()))
-        for key in ("opening_id", "closing_id", "decoder_id", "end_ids")
+        for key in ("opening_id", "closing_id", "decoder_id", "end_ids", "language_id", "start_id")
     )
     return ServedModel(
         name=name,
@@ -99,6 +99,8 @@ def _served(
         opening_ids=opening,
         closing_ids=closing,
         decoder_ids=decoder,
+        language_id=next(iter(language), None),
+        start_id=next(iter(start), 0),
         end_ids=tuple(each for each in (end_id, *more) if each is not None),
         defaults={
             key: generation[key]

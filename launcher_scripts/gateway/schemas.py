@@ -131,6 +131,8 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
     best_of: int | None = Field(None, ge=1, le=MOST_ROWS)
     add_special_tokens: bool = True
+    source_language: str | None = Field(None, min_length=1, max_length=64)
+    target_language: str | None = Field(None, min_length=1, max_length=64)
 
     @field_validator("prompt", mode="before")
     @classmethod

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from launcher_scripts.common.tokenizer import Tokenizer
-from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.common.tokenizer import Tokenizer, begun_in, with_language
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
@@ -37,6 +37,8 @@ class ServedModel:
 
     opening_ids, closing_ids: the special tokens around a prompt
     decoder_ids: what an encoder-decoder's answer begins with; (): its start token alone
+    language_id: of the ids around a prompt, the language of a model of several
+    start_id:    of the decoder of such a model
     end_ids:     what ends an answer; the first one is the engine's end_id
     defaults:    of the sampling, from the checkpoint's generation_config.json
     max_len:     tokens of prompt and answer; None: not known
@@ -53,6 +55,8 @@ class ServedModel:
     opening_ids: tuple[int, ...] = ()
     closing_ids: tuple[int, ...] = ()
     decoder_ids: tuple[int, ...] = ()
+    language_id: int | None = None
+    start_id: int = 0
     end_ids: tuple[int, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_len: int | None = None
@@ -81,6 +85,30 @@ class ServedModel:
             sum(map(len, texts)) + len(texts),
             lambda: [tuple(self.encode(text, special_tokens=special_tokens)) for text in texts],
         )
+
+    def between(self, source: str | None, target: str | None) -> ServedModel:
+        """The model for prompts in one language and answers in another; None: as it is.
+
+        Raises ApiError for a name that is not one of its languages.
+        """
+        opening, closing, decoder = self.opening_ids, self.closing_ids, self.decoder_ids
+        if source is not None:
+            other = self._language("source", source)
+            opening, closing = (
+                with_language(ids, self.language_id, other) for ids in (opening, closing)
+            )
+        if target is not None:
+            begun = self._language("target", target)
+            decoder = begun_in(begun, self.language_id, self.closing_ids, self.start_id)
+        return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
+
+    def _language(self, role: str, name: str) -> int:
+        if self.language_id is None:
+            raise unsupported(f"{role}_language", f"{self.name} knows no languages")
+        found = self.tokenizer.special_id(name)
+        if found is None:
+            raise bad_request(f"{self.name} knows no language {name!r}", f"{role}_language")
+        return found
 
     def chat_text(self, chat: ChatPrompt) -> str:
         """The messages as the model's template writes them. Raises ApiError."""

@@ -341,6 +341,13 @@ def test_an_encoder_decoder_reads_its_prompt() -> None:
     assert "empty" in refused(client, prompt="")["message"]
 
 
+def test_a_model_that_knows_no_languages_is_asked_in_none() -> None:
+    for name in ("source_language", "target_language"):
+        error = refused(client_of(served(FakeBackend(), encodes=True)), **{name: "de_DE"})
+        assert error["param"] == name
+        assert "knows no languages" in error["message"]
+
+
 def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
     client = client_of(served(FakeBackend(), encodes=True, max_len=8))
     assert ask(client, prompt=[5] * 8, max_tokens=8)["choices"]

@@ -29,6 +29,7 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy
+from tests.gateway.processes import gateway
 from tests.server.processes import running
 from tests.server.repositories import export_settings
 from tests.server.requests import Client, text_rows
@@ -241,6 +242,36 @@ def test_a_request_that_says_how_the_decoder_begins(
     begun = np.array([[7]], np.uint32)
     assert texts(client, "bart", TEXTS[0], start_id=begun) == [expected]
     assert texts(client, "bart", TEXTS[0], decoder_input_ids=begun) == [expected]
+
+
+def test_a_gateway_translates_between_named_languages(
+    served: dict[str, Any], saved: tuple[Path, dict[str, Saved]], tmp_path: Path
+) -> None:
+    openai = pytest.importorskip("openai")
+    with (
+        gateway(tmp_path, "--ready", served["ready_file"]) as started,
+        openai.OpenAI(base_url=started.facts["openai"], api_key="none", max_retries=0) as asked,
+    ):
+        for name, source, target in (("m2m_100", "it", "fr"), ("mbart", "it_IT", "cs_CZ")):
+            model, usual = saved[1][name], saved[1][name].tokenizer.src_lang
+            more: dict[str, Any] = {
+                "model": name,
+                "prompt": TEXTS[0],
+                "max_tokens": TOKENS,
+                "temperature": 0,
+            }
+            found = asked.completions.create(
+                **more, extra_body={"source_language": source, "target_language": target}
+            )
+            code = f"__{target}__" if name == "m2m_100" else target
+            key = "decoder_start_token_id" if name == "mbart" else "forced_bos_token_id"
+            model.tokenizer.src_lang = source
+            token = model.tokenizer.convert_tokens_to_ids(code)
+            expected = model.answer(TEXTS[0], **{key: token})
+            model.tokenizer.src_lang = usual
+            assert found.choices[0].text.strip() == expected.strip()
+            with pytest.raises(openai.BadRequestError, match="knows no language 'xx'"):
+                asked.completions.create(**more, extra_body={"target_language": "xx"})
 
 
 @pytest.mark.parametrize(

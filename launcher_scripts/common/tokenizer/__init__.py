@@ -21,6 +21,7 @@ from .pieces import (
     SentencePieceTokenizer,
     of_tokenizer_model,
 )
+from .translators import begun_in, with_language
 from .utf8 import BYT5, ByT5Tokenizer, is_byt5
 
 __all__ = [
@@ -35,11 +36,13 @@ __all__ = [
     "SentencePieceTokenizer",
     "Tokenizer",
     "TokenizerError",
+    "begun_in",
     "chat_templates",
     "is_byt5",
     "is_of_library",
     "load_tokenizer",
     "tokenizer_files",
+    "with_language",
 ]
 
 # What a folder may hold, best source first, and what is made of it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,21 @@ def translator_of(said: dict[str, Any]) -> str | None:
 
 def languages_of(model: str) -> tuple[str, ...]:
     return tuple(json.loads(LANGUAGES_FILE.read_text(encoding="utf-8"))[model])
+
+
+def with_language(ids: Sequence[int], own: int | None, other: int) -> tuple[int, ...]:
+    """The ids around a source, in another language than the model's own."""
+    return tuple(other if each == own else each for each in ids)
+
+
+def begun_in(target: int, own: int | None, closing: Sequence[int], start: int) -> tuple[int, ...]:
+    """What the decoder begins with for a text in the language `target`.
+
+    In the first mBARTs, which name the source's language last, the language is the start token.
+
+    own: the source's language;  closing: the ids behind a source;  start: the usual start token
+    """
+    return (target,) if own in closing else (start, target)
 
 
 def around_of_translator(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.tokenizer import Tokenizer
+from launcher_scripts.common.tokenizer import Tokenizer, begun_in, with_language
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 
@@ -191,11 +191,13 @@ class EvaluatedModel:
         """
         opening, closing, decoder = self.opening_ids, self.closing_ids, self.decoder_ids
         if source is not None:
-            other = {self.language_id: self._language("source", source)}
-            opening, closing = (tuple(other.get(i, i) for i in ids) for ids in (opening, closing))
+            other = self._language("source", source)
+            opening, closing = (
+                with_language(ids, self.language_id, other) for ids in (opening, closing)
+            )
         if target is not None:
             begun = self._language("target", target)
-            decoder = (begun,) if self.language_id in self.closing_ids else (self.start_id, begun)
+            decoder = begun_in(begun, self.language_id, self.closing_ids, self.start_id)
         return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
 
     def _language(self, role: str, name: str) -> int:
