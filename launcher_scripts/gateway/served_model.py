@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
-from launcher_scripts.common.tokenizer import Tokenizer, begun_in, with_language
+from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
@@ -91,15 +91,12 @@ class ServedModel:
 
         Raises ApiError for a name that is not one of its languages.
         """
-        opening, closing, decoder = self.opening_ids, self.closing_ids, self.decoder_ids
-        if source is not None:
-            other = self._language("source", source)
-            opening, closing = (
-                with_language(ids, self.language_id, other) for ids in (opening, closing)
-            )
-        if target is not None:
-            begun = self._language("target", target)
-            decoder = begun_in(begun, self.language_id, self.closing_ids, self.start_id)
+        ids = (self.opening_ids, self.closing_ids, self.decoder_ids)
+        found = SpecialIds(*ids, self.language_id, self.start_id).between(
+            None if source is None else self._language("source", source),
+            None if target is None else self._language("target", target),
+        )
+        opening, closing, decoder, *_ = found
         return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
 
     def _language(self, role: str, name: str) -> int:

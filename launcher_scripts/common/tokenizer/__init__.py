@@ -21,7 +21,7 @@ from .pieces import (
     SentencePieceTokenizer,
     of_tokenizer_model,
 )
-from .translators import begun_in, with_language
+from .translators import SpecialIds, begun_in, with_language
 from .utf8 import BYT5, ByT5Tokenizer, is_byt5
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "PEGASUS",
     "PieceTokenizer",
     "SentencePieceTokenizer",
+    "SpecialIds",
     "Tokenizer",
     "TokenizerError",
     "begun_in",

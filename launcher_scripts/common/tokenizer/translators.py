@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .base import OPTIONAL_FILES, Tokenizer, TokenizerError, tokenizer_class
 
@@ -44,6 +44,31 @@ def begun_in(target: int, own: int | None, closing: Sequence[int], start: int) -
     own: the source's language;  closing: the ids behind a source;  start: the usual start token
     """
     return (target,) if own in closing else (start, target)
+
+
+class SpecialIds(NamedTuple):
+    """The ids around a source, and what the decoder begins with; none: its start token.
+
+    language: the source's, in a model of several;  start: the decoder's start token there
+    """
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    decoder: tuple[int, ...]
+    language: int | None
+    start: int
+
+    def between(self, source: int | None, target: int | None) -> SpecialIds:
+        """For sources and texts in these languages; None: as it is."""
+        found = self
+        if source is not None:
+            opening = with_language(self.opening, self.language, source)
+            closing = with_language(self.closing, self.language, source)
+            found = found._replace(opening=opening, closing=closing)
+        if target is not None:
+            begun = begun_in(target, self.language, self.closing, self.start)
+            found = found._replace(decoder=begun)
+        return found
 
 
 def around_of_translator(

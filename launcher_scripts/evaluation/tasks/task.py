@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.tokenizer import Tokenizer, begun_in, with_language
+from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 
@@ -189,15 +189,12 @@ class EvaluatedModel:
 
         Raises ConfigError for a name that is not one of the model's languages.
         """
-        opening, closing, decoder = self.opening_ids, self.closing_ids, self.decoder_ids
-        if source is not None:
-            other = self._language("source", source)
-            opening, closing = (
-                with_language(ids, self.language_id, other) for ids in (opening, closing)
-            )
-        if target is not None:
-            begun = self._language("target", target)
-            decoder = begun_in(begun, self.language_id, self.closing_ids, self.start_id)
+        ids = (self.opening_ids, self.closing_ids, self.decoder_ids)
+        found = SpecialIds(*ids, self.language_id, self.start_id).between(
+            None if source is None else self._language("source", source),
+            None if target is None else self._language("target", target),
+        )
+        opening, closing, decoder, *_ = found
         return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
 
     def _language(self, role: str, name: str) -> int:
