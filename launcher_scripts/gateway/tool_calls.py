@@ -20,6 +20,8 @@ from launcher_scripts.gateway.api_errors import bad_request
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # Llama's and Mistral's calls are JSON from the first character on; what is before it is a mark.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
+# How an object or a list of objects begins, as far as it is there.
+_OBJECTS = re.compile(r"(\[\s*)?(\{\s*(\".*)?)?", re.DOTALL)
 _ARGUMENTS = ("arguments", "parameters")
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse any other
@@ -138,7 +140,7 @@ class ToolText:
         if self._begun or self.calls:
             return False
         marked = any(mark.startswith(start) or start.startswith(mark) for mark in _MARKS)
-        return not start or marked or start[0] in "{["
+        return marked or _OBJECTS.fullmatch(start) is not None
 
     def _read(self, text: str) -> list[ToolCall]:
         """The calls that all of a text is; none where it is something else."""

@@ -112,6 +112,10 @@ def test_words_are_not_held_back() -> None:
     assert reader.take("Let me ", finished=False)[0] == "Let me "
     assert reader.take("see <", finished=False)[0] == "see "
     assert reader.take("3.", finished=False)[0] == "<3."
+    for text in ("[1] is", "{x", "<p", "[TOOLS"):
+        assert ToolText(NAMES).take(text, finished=False)[0] == text
+    for text in ("", "[", " {", '[ {"na', "[TOOL_C", "<|pyth", "<tool"):
+        assert ToolText(NAMES).take(text, finished=False)[0] == ""
 
 
 def test_schemas_of_calls() -> None:
