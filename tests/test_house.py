@@ -79,7 +79,10 @@ DOORS = {
     "uvicorn": ("launcher_scripts/gateway/service.py",),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),
     "uvloop": ("launcher_scripts/gateway/service.py",),
-    "pydantic": ("launcher_scripts/gateway/schemas.py",),
+    "pydantic": (
+        "launcher_scripts/gateway/schemas.py",
+        "launcher_scripts/gateway/responses_schemas.py",
+    ),
     "triton": ("launcher_scripts/kernels/",),
     "msgspec": ("launcher_scripts/engine/",),
     "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),

@@ -35,6 +35,8 @@ def trials(target: Target) -> list[Trial]:
         ("chat", each.chat),
         ("chat, stream", each.streamed_chat),
         ("chat, logprobs", each.chat_log_probs),
+        ("responses", each.responses),
+        ("responses, stream", each.streamed_responses),
         ("async: four completions, a stream", lambda: asyncio.run(each.asynchronously())),
         ("stream closed: rows are freed", each.closed),
         ("timeout: rows are freed", each.timed_out),
@@ -99,6 +101,20 @@ class Trials:
         events = self.chats(**self.asked, messages=MESSAGES, stream=True)
         texts = [event.choices[0].delta.content or "" for event in events]
         return same("".join(texts), self.target.chat)
+
+    def responses(self) -> str:
+        return same(self.client.responses.create(**self._response()).output_text, self.target.chat)
+
+    def streamed_responses(self) -> str:
+        with self.client.responses.stream(**self._response()) as stream:
+            *others, last = stream
+        deltas = [event.delta for event in others if event.type == "response.output_text.delta"]
+        check(last.response.output_text == "".join(deltas), last)
+        return same(last.response.output_text, self.target.chat)
+
+    def _response(self) -> dict[str, Any]:
+        asked = {"model": self.target.model, "max_output_tokens": TOKENS, "temperature": 0}
+        return {**asked, "input": MESSAGES}
 
     def chat_log_probs(self) -> str:
         answer = self.chats(**self.asked, messages=MESSAGES, logprobs=True, top_logprobs=2)

@@ -34,6 +34,8 @@ from launcher_scripts.gateway.middleware import (
 )
 from launcher_scripts.gateway.page import show_page
 from launcher_scripts.gateway.replicas import Replica
+from launcher_scripts.gateway.responses import Responding
+from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
@@ -79,6 +81,14 @@ class Gateway:
         model = self.models.find(body.model)
         return await self._generate(
             request, lambda record: Chat.of(model, body, record, self._limits)
+        )
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses"""
+        body = validated(ResponsesBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        return await self._generate(
+            request, lambda record: Responding.of(model, body, record, self._limits)
         )
 
     async def embeddings(self, _: Request) -> Response:
@@ -175,7 +185,7 @@ class Gateway:
         return JSONResponse({"version": VERSION})
 
     async def _generate(
-        self, request: Request, make: Callable[[Record], Awaitable[Answering]]
+        self, request: Request, make: Callable[[Record], Awaitable[Answering | Responding]]
     ) -> Response:
         """The answer of what `make` makes of the request's Record.
 
@@ -285,6 +295,7 @@ def make_app(
         Route("/", show_page, methods=get),
         Route("/v1/completions", gateway.completions, methods=post),
         Route("/v1/chat/completions", gateway.chat, methods=post),
+        Route("/v1/responses", gateway.responses, methods=post),
         Route("/v1/embeddings", gateway.embeddings, methods=post),
         Route("/v1/models", gateway.list_models, methods=get),
         Route("/v1/models/{name:path}", gateway.one_model, methods=get),

@@ -61,9 +61,10 @@ class Answering(ABC):
         self.body = body
         self.generation = generation
         self.names = token_names(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self.created = int(time.time())
         self._head = {
             "id": f"{self.prefix}-{generation.record.request_id}",
-            "created": int(time.time()),
+            "created": self.created,
             "model": model.name,
         }
         opening = to_json({**self._head, "object": self.chunk_kind})
@@ -247,6 +248,10 @@ class Chat(Answering):
         message = {"role": "assistant", "content": answer.text}
         return {"message": message, **self._rest(answer)}
 
+    def deltas(self, _choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        """What an answer's next text adds to its message. finished: it is the last one"""
+        return [{"content": text}] if text else []
+
     def first_deltas(self) -> Sequence[dict[str, Any]]:
         first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return ({**first, "logprobs": None},)
@@ -290,19 +295,18 @@ class ToolChat(Chat):
         return {"message": message, **self._rest(answer), **self._reason(answer, calls)}
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
-        found = self._take(choice, piece.text, finished=piece.finish_reason is not None)
+        found = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
         rest = self._rest(piece)
         known = self._texts[choice].calls if choice in self._texts else []
         deltas = [{"delta": each, **rest, "finish_reason": None} for each in found]
         return [*deltas, {"delta": {}, **rest, **self._reason(piece, known)}]
 
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
-        for delta in self._take(choice, "".join(texts), finished=False):
+        for delta in self.deltas(choice, "".join(texts), finished=False):
             said = {"index": choice, "delta": delta, **self._rest(Piece())}
             yield to_json([said])
 
-    def _take(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
-        """The deltas of an answer's next text."""
+    def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
         if self._named is not None:
             first = choice not in self._calls
             call = self._calls.setdefault(choice, ToolCall(self._named, ""))

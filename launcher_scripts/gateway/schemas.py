@@ -25,18 +25,18 @@ TokenId = Annotated[int, Field(ge=0, lt=_MOST_NUMBER)]
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class _Strict(BaseModel):
+class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictBody):
     """include_usage: a last event with the usage; continuous_usage_stats: one in each event."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class JsonSchema(_Strict):
+class JsonSchema(StrictBody):
     """Of `response_format`. name, description and strict say nothing that is not in the schema."""
 
     name: str | None = None
@@ -45,7 +45,7 @@ class JsonSchema(_Strict):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(StrictBody):
     """What the text has to be: free, any JSON object, or one that a schema describes."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -58,7 +58,7 @@ class ResponseFormat(_Strict):
         return self
 
 
-class SamplingBody(_Strict):
+class SamplingBody(StrictBody):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -172,7 +172,7 @@ class Message(BaseModel):
         return value
 
 
-class ChatPrompt(_Strict):
+class ChatPrompt(StrictBody):
     """How messages become a prompt."""
 
     messages: list[Message] = Field(min_length=1)
@@ -196,11 +196,11 @@ class ChatPrompt(_Strict):
         return value
 
 
-class NamedFunction(_Strict):
+class NamedFunction(StrictBody):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(StrictBody):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -228,7 +228,7 @@ class ChatBody(SamplingBody, ChatPrompt):
         return found
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(StrictBody):
     """POST /tokenize with a text"""
 
     model: str | None = None
@@ -244,7 +244,7 @@ class TokenizeChatBody(ChatPrompt):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(StrictBody):
     """POST /detokenize"""
 
     model: str | None = None

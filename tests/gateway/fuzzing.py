@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 BODIES = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -65,6 +67,10 @@ LIKELY: dict[str, Sequence[Any]] = {
     "messages": MESSAGES,
     "max_tokens": [0, 1, 3, 8, 30, 95, 96],
     "max_completion_tokens": [0, 1, 3, 8],
+    "input": ["Hello", "", [], [{}], *MESSAGES[:4], [{"type": "function_call"}]],
+    "text": [{"format": {"type": "text"}}, {"format": {"type": "json_schema", "schema": {}}}, {}],
+    "tool_choice": ["auto", "none", "required", {"type": "function", "name": "f"}, {}],
+    "max_output_tokens": [0, 1, 8],
     "tokens": [[], [5, 6], [491], list(range(491)), [(1 << 31) - 1]],
     "n": [1, 2, 3, 8, 128],
     "best_of": [1, 2, 4],
@@ -89,6 +95,7 @@ LIKELY |= dict.fromkeys(("use_beam_search", "echo", "ignore_eos"), (True, False)
 USUAL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "gpt", "prompt": "Hello", "max_tokens": 5},
     "/v1/chat/completions": {"model": "gpt", "messages": MESSAGES[0], "max_tokens": 5},
+    "/v1/responses": {"model": "gpt", "input": "Hello", "max_output_tokens": 5},
     "/tokenize": {"model": "gpt", "prompt": "Hello"},
     "/detokenize": {"model": "gpt", "tokens": [5, 6]},
 }

@@ -15,6 +15,7 @@ from tests.gateway.fuzzing import BODIES
 USUAL = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    "/v1/responses": {"input": "a", "max_output_tokens": 3},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
@@ -32,7 +33,9 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "5", "x"]), inner, max_size=3
+            st.sampled_from(["role", "content", "type", "text", "format", "name", "5", "x"]),
+            inner,
+            max_size=3,
         )
     ),
     max_leaves=6,

@@ -191,6 +191,22 @@ def test_a_chat_whole_and_streamed(client: Any) -> None:
     assert [each.token for each in tokens] == [each.token for each in choice.logprobs.content]
 
 
+def test_responses_are_what_chats_are(client: Any) -> None:
+    message = {"role": "user", "content": "Hello!"}
+    (chat,) = client.chat.completions.create(
+        model="gpt", messages=[message], max_tokens=9, temperature=0
+    ).choices
+    asked = {"model": "gpt", "input": [message], "max_output_tokens": 9, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.output_text == chat.message.content
+    assert whole.status == ("incomplete" if chat.finish_reason == "length" else "completed")
+    with client.responses.stream(**asked) as stream:
+        *others, last = stream
+    deltas = [event.delta for event in others if event.type == "response.output_text.delta"]
+    assert last.type == f"response.{whole.status}"
+    assert last.response.output_text == "".join(deltas) == whole.output_text
+
+
 def test_many_at_once_get_their_own_answers(served: RunningGateway) -> None:
     async def all_of_them() -> list[str]:
         async with openai.AsyncOpenAI(
@@ -423,7 +439,7 @@ def test_the_documents_commands(served: RunningGateway, number: int) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran
-    assert ran.stdout.startswith(("{", "data: {"))
+    assert ran.stdout.startswith(("{", "data: {", "event: response.created\ndata: {"))
 
 
 def test_it_drains_and_ends(shared_server: RunningStep, tmp_path: Path) -> None:

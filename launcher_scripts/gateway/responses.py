@@ -1,0 +1,259 @@
+"""/v1/responses: OpenAI's newer interface, over the same chats.
+
+Nothing is kept between requests: a client sends the whole conversation, as `store=False` asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import to_json
+
+from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.completions import Chat, Limits
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.responses_schemas import FunctionOutput, NamedFunction, ResponsesBody
+from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.served_model import ServedModel
+
+_SYSTEM = ("system", "developer")
+# Parameters of a chat, by which errors name them -> what they are called here.
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+}
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request as a chat. Raises ApiError."""
+    values: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "stream": body.stream,
+        "user": body.user,
+        "response_format": body.text.response_format,
+    }
+    choice = _plain_choice(body)
+    if body.tools or choice not in ("auto", "none"):
+        values["tools"] = [_nested(tool) for tool in body.tools]
+        values["tool_choice"] = choice if isinstance(choice, str) else _nested(choice)
+        values["parallel_tool_calls"] = body.parallel_tool_calls
+    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+
+
+def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto"
+
+
+def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chats have it, which keep it one level deeper."""
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": tool["type"], "function": function}
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The input as the messages of a chat; calls of tools are their assistant's."""
+    found: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    for item in body.input:
+        if item.type == "message":
+            role = "system" if item.role in _SYSTEM else item.role
+            found.append({"role": role, "content": item.plain})
+        elif isinstance(item, FunctionOutput):
+            said = {"tool_call_id": item.call_id, "content": item.plain}
+            found.append({"role": "tool", **said})
+        else:
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            found[-1].setdefault("tool_calls", []).append(call)
+    return found
+
+
+@dataclass
+class _Output:
+    """What an answer consists of, item by item: a message, and calls of tools."""
+
+    request_id: str
+    items: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Take a chat's delta in; the events that it is."""
+        if text := delta.get("content"):
+            if not self.items or self.items[-1]["type"] != "message":
+                yield from self.close()
+                yield from self._begin_message()
+            self.items[-1]["content"][0]["text"] += text
+            said = {"content_index": 0, "delta": text, "logprobs": []}
+            yield "response.output_text.delta", {**self._place, **said}
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                yield from self.close()
+                said = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                yield from self._begin({**self._head("function_call", "fc"), **said})
+            arguments = call["function"]["arguments"]
+            self.items[-1]["arguments"] += arguments
+            if arguments:
+                yield "response.function_call_arguments.delta", {**self._place, "delta": arguments}
+
+    def end(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """End the answer, which has one item at least; the events that it is."""
+        if not self.items:
+            yield from self._begin_message()
+        yield from self.close(status)
+
+    def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
+        """End the item that is open; the events that it is."""
+        if not self.items or self.items[-1]["status"] != "in_progress":
+            return
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            said = {**self._place, "content_index": 0}
+            yield "response.output_text.done", {**said, "text": part["text"], "logprobs": []}
+            yield "response.content_part.done", {**said, "part": dict(part)}
+        else:
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**self._place, **said}
+        yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+        self.items.append(item)
+        shown = {**item, **({"content": []} if "content" in item else {})}
+        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": shown}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+    def _begin_message(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        said = {"role": "assistant", "content": [part]}
+        yield from self._begin({**self._head("message", "msg"), **said})
+        added = {"content_index": 0, "part": dict(part)}
+        yield "response.content_part.added", {**self._place, **added}
+
+    def _head(self, kind: str, prefix: str) -> dict[str, Any]:
+        item_id = f"{prefix}_{self.request_id}_{len(self.items)}"
+        return {"type": kind, "id": item_id, "status": "in_progress"}
+
+
+class Responding:
+    """One request of /v1/responses on its way to its answer."""
+
+    def __init__(self, body: ResponsesBody, chat: Chat) -> None:
+        self.body = body
+        self.chat = chat
+        self._record = chat.generation.record
+        self._output = _Output(self._record.request_id)
+        self._number = 0
+
+    @classmethod
+    async def of(
+        cls, model: ServedModel, body: ResponsesBody, record: Record, limits: Limits
+    ) -> Responding:
+        """Raises ApiError for what cannot be done."""
+        try:
+            return cls(body, await Chat.of(model, chat_body(body), record, limits))
+        except ApiError as error:
+            error.param = _NAMES.get(str(error.param), error.param)
+            raise
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer. Raises ApiError."""
+        answer = await self.chat.whole()
+        (choice,) = answer["choices"]
+        status = _status(choice["finish_reason"])
+        for _ in (*self._output.take(choice["message"]), *self._output.end(status)):
+            pass  # events, for which nobody waits
+        return self._response(status)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. Raises ApiError before the first one or, as the last
+        event, says it.
+        """
+        begun, reason = False, None
+        try:
+            async with aclosing(self.chat.generation.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    if not begun:
+                        begun = True
+                        for kind in ("response.created", "response.in_progress"):
+                            yield self._event(kind, {"response": self._response("in_progress")})
+                    reason = piece.finish_reason
+                    found = self.chat.deltas(choice, piece.text, finished=reason is not None)
+                    if events := b"".join(self._events(found)):
+                        yield events
+        except ApiError as error:
+            if not begun:
+                raise
+            said = {"code": error.code, "message": error.message, "param": error.param}
+            yield self._event("error", said)
+            return
+        status = _status(reason)
+        yield b"".join(self._event(kind, said) for kind, said in self._output.end(status))
+        yield self._event(f"response.{status}", {"response": self._response(status)})
+
+    def _events(self, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        for delta in deltas:
+            for kind, said in self._output.take(delta):
+                yield self._event(kind, said)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body, usage = self.body, None
+        if status != "in_progress":
+            usage = {
+                "input_tokens": self._record.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": self._record.generated_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._record.prompt_tokens + self._record.generated_tokens,
+            }
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": f"resp_{self._record.request_id}",
+            "object": "response",
+            "created_at": self.chat.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.chat.model.name,
+            "output": [dict(item) for item in self._output.items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature,
+            "text": body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": _plain_choice(body),
+            "tools": body.tools,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+    def _event(self, kind: str, said: Mapping[str, Any]) -> bytes:
+        data = to_json({"type": kind, "sequence_number": self._number, **said})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _status(finish_reason: str | None) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"

@@ -1,0 +1,127 @@
+"""The body of /v1/responses: what may be asked for. The words are OpenAI's; see schemas.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from launcher_scripts.gateway.schemas import StrictBody
+
+
+class _Item(BaseModel):
+    """An item of an input. What else a client sends of an earlier answer is not looked at."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextPart(_Item):
+    """A part of a content. Only texts are understood."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class InputMessage(_Item):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[TextPart]
+
+    @property
+    def plain(self) -> str:
+        """Its parts as lines of one text."""
+        return _joined(self.content)
+
+
+class FunctionCall(_Item):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutput(_Item):
+    """What the tool gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[TextPart]
+
+    @property
+    def plain(self) -> str:
+        """Its parts as lines of one text."""
+        return _joined(self.output)
+
+
+def _kind(value: Any) -> str:
+    """Messages need not say that they are some."""
+    if isinstance(value, dict):
+        return str(value.get("type", "message"))
+    return str(getattr(value, "type", "message"))
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class TextFormat(StrictBody):
+    """What the text has to be: as `response_format` of a chat, one level flatter."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(StrictBody):
+    format: TextFormat = TextFormat()
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """As a chat says it; None for any text."""
+        if self.format.type == "text":
+            return None
+        if self.format.json_schema is None:
+            return {"type": self.format.type}
+        said = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.format.type, "json_schema": said}
+
+
+class NamedFunction(StrictBody):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesBody(StrictBody):
+    """POST /v1/responses"""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    text: TextOptions = TextOptions()
+    tools: list[dict[str, Any]] = Field([])
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    metadata: dict[str, str] = Field({})
+    user: str | None = Field(None, max_length=512)
