@@ -112,6 +112,13 @@ def _llama(
     return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
 
 
+def _interleaved(
+    read: Callable[[RawConfig], ModelConfig], dialect: str = "interleaved", *, ties: bool = False
+) -> Architecture:
+    """Of other makers' models none is taken for one of these: they keep heads in halves."""
+    return replace(_llama(read, dialect, ties=ties), may_be=lambda _: False)
+
+
 def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
     row = _llama(read, "cohere", ties=True)
@@ -150,10 +157,10 @@ ARCHITECTURES = {
     "cohere2": _cohere(decoders.cohere2),
     "stablelm": _llama(decoders.stablelm, variants=_one_norm),
     "granite": _llama(decoders.granite),
-    "glm": _llama(decoders.glm, "glm"),
-    "glm4": _llama(decoders.glm4, "glm4"),
-    "helium": _llama(decoders.helium, "interleaved"),
-    "ernie4_5": _llama(decoders.ernie4_5, "interleaved", ties=True),
+    "glm": _interleaved(decoders.glm, "glm"),
+    "glm4": _interleaved(decoders.glm4, "glm4"),
+    "helium": _interleaved(decoders.helium),
+    "ernie4_5": _interleaved(decoders.ernie4_5, ties=True),
     "ministral": _llama(decoders.mistral),
     "olmo": _llama(decoders.olmo, "olmo"),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
