@@ -57,7 +57,7 @@ def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A function as chats have it, which keep it one level deeper."""
     function = {name: value for name, value in tool.items() if name != "type"}
-    return {"type": tool["type"], "function": function}
+    return {"type": tool.get("type"), "function": function}
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:

@@ -169,6 +169,8 @@ def test_a_function_that_must_be_called_and_a_form() -> None:
         ({"max_output_tokens": 10**6}, "max_output_tokens", "positions"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [{}]}, "tools", "function"),
+        ({"tools": [{"type": "function"}]}, "tools", "name"),
     ],
 )
 def test_wrong_parameters_are_named(body: dict[str, Any], param: str, words: str) -> None:

@@ -28,6 +28,11 @@ GATEWAY_GAUGES = [names.GATEWAY_WORKING, names.GATEWAY_RUNNING, names.GATEWAY_WA
 MODEL_GAUGES = [names.RUNNING, names.WAITING]
 
 
+# What the last event of a stream is.
+ENDS = [b"data: [DONE]", b"event: error\n"]
+ENDS += [b"event: response." + status for status in (b"completed\n", b"incomplete\n")]
+
+
 @pytest.fixture
 def served(shared_server: RunningStep, tmp_path: Path) -> Iterator[RunningGateway]:
     (tmp_path / "chatml.jinja").write_text(CHATML)
@@ -106,7 +111,8 @@ def problems_of(request: Fuzzed, received: bytes) -> list[str]:
         return [f"status {status}: {received[:600]!r}"]
     if b"internal_error" in received:
         return [f"an internal error: {received[-600:]!r}"]
-    if status == "200" and b"text/event-stream" in head and b"data: [DONE]" not in body:
+    streams = status == "200" and b"text/event-stream" in head
+    if streams and not any(end in body for end in ENDS):
         return [f"the stream has no end: {received[-600:]!r}"]
     if status != "200" and b"application/json" in head and body:
         error = json.loads(body.split(b"HTTP/1.1 ")[0])["error"]
