@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
@@ -17,7 +16,7 @@ from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupport
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.schemas import ChatPrompt
-from launcher_scripts.gateway.token_texts import TextMaker
+from launcher_scripts.gateway.token_texts import TextMaker, text_maker
 
 _LONG = 1 << 14  # characters or tokens, of which a tokenizer takes some milliseconds
 Result = TypeVar("Result")
@@ -67,10 +66,10 @@ class ServedModel:
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @cached_property
+    @property
     def texts(self) -> TextMaker:
         """Makes texts of its answers' tokens."""
-        return TextMaker(self.tokenizer)
+        return text_maker(self.tokenizer)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""
@@ -91,6 +90,8 @@ class ServedModel:
 
         Raises ApiError for a name that is not one of its languages.
         """
+        if source is None and target is None:
+            return self
         ids = (self.opening_ids, self.closing_ids, self.decoder_ids)
         found = SpecialIds(*ids, self.language_id, self.start_id).between(
             None if source is None else self._language("source", source),

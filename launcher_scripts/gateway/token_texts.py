@@ -46,6 +46,12 @@ class TextMaker:
         )
 
 
+@cache
+def text_maker(tokenizer: Tokenizer) -> TextMaker:
+    """The one of a tokenizer, which remembers what its tokens stand for."""
+    return TextMaker(tokenizer)
+
+
 class _Joined:
     """Of a vocabulary whose text is its tokens' bytes, one after the other."""
 

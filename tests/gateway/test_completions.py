@@ -348,6 +348,16 @@ def test_a_model_that_knows_no_languages_is_asked_in_none() -> None:
         assert "knows no languages" in error["message"]
 
 
+def test_what_tokens_stand_for_is_remembered_across_requests() -> None:
+    """Whether they ask the model, an adapter of it, or it in other languages."""
+    model = served(FakeBackend(), lora_names=("sql",), language_id=5, opening_ids=(5,))
+    (adapter,) = model.adapters()
+    assert model.between(None, None) is model
+    translator = model.between(None, "<|endoftext|>")
+    assert translator.decoder_ids == (model.start_id, END_ID)
+    assert translator.texts is adapter.texts is model.texts
+
+
 def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
     client = client_of(served(FakeBackend(), encodes=True, max_len=8))
     assert ask(client, prompt=[5] * 8, max_tokens=8)["choices"]

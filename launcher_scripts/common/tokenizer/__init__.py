@@ -7,7 +7,7 @@ nothing of this project but itself. tokenizers or sentencepiece is imported when
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .base import OPTIONAL_FILES, Tokenizer, TokenizerError, tokenizer_config
@@ -65,14 +65,18 @@ COMPANION_FILES = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of `folder` that make up its tokenizer, required ones first; [] if it has none."""
-    names = next((names for names in KINDS if _has(folder, names)), ())
+    names = _kind(folder)
     wanted = dict.fromkeys((*names, *(COMPANION_FILES if names else ())))
     return [folder / name for name in wanted if (folder / name).is_file()]
 
 
-def _has(folder: Path, names: Sequence[str]) -> bool:
-    there = all((folder / name).is_file() for name in names)
-    return there and (KINDS[tuple(names)] is not ByT5Tokenizer or is_byt5(tokenizer_config(folder)))
+def _kind(folder: Path) -> tuple[str, ...]:
+    """The key of KINDS whose files a folder holds; () where it has none."""
+    for names, make in KINDS.items():
+        there = all((folder / name).is_file() for name in names)
+        if there and (make is not ByT5Tokenizer or is_byt5(tokenizer_config(folder))):
+            return names
+    return ()
 
 
 def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -105,13 +109,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises TokenizerError when the folder holds none or holds a broken one.
     """
     folder = Path(folder)
-    made = next((make for names, make in KINDS.items() if _has(folder, names)), None)
-    if made is None:
+    kind = _kind(folder)
+    if not kind:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
         choices = ", ".join(" + ".join(names) for names in KINDS)
         raise TokenizerError(f"no tokenizer in {folder}; got {found}; choices: {choices}")
     try:
-        return made(folder)
+        return KINDS[kind](folder)
     except ImportError as error:
         raise TokenizerError(
             f"the tokenizer in {folder} needs a Python package that is not installed: {error.name}"

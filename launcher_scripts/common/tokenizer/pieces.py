@@ -81,14 +81,21 @@ class SentencePieceTokenizer(PieceTokenizer):
 class NumberedPieceTokenizer(PieceTokenizer):
     """A SentencePiece model whose pieces have other ids. What looks like a special token is text.
 
+    said: tokenizer_config.json
     numbers: piece -> id;  special: special token -> id, with a language's name without marks, too
     translator: a key of TRANSLATORS
     """
 
     translator: str | None = None
 
-    def __init__(self, model: Path, numbers: Mapping[str, int], special: Mapping[str, int]) -> None:
-        self._processor = _sentencepiece(model)
+    def __init__(
+        self,
+        processor: Any,
+        said: dict[str, Any],
+        numbers: Mapping[str, int],
+        special: Mapping[str, int],
+    ) -> None:
+        self._processor, self._said = processor, said
         self._numbers, self._special = numbers, special
         self._pieces = {number: piece for piece, number in numbers.items()}
         for name, number in special.items():
@@ -96,7 +103,6 @@ class NumberedPieceTokenizer(PieceTokenizer):
                 del self._pieces[number]
         self.vocab_size = 1 + max(*numbers.values(), *special.values())
         self.start_id, self.pad_id, self.end_id = map(special.get, FAIRSEQ_TOKENS[:3])
-        self._said = tokenizer_config(model.parent)
 
     def pieces(self) -> list[bytes]:
         return [piece_bytes(self._pieces.get(token, "")) for token in range(self.vocab_size)]
@@ -132,27 +138,33 @@ class MBartTokenizer(NumberedPieceTokenizer):
     """
 
     def __init__(self, folder: Path) -> None:
-        model = folder / "sentencepiece.bpe.model"
-        self.translator = translator_of(tokenizer_config(folder)) or "MBart"
-        pieces = _pieces_of(model)
+        processor = _sentencepiece(folder / "sentencepiece.bpe.model")
+        said, pieces = tokenizer_config(folder), _pieces_of(processor)
+        self.translator = translator_of(said) or "MBart"
         after = (*languages_of(self.translator), MASK)
         special = dict(zip(FAIRSEQ_TOKENS, range(len(FAIRSEQ_TOKENS)), strict=True))
         special |= {token: len(pieces) + 1 + place for place, token in enumerate(after)}
         numbers = {piece: place + 1 for place, piece in enumerate(pieces) if place > 2}
-        super().__init__(model, numbers, special)
+        super().__init__(processor, said, numbers, special)
 
 
 class _VocabularyTokenizer(NumberedPieceTokenizer):
     """One that vocab.json numbers, where there may be pieces that the model does not have."""
 
-    def __init__(self, model: Path, tokens: Sequence[str], languages: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        said: dict[str, Any],
+        tokens: Sequence[str],
+        languages: Sequence[str] = (),
+    ) -> None:
         text = model.with_name("vocab.json").read_text(encoding="utf-8")
         numbers: dict[str, int] = json.loads(text)
         special = {token: numbers[token] for token in tokens}
         for marks in ("__", ""):
             after = enumerate(languages, start=len(numbers))
             special |= {f"{marks}{name}{marks}": number for number, name in after}
-        super().__init__(model, numbers, special)
+        super().__init__(_sentencepiece(model), said, numbers, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return super().decode(ids).replace(BLANK, " ").strip()
@@ -164,15 +176,16 @@ class M2M100Tokenizer(_VocabularyTokenizer):
     translator = "M2M100"
 
     def __init__(self, folder: Path) -> None:
-        languages = languages_of(tokenizer_config(folder).get("language_codes", "m2m100"))
-        super().__init__(folder / "sentencepiece.bpe.model", FAIRSEQ_TOKENS, languages)
+        said = tokenizer_config(folder)
+        languages = languages_of(said.get("language_codes", "m2m100"))
+        super().__init__(folder / "sentencepiece.bpe.model", said, FAIRSEQ_TOKENS, languages)
 
 
 class MarianTokenizer(_VocabularyTokenizer):
     """Marian's. A text may begin with the language to translate it into, as `>>fra<<`."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "source.spm", FAIRSEQ_TOKENS[1:])
+        super().__init__(folder / "source.spm", tokenizer_config(folder), FAIRSEQ_TOKENS[1:])
 
     def encode(self, text: str) -> list[int]:
         language = re.match(">>.*?<<", text, re.DOTALL)
@@ -186,12 +199,14 @@ class PegasusTokenizer(NumberedPieceTokenizer):
     """Pegasus', whose pieces are numbered behind tokens that only its training knew."""
 
     def __init__(self, folder: Path) -> None:
-        model, offset = folder / "tokenizer.model", tokenizer_config(folder).get("offset", 103)
+        processor, said = _sentencepiece(folder / "tokenizer.model"), tokenizer_config(folder)
+        offset = said.get("offset", 103)
         of_training = ("<mask_1>", "<mask_2>", *(f"<unk_{place}>" for place in range(2, offset)))
         tokens = ("<pad>", "</s>", *of_training, "<unk>")
-        pieces = enumerate(_pieces_of(model))
+        pieces = enumerate(_pieces_of(processor))
         numbers = {piece: place + offset for place, piece in pieces if place > 2}
-        super().__init__(model, numbers, {token: place for place, token in enumerate(tokens)})
+        special = {token: place for place, token in enumerate(tokens)}
+        super().__init__(processor, said, numbers, special)
 
 
 def of_tokenizer_model(folder: Path) -> Tokenizer:
@@ -211,8 +226,7 @@ def _sentencepiece(model: Path) -> Any:
     return SentencePieceProcessor(model_file=str(model))
 
 
-def _pieces_of(model: Path) -> list[str]:
-    processor = _sentencepiece(model)
+def _pieces_of(processor: Any) -> list[str]:
     return [str(processor.id_to_piece(place)) for place in range(processor.vocab_size())]
 
 
