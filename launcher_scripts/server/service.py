@@ -292,12 +292,19 @@ class Service:
             if time.monotonic() - renewed > RENEW_SECONDS:
                 self._ready_files.renew()
                 renewed = time.monotonic()
-            for pid, what in self._watched.items():
-                trouble = self._trouble(pid)
-                if trouble is not None:
-                    self._let_backend_say_why()
-                    raise self._error(f"{what} (process {pid}) {trouble}")
+            troubles = self._troubles()
+            if troubles:
+                self._let_backend_say_why()
+                raise self._error("; ".join(self._troubles() or troubles))
             time.sleep(_POLL_SECONDS)
+
+    def _troubles(self) -> list[str]:
+        """The watched processes that cannot go on, parents before the children that die of it."""
+        return [
+            f"{what} (process {pid}) {trouble}"
+            for pid, what in self._watched.items()
+            if (trouble := self._trouble(pid)) is not None
+        ]
 
     def _trouble(self, pid: int) -> str | None:
         """Why a process cannot go on; None while it runs."""
