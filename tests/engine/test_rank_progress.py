@@ -107,6 +107,20 @@ def test_a_step_is_allowed_what_it_announces():
     assert rank.progress.heartbeat().patience == 2.0
 
 
+def test_ranks_that_load_wait_for_each_other_as_long_as_it_takes():
+    """The first to arrive is no rank that hangs as soon as the last one is there, too."""
+    clock, watchdog = Clock(), Watchdog(Parallelism(2), 3.0)
+    ranks = [Progress(clock), Progress(clock)]
+    with ranks[1].exchange("all_gather", 8):
+        clock.now += 60.0
+        with ranks[0].exchange("all_gather", 8):
+            beats = {number: rank.heartbeat() for number, rank in enumerate(ranks)}
+            assert watchdog.stuck(beats, 0, 60.0) == {}
+    for rank in ranks:
+        rank.loaded()
+    assert ranks[1].heartbeat().phase == "waiting"
+
+
 def test_what_the_host_does_by_itself_is_announced():
     rank = RankOnDevice()
     rank.launch()

@@ -84,7 +84,7 @@ def test_who_is_stuck(name):
 
 def on_device(phase, launched, finished, held=LONG, *, quiet=LONG, step=7, **more):
     steps = {"launched": launched, "finished": finished, "held": held}
-    return Heartbeat(step, phase, 0, quiet, alone=ALONE_SECONDS, **steps, **more)
+    return Heartbeat(step, phase, 0, quiet, **steps, **more)
 
 
 # Of ranks whose devices finish what their hosts launch: the beats of ranks 0 and 1, who is stuck.
@@ -123,6 +123,21 @@ ON_DEVICES = {
         on_device("computing", 6, 6, 0.0),
         on_device("waiting", 7, 6),
         [0],
+    ),
+    "one launches nothing more, and the devices have finished all": (
+        on_device("waiting for its device", 7, 7, 0.0),
+        on_device("computing", 6, 6, 0.0),
+        [1],
+    ),
+    "it launches a big prefill": (
+        on_device("waiting for its device", 7, 7, 0.0),
+        on_device("computing", 6, 6, 0.0, patience=60.0),
+        [],
+    ),
+    "rank 0 cannot launch the next step, for the other device does not finish one": (
+        on_device("computing", 7, 7, 0.0, step=8),
+        on_device("waiting", 7, 6),
+        [1],
     ),
     "rank 0 cannot launch the next step: the queue is full": (
         on_device("computing", 7, 6, step=8),

@@ -56,7 +56,8 @@ class Heartbeat(Message, frozen=True):
     finished: the latest step that the device has finished
     held:    seconds since the device finished a step, or was given the one it is at; 0: idle
     allowed: seconds that the step it is at may rightly take beyond the usual
-    alone:   seconds beyond the usual that it may compute while other stages wait for it
+    alone:   seconds beyond the usual that it may compute while other stages wait for it; of a
+             device `allowed` says it
     """
 
     step: int = 0
@@ -179,7 +180,7 @@ class Progress:
         self._step += 1
         self._allowed = 0.0
         self._tokens = None
-        self._alone = 0.0 if self._device is None else ALONE_SECONDS
+        self._alone = 0.0
         self._begun = self._clock()
         self._change(COMPUTING)
 
@@ -243,7 +244,11 @@ class Progress:
 
     @contextmanager
     def _in(self, name: str, patience: float) -> Iterator[None]:
+        """While loading, ranks wait for each other as long as it takes."""
         before = self._now
+        if before.phase == LOADING:
+            yield
+            return
         self._change(name, patience)
         yield
         self._change(before.phase, before.patience)
@@ -284,6 +289,7 @@ class Watchdog:
     def _behind(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
         """Ranks that compute while their peers have long reached the next exchange."""
         found = []
+        idle = not any(beat.held for beat in beats.values())  # else hosts may wait for a device
         for rank, beat in beats.items():
             if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
                 found.append(rank)  # with what its device has given it
@@ -294,7 +300,7 @@ class Watchdog:
             others = [other for other in beats.values() if other.phase not in OWN_WORK]
             quiet = beat.quiet - beat.patience
             alone = self.patience + beat.alone
-            if (ahead and quiet > allowed) or (others and quiet > alone):
+            if (ahead and quiet > allowed) or (idle and others and quiet > alone):
                 found.append(rank)
         return found
 
