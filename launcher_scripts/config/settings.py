@@ -121,8 +121,10 @@ class ServingOptions:
         "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
     )
     enable_custom_all_reduce: bool = False
-    enable_prefix_caching: bool = option(
-        False, "compute what prompts of a decoder-only model have in common once"
+    enable_prefix_caching: bool | None = option(
+        None,
+        "compute what prompts of a decoder-only model have in common once; by default unless it "
+        "is deterministic or has sessions",
     )
     deterministic: bool = option(
         False, "tokens do not depend on the requests beside, also on a GPU"
@@ -141,6 +143,7 @@ class ServingOptions:
 # Where a user names the checkpoint that is exported, and its draft model's files.
 CHECKPOINT_KEY = "export.model.checkpoint_path"
 DRAFT_MODEL_KEY = "export.triton_deployment.draft_model_dir"
+DECODER_ONLY = ("", "gpt3", "agm")
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class ExportSettings(ServingOptions, ModelOptions):
                 change="export.triton_deployment.interactive",
             )
         if self.draft_model_dir is not None and (
-            self.interactive or self.model_type not in ("", "gpt3", "agm")
+            self.interactive or self.model_type not in DECODER_ONLY
         ):
             problems.add(
                 "a draft model needs a decoder-only model without sessions",
@@ -202,7 +205,7 @@ class ExportSettings(ServingOptions, ModelOptions):
             problems,
             self.deterministic,
             {
-                "enable_prefix_caching": self.enable_prefix_caching,
+                "enable_prefix_caching": self.enable_prefix_caching is True,
                 "draft_model_dir": self.draft_model_dir is not None,
             },
             "export.triton_deployment.{}",
@@ -215,6 +218,13 @@ class ExportSettings(ServingOptions, ModelOptions):
                 change="export.triton_deployment.max_batch_size",
             )
         problems.raise_if_any(ConfigError)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what prompts have in common is computed once."""
+        if self.enable_prefix_caching is not None:
+            return self.enable_prefix_caching
+        return self.model_type in DECODER_ONLY and not (self.deterministic or self.interactive)
 
     @property
     def model_repository(self) -> Path:

@@ -89,12 +89,12 @@ def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Fie
 
 def _options(hint: Any, said: Option) -> Values:
     """What argparse needs to know about a type: a switch, a list, or one value."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
     arguments = typing.get_args(hint)
     many = typing.get_origin(hint) is tuple
     if arguments:  # of a tuple, or of X | None
         hint = next(argument for argument in arguments if argument is not type(None))
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
     metavar = said.metavar or "|".join(said.choices) or _WORDS[hint]
     return {"type": hint, "metavar": metavar, **({"nargs": "+"} if many else {})}
 

@@ -74,7 +74,9 @@ class ModelConfigSettings:
         "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
     )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
-    enable_prefix_caching: bool = option(False, "compute what prompts have in common once")
+    enable_prefix_caching: bool | None = option(
+        None, "compute what prompts have in common once; by default unless deterministic"
+    )
     deterministic: bool = option(False, "tokens do not depend on the requests beside")
     draft_model_dir: str | None = option(
         None, "the converted files of a small model that proposes tokens", metavar="FOLDER"

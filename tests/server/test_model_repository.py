@@ -123,9 +123,28 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "int8_mode": "0",
         "kv_cache_dtype": "auto",
         "enable_custom_all_reduce": "1",
-        "enable_prefix_caching": "0",
+        "enable_prefix_caching": "1",
         "deterministic": "0",
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"),
+    [
+        ({}, "1"),
+        ({"model_type": ""}, "1"),
+        ({"model_type": "t5"}, "0"),
+        ({"deterministic": True}, "0"),
+        ({"interactive": True}, "0"),
+        ({"enable_prefix_caching": False}, "0"),
+        ({"enable_prefix_caching": True}, "1"),
+    ],
+)
+def test_prompts_share_what_they_have_in_common_where_they_can(
+    asked: dict[str, object], written: str
+) -> None:
+    settings = export_settings(Path("unused"), max_batch_size=1, **asked)
+    assert str(int(settings.shares_prefixes)) == written
 
 
 @pytest.mark.parametrize(
