@@ -6,71 +6,28 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from text_tensors import BadRequestError
-from tokenizer import Tokenizer, begun_in, with_language
+from tokenizer import SpecialIds, Tokenizer
 
 # CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
 HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
 SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """What config.pbtxt says of the tokens around texts.
-
-    opening, closing: before and after the encoder's input
-    language: that of them which is the source's language, in a model of several
-    start:    of the decoder, in such a model
-    decoder:  what the decoder begins with; none: its start token alone
-    ends:     what ends a text besides the model's end_id
-    """
-
-    opening: tuple[int, ...]
-    closing: tuple[int, ...]
-    language: int | None
-    start: int
-    decoder: tuple[int, ...]
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, str]) -> SpecialTokens:
-        opening, closing, decoder, ends = (
-            tuple(map(int, parameters.get(name, "").split()))
-            for name in ("opening_id", "closing_id", "decoder_id", "end_ids")
-        )
-        language = int(parameters["language_id"]) if "language_id" in parameters else None
-        start = int(parameters.get("start_id", 0))
-        return cls(opening, closing, language, start, decoder, ends)
-
-    def around(self, ids: Sequence[int], language: int | None = None) -> list[int]:
-        """A text's ids with the tokens around them; language: instead of the usual one."""
-        opening, closing = self.opening, self.closing
-        if language is not None:
-            opening, closing = (
-                with_language(each, self.language, language) for each in (opening, closing)
-            )
-        return [*opening, *ids, *closing]
-
-    def decoder_in(self, language: int) -> list[int]:
-        """What the decoder begins with for a text in that language."""
-        return [*begun_in(language, self.language, self.closing, self.start)]
-
-
 def language_ids(
-    names: Sequence[str] | None, tensor: str, special: SpecialTokens, tokenizer: Tokenizer
+    names: Sequence[str] | None, tensor: str, special: SpecialIds, tokenizer: Tokenizer
 ) -> list[int] | None:
     """The ids of the rows' languages; None where the request names none."""
     if names is None:
         return None
     if special.language is None:
         raise BadRequestError(f"{tensor}: this model knows no languages")
-    ids = [tokenizer.special_id(name) for name in names]
+    ids = [special.language_id(name, tokenizer) for name in names]
     unknown = sorted({name for name, found in zip(names, ids, strict=True) if found is None})
     if unknown:
         raise BadRequestError(f"{tensor} must be a language of the tokenizer; got {unknown}")

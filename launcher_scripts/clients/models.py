@@ -75,7 +75,12 @@ def find_models(server: ModelServer, wanted: str | None) -> Models:
     return Models(name, model_type, is_decoupled(config), "sequence_batching" in config, text)
 
 
+def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters of a config.pbtxt as JSON."""
+    given = config.get("parameters", {})
+    return {name: str(value.get("string_value", "")) for name, value in given.items()}
+
+
 def parameter(config: Mapping[str, Any], name: str) -> str | None:
     """A parameter of config.pbtxt; None where it has none of that name."""
-    value = config.get("parameters", {}).get(name, {}).get("string_value")
-    return None if value is None else str(value)
+    return parameters_of(config).get(name)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import MOST_IN_FLIGHT, Tensors
-from launcher_scripts.clients.models import find_models, parameter
+from launcher_scripts.clients.models import find_models, parameter, parameters_of
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -184,17 +185,13 @@ class Client:
         """Every row's output, in order; a request each, `in_flight` of them at a time."""
         return self._each(([row] for row in rows), in_flight)
 
-    def special_ids(self, place: str) -> tuple[int, ...]:
-        """The tokens that the served preprocessing knows of; none without one.
-
-        place: `opening` or `closing`, before or behind every query; `decoder`: before the answer;
-               `language`: that of the query among these; `start`: the decoder's in such a model
-        """
+    @cached_property
+    def special_ids(self) -> SpecialIds:
+        """Those that the served preprocessing knows of; none without one."""
         text = find_models(self._server, self.model_name).text
         if "preprocessing" not in text:
-            return ()
-        ids = parameter(self._server.model_config(text["preprocessing"]), f"{place}_id")
-        return tuple(map(int, (ids or "").split()))
+            return SpecialIds()
+        return SpecialIds.of(parameters_of(self._server.model_config(text["preprocessing"])))
 
     def encode(self, text: str) -> list[int] | None:
         """The ids that the served preprocessing makes of a text; None where there is none."""
@@ -226,8 +223,7 @@ class Client:
     def parameters(self) -> dict[str, Any]:
         """Those of config.pbtxt, as texts, and max_batch_size."""
         config = self._server.model_config(self.model_name)
-        parameters = {name: parameter(config, name) for name in config.get("parameters", {})}
-        return {"max_batch_size": config.get("max_batch_size", 0), **parameters}
+        return {"max_batch_size": config.get("max_batch_size", 0), **parameters_of(config)}
 
     @cached_property
     def model_type(self) -> str:

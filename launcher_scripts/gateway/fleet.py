@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
+from launcher_scripts.clients.models import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
@@ -22,7 +23,7 @@ from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.metrics import cache_use
 from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.triton_backend import TritonBackend, parameters_of
+from launcher_scripts.gateway.triton_backend import TritonBackend
 from launcher_scripts.models.repository import is_remote, served_models
 
 LOG = logging.getLogger("gateway")
@@ -280,7 +281,7 @@ async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str
         )
         for name, config in configs.items()
         if config.get("backend") == "fastertransformer"
-        and parameters_of(config).get("model_type", "GPT") in GENERATING
+        and (parameter(config, "model_type") or "GPT") in GENERATING
         and "sequence_batching" not in config
     }
 

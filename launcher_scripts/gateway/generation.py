@@ -154,7 +154,7 @@ class Generation:
             request_id=name if len(self._places) == 1 else f"{name}-{number}",
             prompt_ids=self._prompt(number).ids,
             max_tokens=options.max_tokens,
-            decoder_ids=model.decoder_ids,
+            decoder_ids=model.special.decoder,
             **sampling,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,

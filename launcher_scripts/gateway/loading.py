@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.clients.models import parameter
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.tokenizer import (
     COMPANION_FILES,
     GENERATION_FILE,
     OPTIONAL_FILES,
+    SpecialIds,
     Tokenizer,
     TokenizerError,
     chat_templates,
@@ -24,7 +26,6 @@ from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
 from launcher_scripts.gateway.fleet import GENERATING, Fleet, TokenModel
 from launcher_scripts.gateway.replicas import Replicas
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.triton_backend import parameters_of
 from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.ini_text import FILE_NAME
 
@@ -86,29 +87,21 @@ def _served(
         lora_names = adapters_in(found.folder or folder)
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
-    parameters = found.text_parameters
-    opening, closing, decoder, more, language, start = (
-        tuple(map(int, parameters.get(key, "").split()))
-        for key in ("opening_id", "closing_id", "decoder_id", "end_ids", "language_id", "start_id")
-    )
+    special = SpecialIds.of(found.text_parameters)
     return ServedModel(
         name=name,
         backend=backend,
         tokenizer=tokenizer,
         template=template,
-        opening_ids=opening,
-        closing_ids=closing,
-        decoder_ids=decoder,
-        language_id=next(iter(language), None),
-        start_id=next(iter(start), 0),
-        end_ids=tuple(each for each in (end_id, *more) if each is not None),
+        special=special,
+        end_ids=tuple(each for each in (end_id, *special.ends) if each is not None),
         defaults={
             key: generation[key]
             for key in _SAMPLING
             if isinstance(generation.get(key), int | float) and generation[key] >= 0
         },
         max_len=settings.max_model_len or max_len,
-        encodes=GENERATING[parameters_of(found.config).get("model_type", "GPT")],
+        encodes=GENERATING[parameter(found.config, "model_type") or "GPT"],
         token_names=tokens,
         lora_names=lora_names,
     )

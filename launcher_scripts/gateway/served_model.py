@@ -34,10 +34,7 @@ async def aside(size: int, work: Callable[[], Result]) -> Result:
 class ServedModel:
     """A model that generates.
 
-    opening_ids, closing_ids: the special tokens around a prompt
-    decoder_ids: what an encoder-decoder's answer begins with; (): its start token alone
-    language_id: of the ids around a prompt, the language of a model of several
-    start_id:    of the decoder of such a model
+    special:     the ids around a prompt
     end_ids:     what ends an answer; the first one is the engine's end_id
     defaults:    of the sampling, from the checkpoint's generation_config.json
     max_len:     tokens of prompt and answer; None: not known
@@ -51,11 +48,7 @@ class ServedModel:
     backend: Backend
     tokenizer: Tokenizer
     template: ChatTemplate | None = None
-    opening_ids: tuple[int, ...] = ()
-    closing_ids: tuple[int, ...] = ()
-    decoder_ids: tuple[int, ...] = ()
-    language_id: int | None = None
-    start_id: int = 0
+    special: SpecialIds = field(default_factory=SpecialIds)
     end_ids: tuple[int, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_len: int | None = None
@@ -74,7 +67,7 @@ class ServedModel:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""
         ids = self.tokenizer.encode(text)
-        return [*self.opening_ids, *ids, *self.closing_ids] if special_tokens else ids
+        return self.special.around(ids) if special_tokens else ids
 
     async def encode_aside(
         self, texts: Sequence[str], *, special_tokens: bool = True
@@ -92,18 +85,15 @@ class ServedModel:
         """
         if source is None and target is None:
             return self
-        ids = (self.opening_ids, self.closing_ids, self.decoder_ids)
-        found = SpecialIds(*ids, self.language_id, self.start_id).between(
-            None if source is None else self._language("source", source),
-            None if target is None else self._language("target", target),
-        )
-        opening, closing, decoder, *_ = found
-        return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
+        languages = self._language("source", source), self._language("target", target)
+        return replace(self, special=self.special.between(*languages))
 
-    def _language(self, role: str, name: str) -> int:
-        if self.language_id is None:
+    def _language(self, role: str, name: str | None) -> int | None:
+        if name is None:
+            return None
+        if self.special.language is None:
             raise unsupported(f"{role}_language", f"{self.name} knows no languages")
-        found = self.tokenizer.special_id(name)
+        found = self.special.language_id(name, self.tokenizer)
         if found is None:
             raise bad_request(f"{self.name} knows no language {name!r}", f"{role}_language")
         return found

@@ -18,6 +18,7 @@ import numpy as np
 
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
+from launcher_scripts.clients.models import parameter
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ServerLost,
@@ -73,8 +74,8 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
-        caching = config.get("parameters", {}).get("enable_prefix_caching", {})
-        self.shares_prefixes = caching.get("string_value", "0").strip() == "1"
+        caching = parameter(config, "enable_prefix_caching")
+        self.shares_prefixes = (caching or "0").strip() == "1"
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING), _FAILURES)
         self._running = 0  # rows
         self._types = {
@@ -328,9 +329,3 @@ def _entries(
     return tuple(
         TokenLogProb(token, value, rank, tuple(top)) for token, value, rank, top in columns
     )
-
-
-def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """The parameters of a config.pbtxt as JSON."""
-    given = config.get("parameters", {})
-    return {name: str(value.get("string_value", "")) for name, value in given.items()}

@@ -50,16 +50,8 @@ def measure(settings: EvaluateSettings) -> None:
     client, ready = connect(settings)
     tables = []
     with client:
-        asked = EvaluatedModel(
-            client,
-            tokenizer,
-            client.special_ids("closing"),
-            Path(settings.tokenizer_dir),
-            client.special_ids("opening"),
-            client.special_ids("decoder"),
-            next(iter(client.special_ids("language")), None),
-            next(iter(client.special_ids("start")), 0),
-        )
+        folder = Path(settings.tokenizer_dir)
+        asked = EvaluatedModel(client, tokenizer, folder, client.special_ids)
         for task_settings in settings.tasks:
             generation = task_settings.generation
             spoken = asked.between(generation.source_language, generation.target_language)
@@ -86,7 +78,8 @@ def measure_task(
     task = TASKS[name]
     reference = None if name in COMPARING else open_reference(task_settings)
     folder = Path(settings.results_dir) / FOLDER
-    around = (asked.opening_ids, asked.closing_ids, asked.decoder_ids)
+    special = asked.special
+    around = (special.opening, special.closing, special.decoder)
     questions = {"settings": questions_of(task_settings), "special_ids": around}
     comparing = {"reference": files_of(Path(str(task_settings.reference)))}
     served = set_up(environment, **questions, **(comparing if name in COMPARING else {}))

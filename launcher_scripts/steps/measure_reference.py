@@ -51,7 +51,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
     model = NemoModel(checkpoint)
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
-    asked = EvaluatedModel(model, tokenizer, (), Path(settings.tokenizer_dir))
+    asked = EvaluatedModel(model, tokenizer, Path(settings.tokenizer_dir))
     with locked(results_dir) as journals:
         for task in settings.tasks:
             run = lookup(TASKS, task.name, "evaluate.tasks")

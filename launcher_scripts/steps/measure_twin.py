@@ -100,11 +100,11 @@ def _set_up(
 ) -> dict[str, Any]:
     """What the answers of both depend on."""
     settings = {name: value for name, value in asdict(twin).items() if name not in _PLACES}
-    places = ("opening", "closing", "decoder")
+    special = client.special_ids
     return set_up(
         environment,
         settings=settings,
-        special_ids=[client.special_ids(place) for place in places],
+        special_ids=[special.opening, special.closing, special.decoder],
         original={**files_of(original.path), "reference": reference.name},
     )
 
@@ -157,13 +157,13 @@ def _served_side(client: Client, folder: Path, original: Original) -> TextSide |
     except TokenizerError as error:
         print(f"note: the served tokenizer is not compared: {error}", flush=True)
         return None
-    opening, closing = client.special_ids("opening"), client.special_ids("closing")
+    special = client.special_ids
 
     def encode(text: str) -> Sequence[int]:
         made = client.encode(text)
-        return [*opening, *tokenizer.encode(text), *closing] if made is None else made
+        return special.around(tokenizer.encode(text)) if made is None else made
 
-    decoder = client.special_ids("decoder") or (original.source.config.start_id,)
+    decoder = special.decoder or (original.source.config.start_id,)
     return TextSide(encode, tokenizer, chat_render(folder, tokenizer), decoder)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
@@ -75,7 +76,7 @@ def test_replicas_are_one_server_to_an_evaluation():
         with Client(f"{one.address},{two.address}", "counting") as client:
             assert client.is_ready()
             assert client.max_batch_size() == 4
-            assert client.special_ids("closing") == ()
+            assert client.special_ids == SpecialIds()
             assert client.model_type == "GPT"
             scores = list(client.score(iter(rows), in_flight=4))
         for row, logits in zip(rows, scores, strict=True):

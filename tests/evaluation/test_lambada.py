@@ -106,7 +106,7 @@ def test_run_reads_scores_and_sums_up(tmp_path):
     model = Counting()
     result = TASKS["lambada"](
         TaskSettings("lambada", str(file), limit=3, batch_size=2),
-        EvaluatedModel(model, Letters(), (), tmp_path),
+        EvaluatedModel(model, Letters(), tmp_path),
         lambda done, total: seen.append((done, total)),
     )
     assert [item["correct"] for item in result.items] == [True, True, False]

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
@@ -422,7 +423,7 @@ def test_an_encoder_decoder_is_its_original(
 def test_a_lost_closing_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = twins.write_t5_original(tmp_path / "original")
     folder = twins.export_original(source, tmp_path)
-    monkeypatch.setattr(twins.T5InProcess, "special_ids", lambda *_: ())
+    monkeypatch.setattr(twins.T5InProcess, "special_ids", SpecialIds())
     section = twins.measured(monkeypatch, tmp_path, folder, twins.T5InProcess)
     (finding,) = section["findings"]
     assert finding["name"] == "other"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 
@@ -49,7 +50,9 @@ class Prepared:
 def asked(texts: Sequence[str], folder: Path, closing: tuple[int, ...] = ()) -> EvaluatedModel:
     """A model that gives these texts one after another."""
     tokenizer = Words()
-    return EvaluatedModel(Prepared(tokenizer, texts), tokenizer, closing, folder)
+    return EvaluatedModel(
+        Prepared(tokenizer, texts), tokenizer, folder, SpecialIds(closing=closing)
+    )
 
 
 def no_progress(done: int, total: int) -> None:

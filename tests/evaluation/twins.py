@@ -19,6 +19,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings
 from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -149,9 +150,10 @@ class InProcess(EngineModel):
         tp_size = self.checkpoint.tp_size
         super().__init__(folder, tp_size, max_tokens=512, name="in process", **more)
 
-    def special_ids(self, place: str) -> tuple[int, ...]:
-        said = encoding_parameters(self.checkpoint).get(f"{place}_id", "")
-        return tuple(map(int, str(said).split()))
+    @property
+    def special_ids(self) -> SpecialIds:
+        said = encoding_parameters(self.checkpoint)
+        return SpecialIds.of({name: str(value) for name, value in said.items()})
 
     def encode(self, _text: str) -> None:
         """There is no served preprocessing."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, served
 from tests.gateway.test_completions import IDS, WORDS, events
@@ -41,7 +42,7 @@ def test_a_chat_is_rendered_and_answered() -> None:
 
 def test_the_templates_own_start_token_is_not_doubled() -> None:
     backend = FakeBackend()
-    client = chat_client(backend, opening_ids=(1,))
+    client = chat_client(backend, special=SpecialIds((1,)))
     client.post("/v1/chat/completions", json={"messages": HI})
     client.post("/v1/chat/completions", json={"messages": HI, "add_special_tokens": True})
     first, second = backend.requests
@@ -198,7 +199,7 @@ def test_models_without_a_template_complete_only() -> None:
 
 
 def test_tokens_and_texts() -> None:
-    client = chat_client(FakeBackend(), opening_ids=(1,))
+    client = chat_client(FakeBackend(), special=SpecialIds((1,)))
     found = client.post("/tokenize", json={"prompt": "Hé", "return_token_strs": True}).json()
     assert found["tokens"] == [1, *GPT2.encode("Hé")]
     assert found["count"] == 4

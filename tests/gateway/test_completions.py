@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.gateway.api_errors import bad_request
 from tests.gateway.fakes import END_ID, GPT2, SETTINGS, FakeBackend, client_of, served
 
@@ -81,7 +82,7 @@ def test_prompts_have_four_forms(prompt: Any, ids: list[list[int]]) -> None:
 
 def test_special_tokens_stand_around_texts_alone() -> None:
     backend = FakeBackend()
-    client = client_of(served(backend, opening_ids=(1, 2), closing_ids=(3,)))
+    client = client_of(served(backend, special=SpecialIds((1, 2), (3,))))
     ask(client, prompt="Hello")
     ask(client, prompt="Hello", add_special_tokens=False)
     ask(client, prompt=[7])
@@ -334,7 +335,9 @@ def test_usage_may_come_with_every_event() -> None:
 
 def test_an_encoder_decoder_reads_its_prompt() -> None:
     backend = FakeBackend()
-    client = client_of(served(backend, encodes=True, decoder_ids=(4,), max_len=None))
+    client = client_of(
+        served(backend, encodes=True, special=SpecialIds(decoder=(4,)), max_len=None)
+    )
     assert ask(client)["choices"][0]["text"] == WORDS
     assert backend.requests[0].decoder_ids == (4,)
     assert refused(client, echo=True)["param"] == "echo"
@@ -350,11 +353,11 @@ def test_a_model_that_knows_no_languages_is_asked_in_none() -> None:
 
 def test_what_tokens_stand_for_is_remembered_across_requests() -> None:
     """Whether they ask the model, an adapter of it, or it in other languages."""
-    model = served(FakeBackend(), lora_names=("sql",), language_id=5, opening_ids=(5,))
+    model = served(FakeBackend(), lora_names=("sql",), special=SpecialIds((5,), language=5))
     (adapter,) = model.adapters()
     assert model.between(None, None) is model
     translator = model.between(None, "<|endoftext|>")
-    assert translator.decoder_ids == (model.start_id, END_ID)
+    assert translator.special.decoder == (model.special.start, END_ID)
     assert translator.texts is adapter.texts is model.texts
 
 

@@ -163,15 +163,9 @@ def test_a_family_is_evaluated(
         wanted = logits.log_softmax(-1)[range(len(text) - start), text[start:]].sum()
         assert scored["log_likelihood"] == pytest.approx(float(wanted), abs=1e-3)
     else:
-        around = {place: client_ids(served, name, place) for place in ("opening", "closing")}
-        source = (*around["opening"], *prompt, *around["closing"])
+        with EvaluationClient(served["grpc"], name, protocol="grpc") as client:
+            source = client.special_ids.around(prompt)
         ids = bart_greedy(BART, source, 4)
     assert item["prediction"] == tokenizer.decode(ids).strip()
     (row,) = report["speed"]["rows"]
     assert (row["input_len"], row["output_len"]) == (6, 3)
-
-
-def client_ids(served: dict[str, Any], name: str, place: str) -> tuple[int, ...]:
-    """The special tokens that the served preprocessing puts around a text."""
-    with EvaluationClient(served["grpc"], name, protocol="grpc") as client:
-        return client.special_ids(place)

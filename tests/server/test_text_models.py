@@ -146,7 +146,7 @@ def test_prompts_are_padded_on_the_right(text_module: Any) -> None:
 def test_parameters_say_what_goes_with_a_prompt(
     text_module: Any, parameters: dict[str, str], prompt: list[int], ends: tuple[int, ...]
 ) -> None:
-    special = text_module("preprocessing").SpecialTokens.of(parameters)
+    special = text_module("preprocessing").SpecialIds.of(parameters)
     assert special.around([5, 6]) == prompt
     assert special.ends == ends
 

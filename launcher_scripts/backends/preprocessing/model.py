@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from text_encoding import SpecialTokens, pad_right, to_word_lists
+from text_encoding import pad_right, to_word_lists
 from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
-from tokenizer import load_tokenizer
+from tokenizer import SpecialIds, load_tokenizer
 
 
 class TritonPythonModel:
@@ -31,7 +31,7 @@ class TritonPythonModel:
         entries = json.loads(args["model_config"])["parameters"]
         parameters = {name: entry["string_value"] for name, entry in entries.items()}
         self.pad_id = int(parameters["pad_id"])
-        self.special = SpecialTokens.of(parameters)
+        self.special = SpecialIds.of(parameters)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)

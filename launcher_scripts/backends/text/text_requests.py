@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
-from text_encoding import SpecialTokens, language_ids, pad_right, split_words, word_table
+from text_encoding import language_ids, pad_right, split_words, word_table
 from text_names import SAME_AS
 from text_tensors import BadRequestError, Tensors, input_tensor
-from tokenizer import Tokenizer
+from tokenizer import SpecialIds, Tokenizer
 
 TODAYS = {original: todays for todays, original in SAME_AS.items()}
 WORDS = {"bad_words_list": "INPUT_2", "stop_words_list": "INPUT_3"}
@@ -67,7 +67,7 @@ class Reader:
         self._tensors = Tensors(model_config)
         self._tokenizer = tokenizer
         self._pad_id = int(parameters["pad_id"])
-        self._special = SpecialTokens.of(parameters)
+        self._special = SpecialIds.of(parameters)
         self._ids, self._lengths = parameters["INPUT_ID"], parameters["REQUEST_INPUT_LEN"]
         self._output_len = parameters.get("REQUEST_OUTPUT_LEN")
         self._prompt_counts = "prompt_counts" in parameters
@@ -87,7 +87,7 @@ class Reader:
         languages = self._languages(request, "source_language", len(prompts))
         own: Sequence[int | None] = languages or [None] * len(prompts)
         rows = [
-            self._special.around(self._tokenizer.encode(prompt), language)
+            self._special.between(language, None).around(self._tokenizer.encode(prompt))
             for prompt, language in zip(prompts, own, strict=True)
         ]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
@@ -151,9 +151,9 @@ class Reader:
         if languages is not None:
             if said:
                 raise BadRequestError(f"target_language and {said[0]} exclude each other")
-            begun = [self._special.decoder_in(language) for language in languages]
+            begun = [self._special.between(None, language).decoder for language in languages]
         elif self._special.decoder and not said:
-            begun = [list(self._special.decoder)] * rows
+            begun = [self._special.decoder] * rows
         else:
             return None
         return np.array(begun, dtype=np.uint32)

@@ -21,7 +21,7 @@ from .pieces import (
     SentencePieceTokenizer,
     of_tokenizer_model,
 )
-from .translators import SpecialIds, begun_in, with_language
+from .translators import SpecialIds
 from .utf8 import BYT5, ByT5Tokenizer, is_byt5
 
 __all__ = [
@@ -37,13 +37,11 @@ __all__ = [
     "SpecialIds",
     "Tokenizer",
     "TokenizerError",
-    "begun_in",
     "chat_templates",
     "is_byt5",
     "is_of_library",
     "load_tokenizer",
     "tokenizer_files",
-    "with_language",
 ]
 
 # What a folder may hold, best source first, and what is made of it.

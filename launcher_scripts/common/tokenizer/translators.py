@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,16 +47,37 @@ def begun_in(target: int, own: int | None, closing: Sequence[int], start: int) -
 
 
 class SpecialIds(NamedTuple):
-    """The ids around a source, and what the decoder begins with; none: its start token.
+    """The ids around a prompt, and what the decoder begins with; none: its start token.
 
-    language: the source's, in a model of several;  start: the decoder's start token there
+    language: of those around a prompt, the prompt's language; None: the model knows no languages
+    start:    the decoder's start token, in a model of several languages
+    ends:     what ends a text besides the model's end_id
     """
 
-    opening: tuple[int, ...]
-    closing: tuple[int, ...]
-    decoder: tuple[int, ...]
-    language: int | None
-    start: int
+    opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+    decoder: tuple[int, ...] = ()
+    language: int | None = None
+    start: int = 0
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> SpecialIds:
+        """As config.pbtxt of a text model says them."""
+        opening, closing, decoder, ends = (
+            tuple(map(int, parameters.get(name, "").split()))
+            for name in ("opening_id", "closing_id", "decoder_id", "end_ids")
+        )
+        language = int(parameters["language_id"]) if "language_id" in parameters else None
+        return cls(opening, closing, decoder, language, int(parameters.get("start_id", 0)), ends)
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """A prompt's ids with those around it."""
+        return [*self.opening, *ids, *self.closing]
+
+    def language_id(self, name: str, tokenizer: Tokenizer) -> int | None:
+        """A language's; None where the model does not know it."""
+        return None if self.language is None else tokenizer.special_id(name)
 
     def between(self, source: int | None, target: int | None) -> SpecialIds:
         """For sources and texts in these languages; None: as it is."""

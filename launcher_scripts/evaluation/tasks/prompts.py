@@ -43,18 +43,18 @@ def row_of(
     """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
     ids = tuple(asked.tokenizer.encode(prompt.text))
     if settings.max_input_len is not None:
-        around = len(asked.opening_ids) + len(asked.closing_ids)
+        around = len(asked.special.around(()))
         room = max(0, settings.max_input_len - around - len(virtual))
         kept = len(asked.tokenizer.encode(prompt.ending)) if prompt.ending else 0
         ids = shortened(ids, room, kept)
     return GenerateRequest(
-        (*virtual, *asked.opening_ids, *ids, *asked.closing_ids),
+        (*virtual, *asked.special.around(ids)),
         settings.output_len,
         SamplingParameters(beam_width=settings.beam_width, len_penalty=settings.len_penalty),
         prompt_task=settings.prompt_task,
         ia3_task=settings.ia3_task,
         lora_adapter=settings.lora_adapter,
-        decoder_input_ids=asked.decoder_ids,
+        decoder_input_ids=asked.special.decoder,
     )
 
 

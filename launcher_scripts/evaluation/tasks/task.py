@@ -165,23 +165,16 @@ def from_the_first(ask: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
 class EvaluatedModel:
     """A model with what makes text of its tokens and tokens of text.
 
-    opening_ids, closing_ids: what a model that was trained with them wants around every prompt
-    decoder_ids: what its decoder begins with; none: its start token
-    language_id: of the ids around a prompt, the language of a model of several;  start_id: of the
-                 decoder of such a model
-    folder:      of the tokenizer's files and, where it is the checkpoint's, of config.ini
-    continued:   what a task asks its items through, as plain values in order, so that an
-                 interrupted evaluation goes on where it was
+    folder:    of the tokenizer's files and, where it is the checkpoint's, of config.ini
+    special:   what a model that was trained with them wants around every prompt
+    continued: what a task asks its items through, as plain values in order, so that an interrupted
+               evaluation goes on where it was
     """
 
     model: Model
     tokenizer: Tokenizer
-    closing_ids: tuple[int, ...]
     folder: Path
-    opening_ids: tuple[int, ...] = ()
-    decoder_ids: tuple[int, ...] = ()
-    language_id: int | None = None
-    start_id: int = 0
+    special: SpecialIds = field(default_factory=SpecialIds)
     continued: Continue = from_the_first
 
     def between(self, source: str | None, target: str | None) -> EvaluatedModel:
@@ -189,18 +182,15 @@ class EvaluatedModel:
 
         Raises ConfigError for a name that is not one of the model's languages.
         """
-        ids = (self.opening_ids, self.closing_ids, self.decoder_ids)
-        found = SpecialIds(*ids, self.language_id, self.start_id).between(
-            None if source is None else self._language("source", source),
-            None if target is None else self._language("target", target),
-        )
-        opening, closing, decoder, *_ = found
-        return replace(self, opening_ids=opening, closing_ids=closing, decoder_ids=decoder)
+        languages = self._language("source", source), self._language("target", target)
+        return replace(self, special=self.special.between(*languages))
 
-    def _language(self, role: str, name: str) -> int:
-        found = None if self.language_id is None else self.tokenizer.special_id(name)
+    def _language(self, role: str, name: str | None) -> int | None:
+        if name is None:
+            return None
+        found = self.special.language_id(name, self.tokenizer)
         if found is None:
-            knows = "no languages" if self.language_id is None else "no such language"
+            knows = "no languages" if self.special.language is None else "no such language"
             key = f"evaluate.tasks.<task>.generation.{role}_language"
             raise ConfigError(problem(f"the model knows {knows}", got=name, change=key))
         return found
