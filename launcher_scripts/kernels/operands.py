@@ -33,10 +33,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of every head's queries and keys, float32 [head_size]."""
+    """Norms of every head's queries and keys, float32 [head_size].
+
+    joint: of all heads of a token together, [heads * head_size]; over all ranks' heads
+    """
 
     query: Norm
     key: Norm
+    joint: bool = False
 
 
 @dataclass(frozen=True)

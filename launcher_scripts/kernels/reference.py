@@ -233,7 +233,7 @@ def norm_heads(
     sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     query, key, value = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
     query, key = (
-        norm(part.flatten(0, 1), weights, qkv.dtype).view_as(part)
+        norm(part.reshape(-1, len(weights.weight)).contiguous(), weights, qkv.dtype).view_as(part)
         for part, weights in ((query, norms.query), (key, norms.key))
     )
     return torch.cat((query, key, value), 1).flatten(1)

@@ -23,7 +23,7 @@ from launcher_scripts.models.family import (
     check_numbers,
 )
 
-NORM_PLACEMENTS = ("pre", "post", "sandwich")
+NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
 
 _LONG = ("rotary_factors", "rotary_long_factors", "rotary_original_positions")
@@ -51,9 +51,10 @@ class GPTConfig(AdapterSizes):
     1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys
     and values, and of the output projection unless attention_dense_bias says otherwise. With
     qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
-    kind over head_size.
+    kind over head_size; with joint_qk_norm, over all heads of a token together.
 
-    norm_placement "sandwich" normalizes a branch's input and its output. With parallel_residual
+    norm_placement "sandwich" normalizes a branch's input and its output, "branch" its output alone.
+    With parallel_residual
     attention and MLP read the same hidden states. zero_centered_norm: norms multiply by their
     weight plus 1. Embeddings of tokens are multiplied by embedding_scale, scores q.k by
     softmax_scale (head_size ** -0.5 where it is not said), logits by logits_scale before their bias
@@ -104,6 +105,7 @@ class GPTConfig(AdapterSizes):
     attention_bias: bool = True
     attention_dense_bias: bool | None = None
     qk_norm: bool | None = None
+    joint_qk_norm: bool | None = None
     mlp_bias: bool = True
     parallel_residual: bool | None = None
     zero_centered_norm: bool | None = None
@@ -144,6 +146,8 @@ class GPTConfig(AdapterSizes):
         self._check_rotary_scaling(problems)
         self._check_layers(problems)
         self._check_experts(problems)
+        if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
+            problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
         self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
@@ -282,7 +286,8 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
 
 
 def _layer(config: GPTConfig) -> list[WeightSpec]:
-    specs = _norm(config, "layers.*.input_layernorm")
+    before = config.norm_placement != "branch"
+    specs = _norm(config, "layers.*.input_layernorm") if before else []
     specs += _linear(
         "layers.*.attention.query_key_value",
         ("hidden_size", "qkv_size"),
@@ -290,19 +295,25 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
         bias=config.attention_bias,
         blocks=("q_size", "kv_size", "kv_size"),
     )
-    if config.qk_norm:
-        specs += _norm(config, "layers.*.attention.query_norm", "head_size")
-        specs += _norm(config, "layers.*.attention.key_norm", "head_size")
+    norms = {"query": "q_size", "key": "kv_size"} if config.qk_norm else {}
+    for part, size in norms.items():
+        name = f"layers.*.attention.{part}_norm"
+        if config.joint_qk_norm:
+            parallel = Partition.COLUMN_PARALLEL
+            specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
+        else:
+            specs += _norm(config, name, "head_size")
     specs += _linear(
         "layers.*.attention.dense",
         ("q_size", "hidden_size"),
         Partition.ROW_PARALLEL,
         bias=config.dense_bias,
     )
-    if config.norm_placement == "sandwich":
+    if config.norm_placement in ("sandwich", "branch"):
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
-    specs += _norm(config, "layers.*.post_attention_layernorm")
+    if before:
+        specs += _norm(config, "layers.*.post_attention_layernorm")
     if config.num_experts is None:
         return specs + _mlp(config, "layers.*.mlp")
     specs.append(_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts")))

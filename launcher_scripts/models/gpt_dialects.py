@@ -104,10 +104,12 @@ LLAMA = {
 }
 
 # What its descendants call otherwise.
-GEMMA2 = {
+BRANCH_NORMS = {
     "layers.*.attention.output_norm": Source(("layers.*.post_attention_layernorm",)),
-    "layers.*.post_attention_layernorm": Source(("layers.*.pre_feedforward_layernorm",)),
     "layers.*.mlp.output_norm": Source(("layers.*.post_feedforward_layernorm",)),
+}
+GEMMA2 = BRANCH_NORMS | {
+    "layers.*.post_attention_layernorm": Source(("layers.*.pre_feedforward_layernorm",)),
 }
 _GATE_AND_UP = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
@@ -273,6 +275,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "xglm_untied": _UNTIED,
     "llama": LLAMA,
     "llama_one_norm": LLAMA_ONE_NORM,
+    "branch_norms": BRANCH_NORMS,
     "gemma2": GEMMA2,
     "phi": PHI,
     "cohere": COHERE,

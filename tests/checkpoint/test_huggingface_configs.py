@@ -7,6 +7,7 @@ import pytest
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError
@@ -98,6 +99,19 @@ def test_every_missing_size_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "full"), [(4, "3"), (5, "4"), ("LLG", "2,5"), ("LLLG", "3,5"), (1, "0,1,2,3,4,5")]
+)
+def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full: str) -> None:
+    sizes = {"vocab_size": 67, "intermediate_size": 8, "max_position_embeddings": 32}
+    said = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 6, **sizes}
+    config = decoders.exaone4(raw({**said, "sliding_window": 4, "sliding_window_pattern": pattern}))
+    assert config.unrotated_layers == full
+    windowed = full.count(",") < 5
+    assert config.full_attention_layers == (full if windowed else None)
+    assert config.sliding_window == (4 if windowed else None)
+
+
+@pytest.mark.parametrize(
     ("read", "values", "word"),
     [
         (configs.gpt2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
@@ -105,7 +119,7 @@ def test_every_missing_size_is_reported_at_once() -> None:
         (decoders.llama, {"rope_scaling": {"rope_type": "ntk"}}, "rope_type"),
         (decoders.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
         (decoders.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
-        (decoders.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
+        (gptj.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
         (decoders.llama, {"sliding_window": 4096}, "sliding_window"),
         (configs.agm, {"use_alibi_position_embedding": True}, "alibi"),
         (configs.gpt2, {"activation_function": "mish"}, "activation_function"),
@@ -126,7 +140,12 @@ def test_every_missing_size_is_reported_at_once() -> None:
             {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "no_rope_layers": [2]},
             "no_rope_layers",
         ),
-        (decoders.codegen, {"n_head": 6}, "n_head"),
+        (
+            decoders.exaone4,
+            {"bos_token_id": 1, "sliding_window": 4, "sliding_window_pattern": "LLX"},
+            "sliding_window_pattern",
+        ),
+        (gptj.codegen, {"n_head": 6}, "n_head"),
         (configs.mpt, {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
         (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),
         (configs.mpt, {"no_bias": False}, "no_bias"),

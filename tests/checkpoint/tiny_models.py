@@ -207,6 +207,38 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {**NO_END, **UNTIED, "head_dim": 8}),
     "glm4": ("Glm4", {**NO_END, **UNTIED, "head_dim": 8}),
     "helium": ("Helium", {**NO_END, "head_dim": 4}),
+    "olmo2": ("Olmo2", {**NO_END, **UNTIED}),
+    "olmo2_groups": (
+        "Olmo2",
+        {**NO_END, **UNTIED, "num_key_value_heads": 1, "attention_bias": True},
+    ),
+    "olmo3": ("Olmo3", {**NO_END, **UNTIED, "num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3_yarn": (
+        "Olmo3",
+        {
+            **NO_END,
+            **UNTIED,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 8,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {**NO_END, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
+    ),
+    "exaone4_full": (
+        "Exaone4",
+        {**NO_END, **UNTIED, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 6}),
     "ernie4_5_bias": ("Ernie4_5", {"head_dim": 6, "use_bias": True}),
     "ministral": (

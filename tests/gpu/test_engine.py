@@ -39,6 +39,7 @@ VARIANTS = [
     {"position_embedding": "alibi", "embedding_norm": True, "num_kv_heads": 1},
     {"norm_placement": "post", "activation": "squared_relu"},
     {**MODERN, "qk_norm": True},
+    {**MODERN, "qk_norm": True, "joint_qk_norm": True, "norm_placement": "branch"},
     {
         **MODERN,
         "norm_placement": "sandwich",

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -163,6 +164,9 @@ ARCHITECTURES = {
     "ernie4_5": _interleaved(decoders.ernie4_5, ties=True),
     "ministral": _llama(decoders.mistral),
     "olmo": _llama(decoders.olmo, "olmo"),
+    "olmo2": _llama(decoders.olmo2, "branch_norms"),
+    "olmo3": _llama(decoders.olmo3, "branch_norms"),
+    "exaone4": _llama(decoders.exaone4, "branch_norms"),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
@@ -177,10 +181,10 @@ ARCHITECTURES = {
         {HEAD: ("embed_out.weight",), "embed_in.weight": (HEAD,)},
         ties=False,
     ),
-    "gptj": Architecture("gpt", decoders.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
+    "gptj": Architecture("gpt", gptj.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
     "codegen": Architecture(
         "gpt",
-        decoders.codegen,
+        gptj.codegen,
         "codegen",
         {"wte.weight": (HEAD,)},
         inherits=("gptj",),
@@ -188,7 +192,7 @@ ARCHITECTURES = {
     ),
     "falcon": Architecture(
         "gpt",
-        decoders.falcon,
+        gptj.falcon,
         "falcon",
         {"word_embeddings.weight": (HEAD,)},
         _falcon_norms,

@@ -10,12 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.huggingface_configs import plain_gpt
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 _HEAD = "lm_head.weight"
 
@@ -107,14 +105,8 @@ def gemma2(raw: RawConfig) -> GPTConfig:
 def gemma3(raw: RawConfig) -> GPTConfig:
     """Gemma 3's text model: layers with a window turn by a base of their own."""
     head_size = raw.size("head_dim", default=256)
-    said = raw.section("rope_parameters")
-    if said.raw.keys() & {"full_attention", "sliding_attention"}:
-        turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=1e6)
-        local = said.section("sliding_attention")
-        local.only("rope_type", "default")
-        local_base = local.real("rope_theta", 10000.0)
-    else:
-        turns = rope(raw, head_size, rope_theta=1e6)
+    turns, local_base = _two_ropes(raw, head_size, 1e6, 10000.0)
+    if local_base is None:
         local_base = raw.real("rope_local_base_freq", 10000.0)
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return gemma(
@@ -125,6 +117,22 @@ def gemma3(raw: RawConfig) -> GPTConfig:
         **_gemma2(raw),
         **windows(raw, lambda layer: (layer + 1) % pattern == 0),
     )
+
+
+def _two_ropes(
+    raw: RawConfig, head_size: int, base: float, local_base: float
+) -> tuple[Fields, float | None]:
+    """How layers without a window turn, and the base of those with one; None: it is not said.
+
+    base, local_base: where the file does not say them
+    """
+    said = raw.section("rope_parameters")
+    if not said.raw.keys() & {"full_attention", "sliding_attention"}:
+        return rope(raw, head_size, rope_theta=base), None
+    turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=base)
+    local = said.section("sliding_attention")
+    local.only("rope_type", "default")
+    return turns, local.real("rope_theta", local_base)
 
 
 def _gemma2(raw: RawConfig) -> Fields:
@@ -288,6 +296,66 @@ def olmo(raw: RawConfig) -> GPTConfig:
     return _decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
 
 
+def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """OLMo 2 normalizes what its branches add, and all heads' queries and keys together."""
+    return _decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        norm_placement="branch",
+        qk_norm=True,
+        joint_qk_norm=True,
+        mlp_bias=False,
+        end_id=raw.token("eos_token_id", 50279),
+        pad_id=raw.token("pad_token_id", 1),
+        **fields,
+    )
+
+
+def olmo3(raw: RawConfig) -> GPTConfig:
+    """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
+    turns, local_base = _two_ropes(raw, _head_size(raw), 500000.0, 500000.0)
+    fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
+    if fields:
+        fields["rotary_local_base"] = local_base or turns["rotary_base"]
+    return olmo2(raw, **turns, **fields)
+
+
+def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
+    """Which layers have no window, by sliding_window_pattern: every so many-th, or those where a
+    text that repeats, as LLLG, has a G, and the last."""
+    pattern = raw("sliding_window_pattern", default=4)
+    if not isinstance(pattern, str):
+        interval = raw.size("sliding_window_pattern", default=4)
+        return lambda layer: (layer + 1) % interval == 0
+    if not pattern or set(pattern) - {"L", "G"}:
+        choices = ("a number of layers", "L and G, as LLLG")
+        raw.problems.add("sliding_window_pattern is not supported", got=pattern, choices=choices)
+        pattern = "G"
+    return lambda layer: pattern[layer % len(pattern)] == "G" or layer == layers - 1
+
+
+def exaone4(raw: RawConfig) -> GPTConfig:
+    """EXAONE 4: where layers have a window, those without it do not turn."""
+    fields: Fields = {}
+    if raw("sliding_window", default=None) is None:
+        raw.unused("sliding_window_pattern", "layer_types")
+    else:
+        layers = raw.layers("num_hidden_layers")
+        fields = windows(raw, _exaone4_full(raw, layers))
+        every = layer_list(range(layers))
+        fields["unrotated_layers"] = fields["full_attention_layers"] if fields else every
+    return _decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        norm_placement="branch",
+        qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        start_id=raw.token("bos_token_id", 0),
+        **fields,
+    )
+
+
 def granite(raw: RawConfig) -> GPTConfig:
     """Granite multiplies what its branches add by residual_multiplier.
 
@@ -410,71 +478,4 @@ def gpt_neox(raw: RawConfig) -> GPTConfig:
         mlp_bias=True,
         start_id=raw.token("bos_token_id", 0),
         **rope(raw, head_size, rope_theta=base, partial_rotary_factor=share),
-    )
-
-
-def gptj(raw: RawConfig) -> GPTConfig:
-    """GPT-J: one norm for attention and MLP, which read the same hidden states."""
-    for name in ("rotary", "scale_attn_weights"):
-        raw.only(name, True)
-    hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
-    head_size = raw.head_size(hidden, heads)
-    return plain_gpt(
-        raw,
-        hidden,
-        heads,
-        (50256, 50256, None),
-        num_layers=raw.layers("n_layer", "num_hidden_layers"),
-        ffn_size=raw.size("n_inner", default=4 * hidden),
-        max_positions=raw.size("n_positions", "max_position_embeddings"),
-        position_embedding="rope",
-        rotary_percentage=raw.size("rotary_dim", default=head_size) / head_size,
-        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
-        activation=raw.activation("activation_function", "gelu_new"),
-        attention_bias=False,
-        parallel_residual=True,
-        logits_bias=True if "lm_head.bias" in raw.keys else None,
-    )
-
-
-def codegen(raw: RawConfig) -> GPTConfig:
-    """CodeGen: a GPT-J whose queries, keys and values lie in four blocks."""
-    heads = raw.size("n_head", "num_attention_heads")
-    if heads % CODEGEN_BLOCKS:
-        choices = (f"multiples of {CODEGEN_BLOCKS}",)
-        raw.problems.add("n_head is not supported", got=heads, choices=choices)
-    raw.unused("n_ctx")  # n_positions rules
-    return gptj(raw)
-
-
-def falcon(raw: RawConfig) -> GPTConfig:
-    heads, hidden = raw.size("num_attention_heads", "n_head"), raw.size("hidden_size")
-    head_size = raw.head_size(hidden, heads)
-    positions = rope(raw, head_size)
-    if raw.flag("alibi", False):  # added to scores before they are divided by the root
-        positions = {"position_embedding": "alibi", "alibi_scale": head_size**-0.5}
-    groups = raw.size("num_kv_heads", "n_head_kv", default=heads)
-    new = raw.flag("new_decoder_architecture", False)
-    if raw.flag("multi_query", True) and not new:
-        groups = 1
-    bias = raw.flag("bias", False)
-    raw.only("apply_residual_connection_post_layernorm", False)
-    raw.unused("num_ln_in_parallel_attn")  # the tensors say it
-    if new:
-        raw.only("parallel_attn", True)
-    return plain_gpt(
-        raw,
-        hidden,
-        heads,
-        (11, 11, None),
-        num_layers=raw.layers("num_hidden_layers", "n_layer"),
-        num_kv_heads=groups,
-        ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),
-        max_positions=raw.size("max_position_embeddings", default=2048),
-        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
-        activation=raw.activation("activation", "gelu"),
-        attention_bias=bias,
-        mlp_bias=bias,
-        parallel_residual=raw.flag("parallel_attn", True) or None,
-        **positions,
     )

@@ -200,7 +200,9 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def unsupported_reasons(config: object, layers: Iterable[LayerWeights]) -> list[str]:
+def unsupported_reasons(
+    config: object, layers: Iterable[LayerWeights], tp_size: int = 1
+) -> list[str]:
     """Why the model's decode steps cannot go through a DecodeStep; empty where they can.
 
     Rows with IA3 do not; see RowStart.general.
@@ -212,6 +214,8 @@ def unsupported_reasons(config: object, layers: Iterable[LayerWeights]) -> list[
     if isinstance(config, GPTConfig):
         if config.num_experts:
             found.append("layers choose among experts")
+        if config.joint_qk_norm and tp_size > 1:
+            found.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):
             found.append("rotary positions depend on a row's length")
     if any(each.adapter is not None for layer in layers for each in layer.sublayers):

@@ -64,8 +64,10 @@ class GPTWeightLoader(WeightLoader):
 
     def _layer(self, layer: int) -> LayerWeights:
         config, stem, mlp = self.config, "layers.*.attention", "layers.*.mlp"
-        input_norm = self._norm("layers.*.input_layernorm", layer)
-        post_attention = self._norm("layers.*.post_attention_layernorm", layer)
+        input_norm = post_attention = None
+        if config.norm_placement != "branch":
+            input_norm = self._norm("layers.*.input_layernorm", layer)
+            post_attention = self._norm("layers.*.post_attention_layernorm", layer)
         after = config.norm_placement == "post"
         width = config.local_size("q_size", self.parallelism.tp_size)
         attention = AttentionWeights(
@@ -111,8 +113,8 @@ class GPTWeightLoader(WeightLoader):
         )
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
-        sandwich = self.config.norm_placement == "sandwich"
-        return self._norm(f"{stem}.output_norm", layer) if sandwich else None
+        normed = self.config.norm_placement in ("sandwich", "branch")
+        return self._norm(f"{stem}.output_norm", layer) if normed else None
 
     def _mlp(self, name: str, layer: int, norm: Norm | None = None) -> MLPWeights:
         gate = None
@@ -122,7 +124,7 @@ class GPTWeightLoader(WeightLoader):
         down = self._linear(f"{name}.dense_4h_to_h", layer)
         return MLPWeights(in_proj=up, gate=gate, out_proj=down)
 
-    def _experts(self, layer: int, norm: Norm, count: int) -> Experts:
+    def _experts(self, layer: int, norm: Norm | None, count: int) -> Experts:
         config = self.config
         if self.quantization is not None:
             raise CheckpointError(
@@ -166,5 +168,7 @@ class GPTWeightLoader(WeightLoader):
             return None
         stem = "layers.*.attention"
         return HeadNorms(
-            self._norm(f"{stem}.query_norm", layer), self._norm(f"{stem}.key_norm", layer)
+            self._norm(f"{stem}.query_norm", layer),
+            self._norm(f"{stem}.key_norm", layer),
+            joint=bool(self.config.joint_qk_norm),
         )

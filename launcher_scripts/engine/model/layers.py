@@ -296,8 +296,17 @@ class SelfAttention(Attention):
         kernels = self.kernels
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
-        qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, kernels.norm)
+        joint = self.head_norms is not None and self.head_norms.joint
+        over_ranks = joint and self.communicator.tp_size > 1
+        norm = self._norm_over_ranks if over_ranks else kernels.norm
+        qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, norm)
         return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
+
+    def _norm_over_ranks(self, x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
+        """An RMS norm of rows of which each rank has a part; see Ops.norm."""
+        squares = self.communicator.tp_sum(x.float().square().sum(1, keepdim=True))
+        mean = squares / (x.shape[1] * self.communicator.tp_size)
+        return (x.float() * torch.rsqrt(mean + weights.eps) * weights.weight).to(dtype)
 
 
 class CrossAttention(Attention):

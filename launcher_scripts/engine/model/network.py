@@ -93,7 +93,9 @@ class Network:
         if weights.encoder is not None:
             self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
         self._readers = [layer.cross_attention for layer in layers if layer.cross_attention]
-        self.step_unsupported_reasons = unsupported_reasons(config, weights.decoder.layers.values())
+        self.step_unsupported_reasons = unsupported_reasons(
+            config, weights.decoder.layers.values(), communicator.tp_size
+        )
         self.step = self._decode_step()
         self.encode_unsupported_reasons: list[str] = []
         self.encode_step: EncodeStep | None = None
