@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.generate import machine
+from benchmarks.generate import machine, release
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.parallelism import Parallelism
@@ -109,6 +109,8 @@ def tokens_per_second(
         return sum(map(len, answers)) / (time.perf_counter() - start), answers
     finally:
         engine.close()
+        del engine
+        release()  # the next one needs the memory
 
 
 def ask(engine: Engine, rows: int, prompt: int, tokens: int) -> tuple[tuple[int, ...], ...]:
