@@ -54,11 +54,10 @@ class GPTConfig(AdapterSizes):
     kind over head_size; with joint_qk_norm, over all heads of a token together.
 
     norm_placement "sandwich" normalizes a branch's input and its output, "branch" its output alone.
-    With parallel_residual
-    attention and MLP read the same hidden states. zero_centered_norm: norms multiply by their
-    weight plus 1. Embeddings of tokens are multiplied by embedding_scale, scores q.k by
-    softmax_scale (head_size ** -0.5 where it is not said), logits by logits_scale before their bias
-    is added. A softcap c turns a score or a logit x to c * tanh(x / c).
+    With parallel_residual attention and MLP read the same hidden states. zero_centered_norm: norms
+    multiply by their weight plus 1. Embeddings of tokens are multiplied by embedding_scale, scores
+    q.k by softmax_scale (head_size ** -0.5 where it is not said), logits by logits_scale before
+    their bias is added. A softcap c turns a score or a logit x to c * tanh(x / c).
 
     A layer attends to the last sliding_window tokens, the token's own included, and to all if
     full_attention_layers names it (numbers with commas between; every layer has the window where it

@@ -207,8 +207,6 @@ def cohere2(raw: RawConfig) -> GPTConfig:
     """Command-R7B and Command-A: layers have a window, or queries and keys that do not turn."""
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % pattern == 0)
-    every = layer_list(range(raw.layers("num_hidden_layers")))
-    full = fields["full_attention_layers"] if fields else every
     for name, value in (
         ("order_of_interleaved_layers", "local_attn_first"),
         ("position_embedding_type", "rope_gptj"),
@@ -219,7 +217,13 @@ def cohere2(raw: RawConfig) -> GPTConfig:
     ):
         raw.only(name, value)
     raw.unused("layer_switch", "use_embedding_sharing")  # sliding_window_pattern and the tensors
-    return cohere(raw, unrotated_layers=full, **fields)
+    return cohere(raw, unrotated_layers=_unwindowed(raw, fields), **fields)
+
+
+def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
+    """The layers without a window, by the fields that `windows` gives."""
+    every = layer_list(range(raw.layers("num_hidden_layers")))
+    return fields["full_attention_layers"] if fields else every
 
 
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -296,15 +300,23 @@ def olmo(raw: RawConfig) -> GPTConfig:
     return _decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
 
 
-def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """OLMo 2 normalizes what its branches add, and all heads' queries and keys together."""
+def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """A Llama that normalizes what its branches add, not what they read."""
     return _decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-5),
         norm_placement="branch",
         qk_norm=True,
-        joint_qk_norm=True,
         mlp_bias=False,
+        **fields,
+    )
+
+
+def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """OLMo 2 normalizes all heads' queries and keys together."""
+    return _branch_norms(
+        raw,
+        joint_qk_norm=True,
         end_id=raw.token("eos_token_id", 50279),
         pad_id=raw.token("pad_token_id", 1),
         **fields,
@@ -342,15 +354,10 @@ def exaone4(raw: RawConfig) -> GPTConfig:
     else:
         layers = raw.layers("num_hidden_layers")
         fields = windows(raw, _exaone4_full(raw, layers))
-        every = layer_list(range(layers))
-        fields["unrotated_layers"] = fields["full_attention_layers"] if fields else every
-    return _decoder(
+        fields["unrotated_layers"] = _unwindowed(raw, fields)
+    return _branch_norms(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        norm_placement="branch",
-        qk_norm=True,
         attention_bias=False,
-        mlp_bias=False,
         start_id=raw.token("bos_token_id", 0),
         **fields,
     )
