@@ -42,7 +42,7 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 
 TIMEOUT = 300.0
 CONTEXT = 80
-BATCHES = (1, 8)
+BATCHES = (1, 8, 32)
 SOURCES = (60, 225)
 SUMS_PER_GRAPH = 32
 SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
@@ -173,7 +173,7 @@ def steps(
     settings = engine_settings(
         parallelism=Parallelism(tp_size),
         max_batch_size=max(BATCHES),
-        max_tokens=4096,
+        max_tokens=8192,
         enable_custom_all_reduce=custom,
     )
     prepare_process(settings, device)

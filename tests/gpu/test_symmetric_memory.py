@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 import torch
+from numpy import array_equal
+from numpy.linalg import norm
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import (
@@ -26,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 SIZES = [1, 3, 515, 4096, ONE_SHOT_BYTES // 4, ONE_SHOT_BYTES // 4 + 1, 1 << 20, BUFFER_BYTES // 4]
 ROUNDS = 50
+MOST_ROWS = 64
 
 
 def part(rank: int, size: int) -> torch.Tensor:
@@ -74,15 +78,22 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     weight = torch.randn(hidden, tp * inner, generator=generator) / 99
     bias = torch.randn(hidden, generator=generator).to(device)
     linear = Linear(weight.chunk(tp, 1)[rank].contiguous().to(device), bias)
-    norm = Norm("rmsnorm", torch.randn(hidden, generator=generator).to(device), None, 1e-5)
-    first = torch.randn(1, hidden, generator=generator).to(device)
+    rms_norm = Norm("rmsnorm", torch.randn(hidden, generator=generator).to(device), None, 1e-5)
+    first = torch.randn(MOST_ROWS, hidden, generator=generator).to(device)
 
-    def chain():
-        x = kernels.hidden(first, norm, torch.float32)
+    def chain(rows, dtype):
+        x = kernels.hidden(first[:rows], rms_norm, dtype)
+        own = replace(linear, weight=linear.weight.to(dtype))
         for _ in range(ROUNDS):
             part = x.operand[:, rank : rank + inner] / x.operand.norm()  # so that x cannot grow
-            x = kernels.accumulate_over_ranks(part, linear, x, norm, communicator)
-        return x
+            x = kernels.accumulate_over_ranks(part, own, x, rms_norm, communicator)
+        return x.exact
+
+    def chains():
+        return [
+            chain(1, torch.float32),
+            *(chain(rows, torch.bfloat16) for rows in (1, 3, MOST_ROWS)),
+        ]
 
     values = torch.randn(3, generator=torch.Generator().manual_seed(rank)).to(device)
     ids = torch.arange(3, device=device) + 3 * rank
@@ -90,16 +101,19 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     def best():
         return kernels.largest_of_ranks(values, ids, communicator)
 
-    found, expected = [chain().exact.cpu().numpy()], best().tolist()
+    def kept(made):
+        return [each.cpu().numpy() for each in made]
+
+    found, expected = [kept(chains())], best().tolist()
     communicator.use_peer_memory()
     assert communicator.peer_buffers is not None
-    chain(), best()
+    chains(), best()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        tokens, x = best(), chain()
+        tokens, made = best(), chains()
     for _ in range(3):
         graph.replay()
-        found.append(x.exact.cpu().numpy())
+        found.append(kept(made))
         assert tokens.tolist() == expected
     torch.cuda.synchronize()
     graph.reset()
@@ -127,12 +141,13 @@ def of_all_ranks(function, tp: int) -> dict:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_projections_through_peer_buffers(tp):
     found = of_all_ranks(accumulate_rank, tp)
-    want, *got = (torch.from_numpy(array) for array in found[0])
-    for sums in got:
-        assert (sums - want).norm() <= 1e-5 * want.norm()
+    want, *replayed = found[0]
+    for chains in replayed:
+        for got, right, error in zip(chains, want, (1e-5, 5e-3, 5e-3, 5e-3), strict=True):
+            assert norm(got - right) <= error * norm(right)
     for rank in range(1, tp):
-        for mine, theirs in zip(found[0][1:], found[rank][1:], strict=True):
-            assert (mine == theirs).all()
+        for mine, theirs in zip(replayed, found[rank][1:], strict=True):
+            assert all(map(array_equal, mine, theirs))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -414,6 +414,60 @@ def test_sums_through_peer_buffers(ranks, kind, dtype):
                 assert_for_norm(found, want, norm, dtype)
 
 
+class OneOfRanks(Communicator):
+    """A rank whose peers have sent what it waits for."""
+
+    def __init__(self, buffers: PeerBuffers):
+        super().__init__(Parallelism(buffers.ranks), buffers.rank)
+        self.buffers = buffers
+
+    @property
+    def peer_buffers(self):
+        return self.buffers
+
+    def receive_from(self, other: int, part: torch.Tensor) -> None:
+        """The next exchange's words of another rank, for its part [N, size] of a sum."""
+        rows, size = part.shape
+        shares = -(-size // peer_buffers.SHARE)
+        padded = torch.zeros(rows, shares * peer_buffers.SHARE, device=DEVICE)
+        padded[:, :size] = part
+        counts = self.buffers.exchanges[: rows * shares] + 1
+        number = counts.long().repeat_interleave(peer_buffers.SHARE)
+        words = number << 32 | padded.view(-1).view(torch.int32).long() & 0xFFFFFFFF
+        self.buffers.own[number % 2, other, torch.arange(len(words), device=DEVICE)] = words
+
+
+@pytest.mark.parametrize(("ranks", "rank", "kind"), [(2, 1, "layernorm"), (3, 0, "rmsnorm")])
+def test_sums_of_several_rows_through_peer_buffers(ranks, rank, kind):
+    """Exchange after exchange of other rows; each share of a lane counts its own. What is summed
+    goes onto hidden states, or is left alone."""
+    dtype, inner = DOT_TYPES[1], 48
+    own = OneOfRanks(make_peer_buffers(ranks, 512)[rank])
+    for rows, size, shares in ((3, 70, 6), (2, 130, 6), (4, 128, 8), (2, 40, 2)):
+        norm = make_norm(kind, size)
+        whole = make_linear(size, ranks * inner, None, rows != 4, dtype)
+        x, exact = random(rows, ranks * inner, dtype=dtype), random(rows, size)
+        onto, theirs = (side.hidden(exact, norm, dtype) for side in (fused, reference))
+        before = own.buffers.exchanges.clone()
+        parts = [part.contiguous() for part in x.chunk(ranks, 1)]
+        linears = [
+            Linear(weight.contiguous(), whole.bias) for weight in whole.weight.chunk(ranks, 1)
+        ]
+        products = list(map(reference.partial_product, parts, linears))
+        for other in {*range(ranks)} - {rank}:
+            own.receive_from(other, products[other])
+        if size == 40:
+            got = fused.product_over_ranks(parts[rank], linears[rank], own)
+            assert_close(got, sum(products), dtype)
+            continue
+        got = fused.accumulate_over_ranks(parts[rank], linears[rank], onto, norm, own)
+        want = reference.accumulate(x, whole, theirs, norm)
+        assert_close(got.exact, want.exact, dtype)
+        assert_for_norm(got, want, norm, dtype)
+        counted = (own.buffers.exchanges - before).tolist()
+        assert counted == [1] * shares + [0] * (512 - shares)
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_largest_through_peer_buffers(rank):
     """What the others sent is there already; of equal values the lowest rank's wins."""

@@ -162,13 +162,17 @@ def test_dot_rows(dtype, held, splits):
     assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
 
 
-def test_add_and_normalize():
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_add_and_normalize(ranks):
     vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
-    numbers = {"count": "i32", "size": "i32", "eps": "fp32"}
-    constants = {"PARTS": 4, "OFFSET": True, "NORM": 1, "STATS_PARTS": 64, "USE_PDL": True}
-    constants["BLOCK"] = 1024
-    assert compile_kernel(norm.add_and_normalize, pointers, numbers, constants)
+    pointers |= dict.fromkeys(("buffer", "addresses"), "i64") | {"exchanges": "i32"}
+    numbers = dict.fromkeys(("count", "size", "rank", "lane_words"), "i32") | {"eps": "fp32"}
+    constants = {"PARTS": 4, "RESIDUAL": True, "OFFSET": True, "NORM": 1}
+    constants |= {"STATS_PARTS": 0 if ranks else 64}
+    constants |= {"RANKS": ranks, "SHARE": 64, "USE_PDL": True, "BLOCK": 1024}
+    ptx = compile_kernel(norm.add_and_normalize, pointers, numbers, constants)
+    assert ("ld.volatile.global" in ptx) == (ranks > 0)
 
 
 def test_begin_rows():

@@ -24,7 +24,7 @@ from launcher_scripts.kernels.operands import PeerBuffers
 # Where a two-shot sum with its copy into the buffer overtakes a one-shot sum, which copies itself.
 ONE_SHOT_BYTES = 512 << 10
 BUFFER_BYTES = 8 << 20
-LANE_WORDS = 16384  # of a peer buffer: the widest row
+PEER_BUFFER_WORDS = 1 << 20  # of 8 bytes, for all ranks' parts of two exchanges
 WIDEST_ACCESS = 16  # bytes; the kernels want the tensor aligned as the buffer is
 
 
@@ -42,6 +42,11 @@ def choose_route(tensor: Tensor) -> Route:
     if tensor.dtype != torch.float32 or not 0 < size <= BUFFER_BYTES:
         return Route.PROCESS_GROUP
     return Route.ONE_SHOT if size <= ONE_SHOT_BYTES else Route.TWO_SHOT
+
+
+def lane_words(ranks: int) -> int:
+    """How many words a rank can send at a time: what it sends to so many ranks is bounded."""
+    return PEER_BUFFER_WORDS // (2 * ranks)
 
 
 def unsupported_reason(peers: Sequence[tuple[str, torch.device]]) -> str | None:
@@ -70,15 +75,13 @@ class SymmetricSums:
             BUFFER_BYTES // torch.float32.itemsize, dtype=torch.float32, device=device
         )
         self._handle = symmetric_memory.rendezvous(self._buffer, group)
-        ranks = group.size()
-        buffer = symmetric_memory.empty(
-            2 * ranks * LANE_WORDS, dtype=torch.int64, device=device
-        ).zero_()
+        lanes = (2, group.size(), lane_words(group.size()))
+        buffer = symmetric_memory.empty(lanes, dtype=torch.int64, device=device).zero_()
         self._buffer_handle = symmetric_memory.rendezvous(buffer, group)
         self.peer_buffers = PeerBuffers(
-            buffer.view(2, ranks, LANE_WORDS),
+            buffer,
             torch.tensor(self._buffer_handle.buffer_ptrs, dtype=torch.int64, device=device),
-            torch.zeros(LANE_WORDS, dtype=torch.int32, device=device),
+            torch.zeros(lanes[-1], dtype=torch.int32, device=device),
             group.rank(),
         )
         # No rank writes into a peer buffer before it is zeroed: the ranks agree on its use later.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.symmetric_memory import LANE_WORDS
+from launcher_scripts.engine.distributed.symmetric_memory import lane_words
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.graphs import Made
@@ -82,10 +82,11 @@ class FakeCommunicator(Communicator):
     def use_peer_memory(self) -> None:
         """As if all ranks could."""
         if self.tp_size > 1:
+            words = lane_words(self.tp_size)
             self.peer_buffers = PeerBuffers(
-                torch.empty(2, self.tp_size, LANE_WORDS, dtype=torch.int64, device=META),
+                torch.empty(2, self.tp_size, words, dtype=torch.int64, device=META),
                 torch.empty(self.tp_size, dtype=torch.int64, device=META),
-                torch.empty(LANE_WORDS, dtype=torch.int32, device=META),
+                torch.empty(words, dtype=torch.int32, device=META),
                 self.tp_rank,
             )
 

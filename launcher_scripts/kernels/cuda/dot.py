@@ -21,10 +21,9 @@ from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.hi_lo import dot_hi_lo, load_piece, split_hi_lo, splits
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
-from launcher_scripts.kernels.cuda.norm import add_parts
 from launcher_scripts.kernels.cuda.prefetch import BYTES, prefetch
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
-from launcher_scripts.kernels.operands import Hidden, Linear, Norm
+from launcher_scripts.kernels.operands import Hidden, Linear
 
 MOST_ROWS = 64
 SMALLEST_BATCH = 16  # the narrow side of a matrix product
@@ -208,18 +207,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     return parts
 
 
-def dot_add(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
-    """reference.accumulate for a few rows: parts of the product, then their sum and its norm."""
-    dtype = onto.operand.dtype
-    return add_parts(_parts(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
-
-
-def dot_partial(x: Tensor, linear: Linear) -> Tensor:
-    """reference.partial_product for a few rows."""
-    return _parts(x, linear).sum(0)
-
-
-def _parts(x: Tensor, linear: Linear) -> Tensor:
+def dot_summands(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
     out_size, in_size = linear.weight.shape
     tile = dot_tile("add", out_size, in_size, linear.quantization)

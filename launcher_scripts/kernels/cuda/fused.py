@@ -28,11 +28,10 @@ from launcher_scripts.kernels.cuda.decode_attention import (
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
     MOST_ROWS,
-    dot_add,
     dot_largest,
-    dot_partial,
     dot_parts,
     dot_product,
+    dot_summands,
     fits,
 )
 from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
@@ -67,6 +66,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Linear,
     Norm,
+    PeerBuffers,
     Ranks,
     RelativeBias,
     RowColumns,
@@ -284,12 +284,13 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
     """See reference.accumulate."""
+    dtype = onto.operand.dtype
     if fits(x):
-        return dot_add(x, linear, onto, norm_of_next)
+        return add_parts(dot_summands(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
     if x.shape[0] > 1 or not _has_expected(onto, norm_of_next):
         product = partial_product if x.shape[0] == 1 and linear.lora is not None else many_rows
         added = product(x, replace(linear, bias=None))
-        return add_parts(added[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
+        return add_parts(added[None], linear.bias, onto.exact, norm_of_next, dtype)
     return row_accumulate(x, linear, onto, norm_of_next)
 
 
@@ -307,16 +308,21 @@ def accumulate_over_ranks(
     x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
-    buffers = ranks.peer_buffers
-    if (
-        buffers is not None
-        and fits_buffers(x, linear, buffers)
-        and _has_expected(onto, norm_of_next)
-    ):
+    buffers = _buffers_for(x, linear, ranks)
+    if buffers is not None and x.shape[0] == 1 and _has_expected(onto, norm_of_next):
         send_product(x, linear, buffers)
         return receive_sum(linear.bias, onto, norm_of_next, buffers)
-    total = product_over_ranks(x, linear, ranks)
-    return add_parts(total[None], linear.bias, onto.exact, norm_of_next, onto.operand.dtype)
+    parts = _summands(x, linear) if buffers else product_over_ranks(x, linear, ranks)[None]
+    dtype = onto.operand.dtype
+    return add_parts(parts, linear.bias, onto.exact, norm_of_next, dtype, buffers)
+
+
+def _buffers_for(x: Tensor, linear: Linear, ranks: Ranks) -> PeerBuffers | None:
+    """The ranks' peer buffers, where linear(x) is summed through them."""
+    buffers = ranks.peer_buffers
+    if buffers is None or x.shape[0] > MOST_ROWS or not fits_buffers(x, linear, buffers):
+        return None
+    return buffers
 
 
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
@@ -335,8 +341,13 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
         row_product(Hidden(x, x), alone, out, "add", launch=pdl_options(x))
         return out
     if fits(x):
-        return dot_partial(x, alone)
+        return dot_summands(x, alone).sum(0)
     return reference.added_lora([logits(x, replace(alone, lora=None))], x, linear.lora)[0]
+
+
+def _summands(x: Tensor, linear: Linear) -> Tensor:
+    """partial_product(x, linear) in parts to be summed, float32 [P, N, out]."""
+    return dot_summands(x, linear) if fits(x) else partial_product(x, linear)[None]
 
 
 def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
@@ -345,6 +356,9 @@ def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
     """
     if x.shape[0] > MOST_ROWS and ranks.tp_size > 1:
         return ranks.tp_sum(many_rows(x, replace(linear, bias=None)))
+    buffers = _buffers_for(x, linear, ranks)
+    if buffers is not None:
+        return add_parts(_summands(x, linear), None, None, None, torch.float32, buffers).exact
     return ranks.tp_sum(partial_product(x, linear))
 
 

@@ -30,11 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.peer_words import SHARE, add_rank_sums
 from launcher_scripts.kernels.operands import (
     FoldedNorm,
     Hidden,
     Linear,
     Norm,
+    PeerBuffers,
 )
 from launcher_scripts.kernels.quantization import dequantized
 
@@ -213,7 +215,7 @@ def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.const
     tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def add_and_normalize(
     parts,
     offsets,
@@ -223,10 +225,18 @@ def add_and_normalize(
     exact,
     operand,
     row_stats,
+    buffer,
+    addresses,
+    exchanges,
+    rank,
+    lane_words,
     count,
     size,
     eps,
+    RANKS: tl.constexpr,
+    SHARE: tl.constexpr,
     PARTS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     STATS_PARTS: tl.constexpr,
@@ -235,7 +245,8 @@ def add_and_normalize(
 ):
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
     with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
-    this file's head describes, without the norm's bias; its statistics go to row_stats."""
+    this file's head describes, without the norm's bias; its statistics go to row_stats. With RANKS
+    the parts of all ranks are summed, through peer buffers."""
     if USE_PDL:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -252,10 +263,31 @@ def add_and_normalize(
     if USE_PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    values = tl.load(residual + row * size + columns, mask=inside, other=0.0) + added
+    values = added
+    if RESIDUAL:
+        values += tl.load(residual + row * size + columns, mask=inside, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         place = parts + (part * count + row) * size + columns
-        values += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if RANKS > 0:
+        values = add_rank_sums(
+            values,
+            total,
+            row,
+            columns,
+            inside,
+            size,
+            buffer,
+            addresses,
+            exchanges,
+            rank,
+            lane_words,
+            RANKS,
+            SHARE,
+        )
+    else:
+        values += total
     tl.store(exact + row * size + columns, values, mask=inside)
     if NORM > 0:
         values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
@@ -334,41 +366,52 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
 def add_parts(
     parts: Tensor,
     bias: Tensor | None,
-    onto: Tensor,
+    onto: Tensor | None,
     norm_of_next: Norm | None,
     dtype: torch.dtype,
+    buffers: PeerBuffers | None = None,
 ) -> Hidden:
     """onto [N, hidden] plus the sum of parts [P, N, hidden] and a bias, as a projection behind the
-    norm wants it in its type: normalized, but one row without the norm's bias."""
-    count, size = onto.shape
-    exact, operand = torch.empty_like(onto), torch.empty_like(onto, dtype=dtype)
+    norm wants it in its type: normalized, but one row without the norm's bias. With peer buffers
+    it is the sum of all ranks' parts."""
+    _, count, size = parts.shape
+    exact = torch.empty(count, size, device=parts.device)
+    operand = torch.empty_like(exact, dtype=dtype)
     code = norm_code(norm_of_next)
     prescaled = code > 0 and count == 1
     stats_parts = whole_row_parts(size) if prescaled else 0
-    row_stats = empty_stats(stats_parts, onto.device) if prescaled else None
-    gain = onto if norm_of_next is None else norm_of_next.weight
+    row_stats = empty_stats(stats_parts, exact.device) if prescaled else None
+    gain = exact if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
     columns_of_a_warp, most_warps = (128, 32) if count <= FEW_ROWS else (256, 16)
     launcher(add_and_normalize, (count,))(
         parts,
-        onto if bias is None else bias,
-        onto,
+        exact if bias is None else bias,
+        exact if onto is None else onto,
         gain,
         gain if shift is None else shift,
         exact,
         operand,
-        onto if row_stats is None else row_stats,
+        exact if row_stats is None else row_stats,
+        exact if buffers is None else buffers.own,
+        exact if buffers is None else buffers.addresses,
+        exact if buffers is None else buffers.exchanges,
+        0 if buffers is None else buffers.rank,
+        0 if buffers is None else buffers.lane_words,
         count,
         size,
         0.0 if norm_of_next is None else norm_of_next.eps,
+        RANKS=0 if buffers is None else buffers.ranks,
+        SHARE=SHARE,
         PARTS=parts.shape[0],
+        RESIDUAL=onto is not None,
         OFFSET=bias is not None,
         NORM=code,
         STATS_PARTS=stats_parts,
         BLOCK=block,
         num_warps=max(1, min(most_warps, block // columns_of_a_warp)),
-        **pdl_options(onto),
+        **pdl_options(exact),
     )
     return Hidden(exact, operand, row_stats)
 

@@ -33,10 +33,9 @@ from launcher_scripts.kernels.cuda.norm import (
     part_eps,
     prescale,
 )
+from launcher_scripts.kernels.cuda.peer_words import SHARE, missing, receive, send
 from launcher_scripts.kernels.cuda.tiles import row_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm, PeerBuffers
-
-SHARE = 64  # values that share a count of exchanges
 
 
 @triton.jit(do_not_specialize=["rank"], do_not_specialize_on_alignment=["adapters"])
@@ -95,18 +94,7 @@ def gemv_to_peers(
         USE_PDL,
     )
     value = add_delta(value * row_scale, up, inner, LORA)
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    word = (number.to(tl.int64) << 32) | bits
-    lane = ((number & 1) * RANKS + rank) * lane_words
-    for receiver in tl.static_range(RANKS):
-        buffer = tl.load(addresses + receiver).to(tl.pointer_type(tl.int64))
-        tl.store(buffer + lane + rows, word, mask=inside)
-
-
-@triton.jit
-def _missing(old, awaited):
-    """Whether words that are awaited are still of an old exchange."""
-    return tl.max(tl.where(awaited & old, 1, 0), None) > 0
+    send(value, number, inside, rows, addresses, rank, lane_words, RANKS)
 
 
 @triton.jit
@@ -152,10 +140,7 @@ def add_from_peers(
     lanes = tl.arange(0, LANES)[:, None]
     awaited = (lanes < RANKS) & inside[None, :]
     words = buffer + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
-    word = tl.load(words, mask=awaited, other=0, volatile=True)
-    while _missing((word >> 32) != number, awaited):
-        word = tl.load(words, mask=awaited, other=0, volatile=True)
-    value = word.to(tl.int32).to(tl.float32, bitcast=True)
+    value = receive(words, number, awaited)
     value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
     tl.store(exchanges + part, number)
     tl.store(exact + columns, value, mask=inside)
@@ -202,7 +187,7 @@ def exchange_best(
     words = buffer + (half + lanes) * lane_words + row * SHARE
     found = tl.load(words, mask=awaited, other=0, volatile=True)
     places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
-    while _missing((found >> 32 != number) | (places >> 32 != number), awaited):
+    while missing((found >> 32 != number) | (places >> 32 != number), awaited):
         found = tl.load(words, mask=awaited, other=0, volatile=True)
         places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
     value = tl.where(awaited, found.to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
@@ -212,8 +197,10 @@ def exchange_best(
 
 
 def fits_buffers(x: Tensor, linear: Linear, buffers: PeerBuffers) -> bool:
-    """Whether linear(x) goes through peer buffers: one row, which they can hold."""
-    return x.shape[0] == 1 and linear.weight.shape[0] <= buffers.lane_words
+    """Whether the buffers hold linear(x): rows begin with whole shares."""
+    out_size = linear.weight.shape[0]
+    shares = triton.cdiv(out_size, SHARE) * (x.shape[0] - 1)
+    return bool(shares * SHARE + out_size <= buffers.lane_words)
 
 
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
