@@ -38,7 +38,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.layers import Chunk
-from launcher_scripts.engine.model.model_weights import sublayers_of
+from launcher_scripts.engine.model.model_weights import Experts, ModelWeights, sublayers_of
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
@@ -66,7 +66,7 @@ T5_REQUESTS = (
     (128, (260, 440), 128),
 )
 PREFILL_TOKENS = 2048
-PREFILL_SHAPE = "5b"
+PREFILL_SHAPES = ("5b", "30b-a3b")
 QUANTIZED = ("5b", "20b", "8b-modern", "t5-3b")  # also with the weights of their layers in bytes
 MODELS = CONFIGS | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
 
@@ -122,12 +122,12 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
     weights = random_weights(config, quantization=quantization_in(name))
     runner = runner_over(weights, 128, 16384, report["kv_cache_dtype"])
     rows = [
-        gpt_row(name, report, runner, weights.bytes(), count, context)
+        gpt_row(name, report, runner, read_bytes(weights, count), count, context)
         for count, context in GPT_CASES
     ]
     rows += choice_rows(name, runner)
-    if name == PREFILL_SHAPE:
-        rows.append(prefill_row(name, runner, weights.bytes() // 2, report))
+    if name in PREFILL_SHAPES:
+        rows.append(prefill_row(name, runner, read_bytes(weights, 1) // 2, report))
     return rows
 
 
@@ -140,7 +140,19 @@ def step_rows(
     tokens = max(count * (context + STEPS + 1) for count, context in cases)
     runner = runner_over(weights, most, tokens, report["kv_cache_dtype"])
     for count, context in cases:
-        yield gpt_row(name, report, runner, weights.bytes(), count, context)
+        yield gpt_row(name, report, runner, read_bytes(weights, count), count, context)
+
+
+def read_bytes(weights: ModelWeights, rows: int) -> int:
+    """Of the weights, by a step of so many rows, which choose among experts at random."""
+    whole = weights.bytes()
+    for layer in weights.decoder.layers.values():
+        experts = layer.mlp
+        if isinstance(experts, Experts):
+            unread = (1 - experts.per_token / experts.count) ** rows
+            linears = (experts.in_proj, experts.gate, experts.out_proj)
+            whole -= int(unread * sum(_bytes(each.weight) for each in linears if each))
+    return whole
 
 
 def gpt_row(

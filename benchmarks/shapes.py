@@ -94,6 +94,20 @@ LLAMA_1B = replace(
     tied_embeddings=True,
 )
 
+# The sizes of Qwen3 30B A3B: of 128 experts a token goes through 8.
+QWEN3_30B_A3B = replace(
+    modern(Shape(2048, 48, 32).config()),
+    vocab_size=151936,
+    end_id=151936,
+    num_kv_heads=4,
+    head_size=128,
+    ffn_size=768,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    normalized_experts=True,
+)
+
 # The sizes of NeMo's GPT of 43 billion weights, but for its activation.
 GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
 GPT_175B = Shape(12288, 96, 96).config()  # of Brown et al. 2020
@@ -103,6 +117,7 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "1.3b-modern": modern(SHAPES["1.3b"].config()),
     "5b-modern": modern(SHAPES["5b"].config()),
     "8b-modern": LLAMA_8B,
+    "30b-a3b": QWEN3_30B_A3B,
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
 }

@@ -47,7 +47,7 @@ def step_ms(
     ]
     extent = _extent(context, source)
     starts = [
-        RowStart(slot, slot * extent + source, (1,), -1, request, source=(0,) * source)
+        RowStart(slot, slot * extent + source, (slot,), -1, request, source=(0,) * source)
         for slot, request in enumerate(requests)
     ]
     bounds = bucket_bounds(Bounds(context + STEPS, source, lora=bool(adapters)))

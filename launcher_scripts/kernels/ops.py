@@ -52,6 +52,21 @@ class Ops(Protocol):
 
     def mlp_up(self, x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
 
+    def route(
+        self, x: Tensor, router: Linear, per_token: int, *, normalized: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mixture(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        up: Linear,
+        gate: Linear | None,
+        down: Linear,
+        activation: str,
+    ) -> Tensor: ...
+
     def logits(self, x: Tensor, head: Linear) -> Tensor: ...
 
     def argmax(self, logits: Tensor) -> Tensor: ...
@@ -274,6 +289,10 @@ class Ops(Protocol):
         onto: Hidden,
         norm_of_next: Norm | None,
         ranks: Ranks,
+    ) -> Hidden: ...
+
+    def accumulate_parts(
+        self, parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
     ) -> Hidden: ...
 
     def largest(self, x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]: ...

@@ -42,6 +42,7 @@ process = reference_sampling.process
 sample = reference_sampling.sample
 
 EXACT_IDS = 1 << 24  # float32 holds every smaller integer; ids travel beside the logits
+FEW_TOKENS = 64  # that experts take all together
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_erf": functional.gelu,
@@ -144,6 +145,53 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     inner, *factors = products(normalized, (up,) if gate is None else (up, gate))
     hidden = ACTIVATIONS[activation](inner)
     return hidden * factors[0] if factors else hidden
+
+
+def route(x: Tensor, router: Linear, per_token: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+    """The experts of x [N, hidden] that the router scores best, int64 [N, per_token], and their
+    weights, float32 the same: of a softmax over all experts, divided by their sum if normalized.
+    """
+    weights, chosen = logits(x, router).softmax(-1).topk(per_token, -1)
+    return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights
+
+
+def mixture(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    up: Linear,
+    gate: Linear | None,
+    down: Linear,
+    activation: str,
+) -> Tensor:
+    """What experts add to x [N, hidden], in parts to be summed: float32 [P, N, hidden].
+
+    chosen, weights: as `route` gives them
+    up, gate, down: of all experts: weights [experts, out, in]; their norms are not looked at
+
+    Few tokens go through an expert together with those that did not choose it: products of other
+    shapes may round differently, and a token's result must not depend on the others.
+    """
+    total = torch.zeros(x.shape, device=x.device)
+    every = torch.arange(len(x), device=x.device)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        own_gate = None if gate is None else Linear(gate.weight[expert])
+        taken = every if len(x) <= FEW_TOKENS else tokens
+        inner = mlp_up(x[taken], Linear(up.weight[expert]), own_gate, activation)
+        result = project(inner, Linear(down.weight[expert])).float()
+        result = result[torch.isin(taken, tokens)] * weights[tokens, places, None]
+        total.index_add_(0, tokens, result)
+    return total[None]
+
+
+def accumulate_parts(
+    parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """Hidden states plus the sum of all ranks' parts [P, N, hidden], ready for a projection that
+    has the norm."""
+    exact = onto.exact + ranks.tp_sum(parts.sum(0))
+    return hidden(exact, norm_of_next, onto.operand.dtype)
 
 
 def added_lora(outs: list[Tensor], x: Tensor, chosen: RowLoRA | None) -> list[Tensor]:

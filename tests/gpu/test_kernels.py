@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernels.attention_checks import *  # noqa: F403
 from tests.kernels.beam_checks import *  # noqa: F403
+from tests.kernels.expert_checks import *  # noqa: F403
 from tests.kernels.kernel_checks import *  # noqa: F403
 from tests.kernels.lora_checks import *  # noqa: F403
 from tests.kernels.prompt_checks import *  # noqa: F403

@@ -401,7 +401,7 @@ def test_sums_through_peer_buffers(ranks, kind, dtype):
         for rank, weight in enumerate(whole.weight.chunk(ranks, 1)):
             linear = Linear(weight.contiguous(), whole.bias)
             part = x[:, rank * size[0] : (rank + 1) * size[0]].contiguous()
-            assert peer_buffers.fits_buffers(part, linear, buffers[rank])
+            assert peer_buffers.fits_buffers(1, size[1], buffers[rank])
             peer_buffers.send_product(part, linear, buffers[rank])
         got = [peer_buffers.receive_sum(whole.bias, mine, norm, buffer) for buffer in buffers]
         want = reference.accumulate(x, whole, theirs, norm)

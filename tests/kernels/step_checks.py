@@ -71,6 +71,8 @@ MODELS = {
         "sliding_window": 20,
         "full_attention_layers": "1",
     },
+    "qwen3_moe": {**RMS, "qk_norm": True, "num_experts": 5, "experts_per_token": 2},
+    "qwen2_moe": {**RMS, "num_experts": 4, "experts_per_token": 3, "shared_expert_size": 24},
     "smollm3": {**RMS, "unrotated_layers": "1"},
     "gpt_neox": {"position_embedding": "rope", "rotary_percentage": 0.5, "parallel_residual": True},
     "lora": {**RMS, "parts": lora("attention.query_key_value", "mlp.dense_h_to_4h_2")},

@@ -212,8 +212,6 @@ def unsupported_reasons(
     if placement == "post" or (placement != "pre" and not isinstance(config, GPTConfig)):
         found.append("norms follow the branches or the sums")
     if isinstance(config, GPTConfig):
-        if config.num_experts:
-            found.append("layers choose among experts")
         if config.joint_qk_norm and tp_size > 1:
             found.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):

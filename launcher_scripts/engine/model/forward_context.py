@@ -123,7 +123,6 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
     longest: int
     positions: Tensor
     source: SourceRows | None
-    few = True
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
         return self.attend_stored(layer.store(x, self.slots, self), layer)

@@ -104,10 +104,8 @@ class ForwardContext(ABC, Generic[Stream]):
     rotary:    of the new tokens' positions; of a StepContext, of all positions
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
     lora_adapters: int64 [N], each token's LoRA adapter, NO_TASK: none; None where no token has one
-    few:       whether they are the tokens of a decode step (see mixture)
     """
 
-    few = False
     rotary: RotaryTables = (None, None)
     ia3_tasks: Tensor | None = None
     lora_adapters: Tensor | None = None
@@ -159,7 +157,7 @@ class Sublayer(ABC):
         self.in_proj = self.kernels.prepare(self.in_proj)
 
     @abstractmethod
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+    def branch(self, x: Given, context: ForwardContext[Given], /) -> Tensor:
         """What out_proj reads: [N, its inputs]."""
 
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
@@ -213,11 +211,7 @@ class Sublayer(ABC):
         return self.kernels.norm(out, adapter.norm_after, out.dtype)
 
     def accumulate(
-        self,
-        inner: Tensor,
-        x: Hidden,
-        norm_of_next: Norm | None,
-        adapters: Tensor | None,
+        self, inner: Tensor, x: Hidden, norm_of_next: Norm | None, adapters: Tensor | None, /
     ) -> Hidden:
         """Hidden states x plus out_proj(inner), in the form that norm_of_next asks for."""
         kernels, linear = self.kernels, self.output_projection(adapters)
@@ -371,14 +365,28 @@ class MixtureOfExperts(MLP):
         super().__init__(weights, kernels, communicator, activation)
         self.experts = weights
 
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
-        """What this rank's parts of the experts add: float32 [N, hidden]."""
+    def prepare(self) -> None:
+        """Nothing: the norm of experts is a kernel of its own."""
+
+    def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
+        """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
+        return mixture(self.kernels, self._normalized(x), self.experts, self.activation)
+
+    def _normalized(self, x: Tensor | Hidden) -> Tensor:
         if isinstance(x, Hidden):
-            raise ValueError("a fused step cannot choose among experts")
-        return mixture(self.kernels, x, self.experts, self.activation, few=context.few)
+            if x.row_stats is None:
+                return x.operand
+            x = x.exact
+        norm, dtype = self.input_norm, self.in_proj.dtype
+        return x.to(dtype) if norm is None else self.kernels.norm(x, norm, dtype)
 
     def add(self, inner: Tensor, residual: Tensor, _adapters: Tensor | None, /) -> Tensor:
-        return residual + self.communicator.tp_sum(inner)
+        return residual + self.communicator.tp_sum(inner.sum(0))
+
+    def accumulate(
+        self, inner: Tensor, x: Hidden, norm_of_next: Norm | None, _adapters: Tensor | None, /
+    ) -> Hidden:
+        return self.kernels.accumulate_parts(inner, x, norm_of_next, self.communicator)
 
 
 class ParallelSublayers:

@@ -108,7 +108,6 @@ class Network:
             self._encoder is None
             and not self._rotates_by_row
             and config.head_size <= WIDEST_PROMPT_HEAD
-            and not config.num_experts
         )
 
     def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:

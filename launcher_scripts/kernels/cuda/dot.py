@@ -40,41 +40,40 @@ def _prefetch_pieces(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _dot(
-    x,
+def add_pieces(
+    inputs,
+    given,
     starts,
     held,
     first,
     last,
-    count,
     IN: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """float32 [ROWS, BATCH]: rows of the weight times the rows of x, over columns first..last-1;
-    scales are not applied. A weight of e4m3 takes the type of x, which holds its numbers.
+    """float32 [ROWS, BATCH]: rows of a weight times rows of inputs, over columns first..last-1;
+    scales are not applied. A weight of e4m3 takes the type of the inputs, which holds its numbers.
 
-    starts, held: [ROWS, 1], where the weight's rows start, and which there are
+    inputs, given: [1, BATCH], where the inputs' rows start, and which there are
+    starts, held: [ROWS, 1], the same of the weight's
     """
     columns = tl.arange(0, BLOCK)
-    batch = tl.arange(0, BATCH)
     product = tl.zeros([ROWS, BATCH], tl.float32)
     weights = starts + columns[None, :]
-    places = x + batch[None, :] * IN + columns[:, None]
+    places = inputs + columns[:, None]
     for column in tl.range(first, last, BLOCK):
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
-        inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
-        piece = tl.load(places + column, mask=inside, other=0.0)
+        piece = tl.load(places + column, mask=given & (column + columns < IN)[:, None], other=0.0)
         if tile.dtype == tl.float8e4nv:
-            tile = tile.to(tl.float32).to(x.dtype.element_ty)  # twice as fast as at once
+            tile = tile.to(tl.float32).to(inputs.dtype.element_ty)  # twice as fast as at once
         product = tl.dot(tile, piece, product, input_precision="ieee")
     return product
 
 
 @triton.jit
-def _halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
+def halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
     """The first and the second half of the rows."""
     return tl.split(tl.permute(tl.reshape(product, [2, ROWS // 2, BATCH]), [1, 2, 0]))
 
@@ -143,9 +142,10 @@ def dot_rows(
     if x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     else:
-        value = _dot(x, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+        inputs, given = x + batch[None, :] * IN, (batch < count)[None, :]
+        value = add_pieces(inputs, given, starts, held, first, last, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
-        value, gate = _halves(value, ROWS, BATCH)
+        value, gate = halves(value, ROWS, BATCH)
     value *= scales_of(scales, weight, rows, OUT)[:, None]
     if OFFSET:
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
@@ -207,10 +207,10 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
     return parts
 
 
-def dot_summands(x: Tensor, linear: Linear) -> Tensor:
+def dot_summands(x: Tensor, linear: Linear, kind: str = "add") -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
     out_size, in_size = linear.weight.shape
-    tile = dot_tile("add", out_size, in_size, linear.quantization)
+    tile = dot_tile(kind, out_size, in_size, linear.quantization)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts

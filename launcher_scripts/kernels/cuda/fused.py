@@ -36,6 +36,8 @@ from launcher_scripts.kernels.cuda.dot import (
 )
 from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
 from launcher_scripts.kernels.cuda.embedding import embed as embed
+from launcher_scripts.kernels.cuda.experts import mixture as mixture
+from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
 from launcher_scripts.kernels.cuda.many_rows import (
@@ -129,6 +131,18 @@ def logits(x: Tensor, head: Linear) -> Tensor:
         return functional.linear(normalized.float(), head.weight.float(), bias)
     out = torch.mm(normalized, head.weight.t(), out_dtype=torch.float32)
     return out if head.bias is None else out + head.bias
+
+
+def route(x: Tensor, router: Linear, per_token: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+    """See reference.route."""
+    if fits(x):
+        scores = dot_summands(x, router, "router")
+    elif x.shape[0] == 1:
+        scores = torch.empty(1, 1, router.weight.shape[0], device=x.device)
+        row_product(Hidden(x, x), router, scores[0], "plain", launch=pdl_options(x))
+    else:
+        scores = logits(x, router)[None]
+    return pick_experts(scores, per_token, normalized)
 
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
@@ -308,7 +322,7 @@ def accumulate_over_ranks(
     x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
-    buffers = _buffers_for(x, linear, ranks)
+    buffers = _buffers_for(x.shape[0], linear.weight.shape[0], ranks)
     if buffers is not None and x.shape[0] == 1 and _has_expected(onto, norm_of_next):
         send_product(x, linear, buffers)
         return receive_sum(linear.bias, onto, norm_of_next, buffers)
@@ -317,10 +331,22 @@ def accumulate_over_ranks(
     return add_parts(parts, linear.bias, onto.exact, norm_of_next, dtype, buffers)
 
 
-def _buffers_for(x: Tensor, linear: Linear, ranks: Ranks) -> PeerBuffers | None:
-    """The ranks' peer buffers, where linear(x) is summed through them."""
+def accumulate_parts(
+    parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+) -> Hidden:
+    """See reference.accumulate_parts. Ranks add many rows up in the compute type."""
+    rows, size = onto.exact.shape
+    dtype, buffers = onto.operand.dtype, _buffers_for(rows, size, ranks)
+    if ranks.tp_size > 1 and buffers is None:
+        total = parts.sum(0)
+        parts = ranks.tp_sum(total.to(dtype) if rows > MOST_ROWS else total)[None]
+    return add_parts(parts, None, onto.exact, norm_of_next, dtype, buffers)
+
+
+def _buffers_for(rows: int, size: int, ranks: Ranks) -> PeerBuffers | None:
+    """The ranks' peer buffers, where sums [rows, size] go through them."""
     buffers = ranks.peer_buffers
-    if buffers is None or x.shape[0] > MOST_ROWS or not fits_buffers(x, linear, buffers):
+    if buffers is None or rows > MOST_ROWS or not fits_buffers(rows, size, buffers):
         return None
     return buffers
 
@@ -356,7 +382,7 @@ def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
     """
     if x.shape[0] > MOST_ROWS and ranks.tp_size > 1:
         return ranks.tp_sum(many_rows(x, replace(linear, bias=None)))
-    buffers = _buffers_for(x, linear, ranks)
+    buffers = _buffers_for(x.shape[0], linear.weight.shape[0], ranks)
     if buffers is not None:
         return add_parts(_summands(x, linear), None, None, None, torch.float32, buffers).exact
     return ranks.tp_sum(partial_product(x, linear))

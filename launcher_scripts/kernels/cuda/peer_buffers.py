@@ -196,11 +196,10 @@ def exchange_best(
     tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))
 
 
-def fits_buffers(x: Tensor, linear: Linear, buffers: PeerBuffers) -> bool:
-    """Whether the buffers hold linear(x): rows begin with whole shares."""
-    out_size = linear.weight.shape[0]
-    shares = triton.cdiv(out_size, SHARE) * (x.shape[0] - 1)
-    return bool(shares * SHARE + out_size <= buffers.lane_words)
+def fits_buffers(rows: int, size: int, buffers: PeerBuffers) -> bool:
+    """Whether the buffers hold sums [rows, size]: rows begin with whole shares."""
+    shares = triton.cdiv(size, SHARE) * (rows - 1)
+    return bool(shares * SHARE + size <= buffers.lane_words)
 
 
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:

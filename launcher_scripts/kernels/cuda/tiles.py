@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from launcher_scripts.common.quantization import Quantization
 
 TABLE = Path(__file__).with_name("tiles.json")
+SPLITS = {"add": 4, "router": 8}  # programs that share a product's columns; of other kinds 1
 PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
 
 
@@ -55,12 +56,12 @@ class DotTile(NamedTuple):
 def dot_tile(
     kind: str, out_size: int, in_size: int, quantization: Quantization | None = None
 ) -> DotTile:
-    """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated
+    """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated, router
     or largest; quantization: the weight's."""
     found = _known("dot_products", kind, out_size, in_size, quantization)
     if found:
         return DotTile(*found)
-    return DotTile(64, 256 if quantization else 128, 4, 4, 4 if kind == "add" else 1)
+    return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 
 @cache

@@ -1,0 +1,89 @@
+"""Mixtures of experts through kernels equal the reference.
+
+Run as kernel_checks.py is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.cuda import experts, fused
+from launcher_scripts.kernels.operands import Linear
+from tests.kernels.kernel_checks import (
+    DOT_TYPES,
+    INTERPRETED,
+    EqualRanks,
+    assert_close,
+    assert_for_norm,
+    make_linear,
+    make_norm,
+    pytestmark,  # noqa: F401 - pytest reads it
+    random,
+    seeded,  # noqa: F401 - pytest uses it
+)
+
+HIDDEN, FFN = (40, 24) if INTERPRETED else (1000, 344)
+MANY = 70 if INTERPRETED else 1500
+
+
+def make_experts(count: int, gated: bool, dtype: torch.dtype) -> tuple:
+    """The weights of up, gate and down, of all experts."""
+    up, gate, down = (
+        Linear(torch.stack([make_linear(*size, None, False, dtype).weight for _ in range(count)]))
+        for size in ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
+    )
+    return up, gate if gated else None, down
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize("rows", [1, 3, MANY])
+def test_route(rows, dtype):
+    """Of equal scores the first expert's is taken first."""
+    x, router = random(rows, HIDDEN, dtype=dtype), make_linear(5, HIDDEN, None, False, dtype)
+    for per_token, normalized in ((1, True), (2, False), (3, True)):
+        got, want = (
+            side.route(x, router, per_token, normalized=normalized) for side in (fused, reference)
+        )
+        assert got[0].tolist() == want[0].tolist()
+        assert_close(got[1], want[1], torch.float32 if dtype == torch.float32 else dtype)
+    router.weight[3] = router.weight[1] = 10 * x[0] / x[0].norm()
+    assert fused.route(x, router, 2, normalized=True)[0][0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(
+    ("rows", "count", "per_token"), [(1, 7, 3), (3, 5, 2), (17, 4, 1), (MANY, 5, 3)]
+)
+def test_mixture(rows, count, per_token, dtype):
+    """Few tokens' experts have a block each, many tokens' as many as they need; some have none."""
+    gated = count != 4
+    mlps, x = make_experts(count, gated, dtype), random(rows, HIDDEN, dtype=dtype)
+    weights, chosen = random(rows, count - 1).softmax(-1).topk(per_token, -1)
+    got, want = (
+        side.mixture(x, chosen + 1, weights, *mlps, "silu").sum(0) for side in (fused, reference)
+    )
+    assert_close(got, want, dtype)
+
+
+def test_many_tokens_are_taken_in_pieces(monkeypatch):
+    monkeypatch.setattr(experts, "MOST_TOKENS", 30)
+    mlps, x = make_experts(4, True, torch.float32), random(70, HIDDEN)
+    weights, chosen = random(70, 4).softmax(-1).topk(2, -1)
+    got, want = (
+        side.mixture(x, chosen, weights, *mlps, "silu").sum(0) for side in (fused, reference)
+    )
+    assert_close(got, want, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 3, MANY])
+def test_accumulate_parts(rows):
+    norm, dtype = make_norm("rmsnorm", HIDDEN), torch.float32
+    parts, exact = random(3, rows, HIDDEN), random(rows, HIDDEN)
+    got, want = (
+        side.accumulate_parts(parts, side.hidden(exact, norm, dtype), norm, EqualRanks())
+        for side in (fused, reference)
+    )
+    assert_close(got.exact, want.exact, dtype)
+    assert_for_norm(got, want, norm, dtype)
