@@ -67,7 +67,13 @@ T5_REQUESTS = (
 )
 PREFILL_TOKENS = 2048
 PREFILL_SHAPES = ("5b", "30b-a3b")
-QUANTIZED = ("5b", "20b", "8b-modern", "t5-3b")  # also with the weights of their layers in bytes
+QUANTIZED = (
+    "5b",
+    "20b",
+    "8b-modern",
+    "30b-a3b",
+    "t5-3b",
+)  # also with the weights of their layers in bytes
 MODELS = CONFIGS | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
 
 

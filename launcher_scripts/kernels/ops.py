@@ -96,6 +96,7 @@ class Ops(Protocol):
         rotary: Rotary | None,
         slots: Tensor,
         cache: LayerCache,
+        norms: HeadNorms | None = None,
     ) -> Tensor: ...
 
     # Attention

@@ -167,7 +167,8 @@ def mixture(
     """What experts add to x [N, hidden], in parts to be summed: float32 [P, N, hidden].
 
     chosen, weights: as `route` gives them
-    up, gate, down: of all experts: weights [experts, out, in]; their norms are not looked at
+    up, gate, down: of all experts: weights [experts, out, in], and scales [experts, out] of those
+                    in bytes; norms are not looked at
 
     Few tokens go through an expert together with those that did not choose it: products of other
     shapes may round differently, and a token's result must not depend on the others.
@@ -176,13 +177,19 @@ def mixture(
     every = torch.arange(len(x), device=x.device)
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        own_gate = None if gate is None else Linear(gate.weight[expert])
+        own_gate = None if gate is None else _expert(gate, expert)
         taken = every if len(x) <= FEW_TOKENS else tokens
-        inner = mlp_up(x[taken], Linear(up.weight[expert]), own_gate, activation)
-        result = project(inner, Linear(down.weight[expert])).float()
+        inner = mlp_up(x[taken], _expert(up, expert), own_gate, activation)
+        result = project(inner, _expert(down, expert)).float()
         result = result[torch.isin(taken, tokens)] * weights[tokens, places, None]
         total.index_add_(0, tokens, result)
     return total[None]
+
+
+def _expert(linear: Linear, expert: int) -> Linear:
+    """One expert's part of a linear of all, without its norm."""
+    scale = None if linear.scale is None else linear.scale[expert]
+    return replace(linear, weight=linear.weight[expert], scale=scale, norm=None)
 
 
 def accumulate_parts(
@@ -293,13 +300,16 @@ def store_kv(
     rotary: tuple[Tensor, Tensor] | None,
     slots: Tensor,
     cache: LayerCache,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache tokens slots [N].
+    """Normalize and rotate queries and keys of qkv [N, q + k + v]; put keys and values at cache
+    tokens slots [N].
 
     Rotary positions rotate the first dimensions of a head by halves (Su et al. 2021, in the form of
     GPT-NeoX). The cache may have another type than qkv; see quantization.saturated. Returns the
     queries [N, heads, head_size].
     """
+    qkv = norm_heads(qkv, heads, norms, norm)
     tokens = qkv.shape[0]
     split = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
     parts: tuple[Tensor, ...] = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
@@ -366,8 +376,8 @@ def attend_own(
 
     norms: of every head's queries and keys, before they are rotated
     """
-    qkv = norm_heads(project_hidden(x, linear), heads, norms, norm)
-    query = store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
+    qkv, slots = project_hidden(x, linear), rows.starts + rows.positions
+    query = store_kv(qkv, heads, rows.rotary(rotary), slots, cache, norms)
     return decode_attention(
         query,
         cache,

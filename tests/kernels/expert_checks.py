@@ -5,12 +5,16 @@ Run as kernel_checks.py is.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import experts, fused
 from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.quantization import quantized
 from tests.kernels.kernel_checks import (
     DOT_TYPES,
     INTERPRETED,
@@ -65,6 +69,28 @@ def test_mixture(rows, count, per_token, dtype):
         side.mixture(x, chosen + 1, weights, *mlps, "silu").sum(0) for side in (fused, reference)
     )
     assert_close(got, want, dtype)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("rows", [3, MANY])
+def test_mixture_of_bytes(rows, quantization):
+    dtype = DOT_TYPES[1]
+    mlps, x = make_experts(4, True, torch.float32), random(rows, HIDDEN, dtype=dtype)
+    mlps = [in_bytes(each, dtype, quantization) for each in mlps]
+    weights, chosen = random(rows, 4).softmax(-1).topk(2, -1)
+    got, want = (
+        side.mixture(x, chosen, weights, *mlps, "silu").sum(0) for side in (fused, reference)
+    )
+    assert_close(got, want, dtype)
+
+
+def in_bytes(linear: Linear, dtype: torch.dtype, quantization: str) -> Linear:
+    """Every expert's weight quantized alone."""
+    parts = [quantized(Linear(weight), dtype, quantization) for weight in linear.weight]
+    weight, scale = (
+        torch.stack([getattr(part, name) for part in parts]) for name in ("weight", "scale")
+    )
+    return replace(parts[0], weight=weight, scale=scale)
 
 
 def test_many_tokens_are_taken_in_pieces(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buf
 from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
+    HeadNorms,
     Heads,
     Hidden,
     LayerCache,
@@ -180,21 +182,24 @@ def test_argmax_takes_the_first_of_equal_ones(vocab):
     assert got[:2].tolist() == [1, vocab - 1]
 
 
-@pytest.mark.parametrize("rotary_size", [0, 4, 12])
+@pytest.mark.parametrize(
+    ("rotary_size", "norm"), [(0, None), (4, None), (12, None), (4, "rmsnorm"), (12, "layernorm")]
+)
 @pytest.mark.parametrize("kept", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_store_kv(dtype, kept, rotary_size):
+def test_store_kv(dtype, kept, rotary_size, norm):
     heads, tokens = Heads(4, 2, 12), 3
     qkv = random(tokens, 8 * 12, dtype=dtype)
     qkv[:, ::5] *= 300  # more than e4m3 holds
     slots = torch.tensor([5, 0, 3], device=DEVICE)
+    norms = norm and HeadNorms(make_norm(norm, 12), replace(make_norm(norm, 12), eps=0.5))
     rotary = None
     if rotary_size:
         frequencies = 10.0 ** -torch.arange(rotary_size // 2, device=DEVICE).float()
         rotary = reference.rotary_table(torch.tensor([2, 9, 4], device=DEVICE), frequencies)
     caches = [poisoned_cache(heads, 7, kept or dtype) for _ in range(2)]
     queries = [
-        kernels.store_kv(qkv, heads, rotary, slots, cache)
+        kernels.store_kv(qkv, heads, rotary, slots, cache, norms)
         for kernels, cache in zip((fused, reference), caches, strict=True)
     ]
     assert_close(queries[0], queries[1], dtype)

@@ -290,9 +290,13 @@ def test_normalize(kind):
 @pytest.mark.parametrize(("dtype", "kept"), CACHES)
 def test_rotate_and_store(dtype, kept, half):
     pointers = dict.fromkeys(("qkv", "query"), dtype) | dict.fromkeys(("keys", "values"), kept)
-    pointers |= {"slots": "i64", "cosines": "fp32", "sines": "fp32"}
+    vectors = ("cosines", "sines", "query_gain", "key_gain", "query_bias", "key_bias")
+    pointers |= dict.fromkeys(("slots", "positions"), "i64") | dict.fromkeys(vectors, "fp32")
+    numbers = {"pool_tokens": "i32", "query_eps": "fp32", "key_eps": "fp32"}
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
-    assert compile_kernel(rotary.rotate_and_store, pointers, {"pool_tokens": "i32"}, constants)
+    for step in (False, True):
+        flags = {"NORM": int(step), "STEP": step, "USE_PDL": step}
+        assert compile_kernel(rotary.rotate_and_store, pointers, numbers, constants | flags)
 
 
 @pytest.mark.parametrize(("splits", "relative"), [(1, True), (4, False)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.engine.model.model_weights import (
     AttentionWeights,
     Embedding,
@@ -126,35 +126,27 @@ class GPTWeightLoader(WeightLoader):
 
     def _experts(self, layer: int, norm: Norm | None, count: int) -> Experts:
         config = self.config
-        if self.quantization is not None:
-            raise CheckpointError(
-                problem(
-                    "the weights of a model with experts cannot be quantized",
-                    got=self.quantization,
-                    change="int8_mode or quantization in config.pbtxt",
-                )
-            )
 
         def stacked(name: str, norm: Norm | None = None) -> Linear:
-            parts = (
-                self._whole(f"layers.*.mlp.experts.{expert}.{name}", layer).weight
-                for expert in range(count)
-            )
+            stem = "layers.*.mlp.experts"
+            parts = (self._linear(f"{stem}.{each}.{name}", layer) for each in range(count))
             first = next(parts)
-            whole = first.new_empty(count, *first.shape)
-            whole[0] = first
-            for expert, part in enumerate(parts, start=1):
-                whole[expert] = part
-            return Linear(whole, norm=norm)
+            weight = first.weight.new_empty(count, *first.weight.shape)
+            scale = None if first.scale is None else first.scale.new_empty(count, len(first.scale))
+            for expert, part in enumerate(itertools.chain([first], parts)):
+                weight[expert] = part.weight
+                if scale is not None and part.scale is not None:
+                    scale[expert] = part.scale
+            return replace(first, weight=weight, scale=scale, norm=norm)
 
         shared = None
         if config.shared_expert_size is not None:
             scale = None
             if config.shared_expert_gate is not False:
-                scale = self._linear("layers.*.mlp.shared_expert_gate", layer)
+                scale = self._unquantized("layers.*.mlp.shared_expert_gate", layer)
             shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale)
         return Experts(
-            router=self._linear("layers.*.mlp.router", layer),
+            router=self._unquantized("layers.*.mlp.router", layer),
             in_proj=stacked("dense_h_to_4h", norm),
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
             out_proj=stacked("dense_4h_to_h"),

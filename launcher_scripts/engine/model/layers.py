@@ -290,11 +290,10 @@ class SelfAttention(Attention):
         kernels = self.kernels
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
-        joint = self.head_norms is not None and self.head_norms.joint
-        over_ranks = joint and self.communicator.tp_size > 1
-        norm = self._norm_over_ranks if over_ranks else kernels.norm
-        qkv = kernels.norm_heads(qkv, self.heads, self.head_norms, norm)
-        return kernels.store_kv(qkv, self.heads, context.rotary[self.local], slots, self.cache)
+        heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.local]
+        if norms is not None and norms.joint and self.communicator.tp_size > 1:
+            qkv, norms = kernels.norm_heads(qkv, heads, norms, self._norm_over_ranks), None
+        return kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
 
     def _norm_over_ranks(self, x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
         """An RMS norm of rows of which each rank has a part; see Ops.norm."""

@@ -122,6 +122,11 @@ class WeightLoader(ABC):
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
         return self._stored(self._whole(name, layer, norm))
 
+    def _unquantized(self, name: str, layer: int) -> Linear:
+        """A small projection that decides much."""
+        linear = self._whole(name, layer)
+        return replace(linear, weight=linear.weight.to(self.dtype))
+
     def _stored(self, linear: Linear) -> Linear:
         """As the device keeps it."""
         if self.quantization is None:

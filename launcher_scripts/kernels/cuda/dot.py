@@ -54,7 +54,7 @@ def add_pieces(
     BATCH: tl.constexpr,
 ):
     """float32 [ROWS, BATCH]: rows of a weight times rows of inputs, over columns first..last-1;
-    scales are not applied. A weight of e4m3 takes the type of the inputs, which holds its numbers.
+    scales are not applied. A weight in bytes takes the type of the inputs, which holds its numbers.
 
     inputs, given: [1, BATCH], where the inputs' rows start, and which there are
     starts, held: [ROWS, 1], the same of the weight's
@@ -66,8 +66,8 @@ def add_pieces(
     for column in tl.range(first, last, BLOCK):
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
         piece = tl.load(places + column, mask=given & (column + columns < IN)[:, None], other=0.0)
-        if tile.dtype == tl.float8e4nv:
-            tile = tile.to(tl.float32).to(inputs.dtype.element_ty)  # twice as fast as at once
+        if tile.dtype != piece.dtype:
+            tile = tile.to(tl.float32).to(piece.dtype)  # twice as fast as at once
         product = tl.dot(tile, piece, product, input_precision="ieee")
     return product
 

@@ -18,6 +18,7 @@ from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS, SMALLEST_BATCH, add_pieces, halves
+from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.tiles import DotTile
 from launcher_scripts.kernels.operands import Linear
 
@@ -113,6 +114,8 @@ def expert_rows(
     x,
     weight,
     gate_weight,
+    scales,
+    gate_scales,
     factors,
     experts,
     choices,
@@ -156,10 +159,15 @@ def expert_rows(
     read = choice if DOWN else choice // PER_TOKEN
     inputs = x + tl.where(there, read, 0)[None, :] * IN
     value = add_pieces(inputs, there[None, :], starts, held, 0, IN, IN, even, ROWS, BLOCK, BATCH)
+    scaled = rows + expert * OUT
+    ends = (expert + 1) * OUT
     if GATED:
         value, gate = halves(value, ROWS, BATCH)
+        gate *= scales_of(gate_scales, gate_weight, scaled, ends)[:, None]
+        value *= scales_of(scales, weight, scaled, ends)[:, None]
         value = activate(value, ACTIVATION) * gate
     else:
+        value *= scales_of(scales, weight, scaled, ends)[:, None]
         value = activate(value, ACTIVATION)
     target = choice
     if DOWN:
@@ -236,14 +244,17 @@ def _launch(
     blocks, batch = choices.shape
     _, out_size, in_size = linear.weight.shape
     tile = FEW_TILE if count <= MOST_ROWS else MANY_TILE
-    width = linear.weight.element_size()
+    width = x.element_size()
     tile = tile._replace(block=tile.block * 2 // width)
-    tile = tile.fitting(batch * width // 2, width, traits_of(x.device).shared_bytes)
+    shared_bytes = traits_of(x.device).shared_bytes
+    tile = tile.fitting(batch * width // 2, linear.weight.element_size(), shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
     launcher(expert_rows, (triton.cdiv(out_size, own), blocks))(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
+        x if linear.scale is None else linear.scale,
+        x if gate is None or gate.scale is None else gate.scale,
         x if factors is None else factors,
         experts,
         choices,

@@ -160,9 +160,12 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def scales_of(scales, weight, rows, OUT: tl.constexpr):
-    """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes."""
+def scales_of(scales, weight, rows, out):
+    """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes.
+
+    out: how many rows there are
+    """
     found = tl.full(rows.shape, 1.0, tl.float32)
     if weight.dtype.element_ty.primitive_bitwidth == 8:
-        found = tl.load(scales + rows, mask=rows < OUT, other=0.0)
+        found = tl.load(scales + rows, mask=rows < out, other=0.0)
     return found

@@ -1,4 +1,4 @@
-"""Queries, keys and values: rotated by their positions, put in the cache."""
+"""Queries, keys and values: normalized, rotated by their positions, put in the cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
-from launcher_scripts.kernels.operands import Heads, LayerCache
+from launcher_scripts.kernels.cuda.norm import norm, norm_code
+from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache, StepRows
+from launcher_scripts.kernels.reference import norm_heads
 
 STORED_AT_ONCE = 2048  # numbers
+
+
+@triton.jit
+def _of_head(query_vector, key_vector, features, mask, is_query, default):
+    """Numbers of a head's norm, where the mask is."""
+    query = tl.load(query_vector + features, mask=mask & is_query, other=default)
+    key = tl.load(key_vector + features, mask=mask, other=default)
+    return tl.where(is_query, query, key)
 
 
 @triton.jit(do_not_specialize=["pool_tokens"])
@@ -21,41 +33,80 @@ def rotate_and_store(
     keys,
     values,
     slots,
+    positions,
     cosines,
     sines,
+    query_gain,
+    key_gain,
+    query_bias,
+    key_bias,
+    query_eps,
+    key_eps,
     pool_tokens,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STEP: tl.constexpr,
+    USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One program: AT_ONCE heads of one token, rotated where they are queries or keys, put in their
-    places."""
+    """One program: AT_ONCE heads of one token, normalized and rotated where they are queries or
+    keys, put in their places.
+
+    NORM is the code of the norms, 0 without any. With STEP a token's position says how far it is
+    behind its row's slot, and which cosines and sines are its own.
+    """
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     features = tl.arange(0, BLOCK)[None, :]
     held = (features < SIZE) & (head < HEADS + 2 * KV_HEADS)
     source = qkv + token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
+    slot = tl.load(slots + token).to(tl.int64)
+    turn = token.to(tl.int64)
+    if STEP:
+        turn = tl.load(positions + token)
+        slot += turn
     out = tl.load(source + features, mask=held, other=0.0).to(tl.float32)
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    mean = tl.zeros([AT_ONCE, 1], tl.float32)
+    scale = tl.full([AT_ONCE, 1], 1.0, tl.float32)
+    if NORM > 0:
+        normed = held & (is_query | is_key)
+        if NORM == 1:
+            mean = tl.sum(tl.where(normed, out, 0.0), 1)[:, None] / SIZE
+        centred = tl.where(normed, out - mean, 0.0)
+        eps = tl.where(is_query, query_eps, key_eps)
+        scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1)[:, None] / SIZE + eps)
+        value = centred * scale * _of_head(query_gain, key_gain, features, normed, is_query, 0.0)
+        if NORM == 1:
+            value += _of_head(query_bias, key_bias, features, normed, is_query, 0.0)
+        out = tl.where(normed, value, out)
     if HALF > 0:
-        rotates = (features < 2 * HALF) & (head < HEADS + KV_HEADS)
+        rotates = (features < 2 * HALF) & (is_query | is_key)
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
-        angle = token * HALF + tl.where(upper, features - HALF, features)
+        angle = turn * HALF + tl.where(upper, features - HALF, features)
         other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
+        if NORM > 0:
+            gain = _of_head(query_gain, key_gain, partner, rotates, is_query, 0.0)
+            other = (other - mean) * scale * gain
+        if NORM == 1:
+            other += _of_head(query_bias, key_bias, partner, rotates, is_query, 0.0)
         cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
         sine = tl.load(sines + angle, mask=rotates, other=0.0)
-        out = out * cosine + tl.where(upper, other, -other) * sine
-    asks = held & (head < HEADS)
+        out = tl.where(rotates, out * cosine + tl.where(upper, other, -other) * sine, out)
     target = query + token.to(tl.int64) * HEADS * SIZE + head * SIZE + features
-    tl.store(target, out.to(query.dtype.element_ty), mask=asks)
-    slot = tl.load(slots + token).to(tl.int64)
+    tl.store(target, out.to(query.dtype.element_ty), mask=held & is_query)
     pool_head = (head - HEADS) % KV_HEADS
     place = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
-    is_key = held & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(keys + place, kept(out, keys.dtype.element_ty), mask=is_key)
+    tl.store(keys + place, kept(out, keys.dtype.element_ty), mask=held & is_key)
     is_value = held & (head >= HEADS + KV_HEADS)
     tl.store(values + place, kept(out, values.dtype.element_ty), mask=is_value)
 
@@ -66,13 +117,43 @@ def store_kv(
     rotary: tuple[Tensor, Tensor] | None,
     slots: Tensor,
     cache: LayerCache,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.store_kv."""
+    return _store(qkv, heads, rotary, slots, None, cache, norms)
+
+
+def store_step(
+    qkv: Tensor,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    rows: StepRows,
+    cache: LayerCache,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """store_kv of a decode step's rows; rotary: of all positions."""
+    return _store(qkv, heads, rotary, rows.starts, rows.positions, cache, norms)
+
+
+def _store(
+    qkv: Tensor,
+    heads: Heads,
+    rotary: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    positions: Tensor | None,
+    cache: LayerCache,
+    norms: HeadNorms | None,
+) -> Tensor:
+    if norms is not None and norms.joint:
+        qkv, norms = norm_heads(qkv, heads, norms, norm), None
     tokens = qkv.shape[0]
     query = torch.empty(
         tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
     )
     cosines, sines = (qkv, qkv) if rotary is None else rotary
+    each = () if norms is None else (norms.query, norms.key)
+    gains = [own.weight for own in each] or [qkv, qkv]
+    biases = [qkv if own.bias is None else own.bias for own in each] or [qkv, qkv]
     block = triton.next_power_of_2(heads.head_size)
     total = heads.num_heads + 2 * heads.num_kv_heads
     at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
@@ -82,15 +163,22 @@ def store_kv(
         cache.keys,
         cache.values,
         slots,
+        slots if positions is None else positions,
         cosines,
         sines,
+        *gains,
+        *biases,
+        *([own.eps for own in each] or [0.0, 0.0]),
         cache.keys.shape[1],
         HEADS=heads.num_heads,
         KV_HEADS=heads.num_kv_heads,
         SIZE=heads.head_size,
         HALF=0 if rotary is None else cosines.shape[1],
+        NORM=norm_code(None if norms is None else norms.query),
+        STEP=positions is not None,
         BLOCK=block,
         AT_ONCE=at_once,
         num_warps=max(1, min(4, at_once * block // 256)),
+        **(NO_PDL if positions is None else pdl_options(qkv)),
     )
     return query
