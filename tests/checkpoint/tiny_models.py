@@ -273,6 +273,7 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**UNTIED, **MOE, "num_experts_per_tok": 3, "head_dim": 6, "norm_topk_prob": True},
     ),
+    "olmoe": ("Olmoe", {**NO_END, **UNTIED, "num_experts": 4, "num_experts_per_tok": 3}),
 }
 
 

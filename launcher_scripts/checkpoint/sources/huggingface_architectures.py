@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
@@ -171,9 +172,10 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "mixtral": _llama(decoders.mixtral, "mixtral"),
-    "qwen2_moe": _llama(decoders.qwen2_moe, "qwen_moe"),
-    "qwen3_moe": _llama(decoders.qwen3_moe, "qwen_moe"),
+    "mixtral": _llama(experts.mixtral, "mixtral"),
+    "qwen2_moe": _llama(experts.qwen2_moe, "qwen_moe"),
+    "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
+    "olmoe": _llama(experts.olmoe, "qwen_moe"),
     "gpt_neox": Architecture(
         "gpt",
         decoders.gpt_neox,

@@ -18,7 +18,7 @@ from launcher_scripts.models.gpt import GPTConfig
 _HEAD = "lm_head.weight"
 
 
-def _decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
+def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     head_size = _head_size(raw)
@@ -60,22 +60,22 @@ def _head_size(raw: RawConfig) -> int:
 def llama(raw: RawConfig) -> GPTConfig:
     raw.only("sliding_window", None)
     raw.only("layer_types", ["full_attention"] * raw.layers("num_hidden_layers"))
-    return _decoder(raw)
+    return decoder(raw)
 
 
 def mistral(raw: RawConfig) -> GPTConfig:
-    return _decoder(raw, **windows(raw))
+    return decoder(raw, **windows(raw))
 
 
 def qwen2(raw: RawConfig) -> GPTConfig:
-    return _decoder(raw, attention_bias=True, attention_dense_bias=False, **_qwen_windows(raw))
+    return decoder(raw, attention_bias=True, attention_dense_bias=False, **qwen_windows(raw))
 
 
 def qwen3(raw: RawConfig) -> GPTConfig:
-    return _decoder(raw, qk_norm=True, **_qwen_windows(raw))
+    return decoder(raw, qk_norm=True, **qwen_windows(raw))
 
 
-def _qwen_windows(raw: RawConfig) -> Fields:
+def qwen_windows(raw: RawConfig) -> Fields:
     """The first max_window_layers layers have no window, and only if use_sliding_window."""
     if not raw.flag("use_sliding_window", False):
         raw.unused("sliding_window", "max_window_layers", "layer_types")
@@ -89,7 +89,7 @@ def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.only("use_bidirectional_attention", False)
     old = raw.text("hidden_act", "gelu_pytorch_tanh")
     activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
-    return _decoder(
+    return decoder(
         raw,
         zero_centered_norm=True,
         embedding_scale=math.sqrt(raw.size("hidden_size")),
@@ -148,7 +148,7 @@ def _gemma2(raw: RawConfig) -> Fields:
 
 def phi3(raw: RawConfig) -> GPTConfig:
     raw.only("attention_bias", False)
-    return _decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
+    return decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
 def phi(raw: RawConfig) -> GPTConfig:
@@ -192,7 +192,7 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
     raw.unused("sliding_window", "layer_types")
-    return _decoder(
+    return decoder(
         raw,
         unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
         start_id=raw.token("bos_token_id", 128000),
@@ -229,7 +229,7 @@ def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
     raw.only("use_qk_norm", False)
-    return _decoder(
+    return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
@@ -247,7 +247,7 @@ def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) ->
     """A Llama with layer norms, of which a share of each head turns."""
     raw.only("qk_layernorm", False)
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
-    return _decoder(
+    return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
@@ -258,7 +258,7 @@ def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) ->
 
 def glm(raw: RawConfig, **fields: Any) -> GPTConfig:
     """GLM-4-9B; one gated linear layer makes both halves of the MLP."""
-    return _decoder(
+    return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1.5625e-07),
         attention_bias=raw.flag("attention_bias", True),
@@ -275,7 +275,7 @@ def glm4(raw: RawConfig) -> GPTConfig:
 
 
 def helium(raw: RawConfig) -> GPTConfig:
-    return _decoder(
+    return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-8),
         attention_dense_bias=False,
@@ -285,7 +285,7 @@ def helium(raw: RawConfig) -> GPTConfig:
 
 def ernie4_5(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", False)
-    return _decoder(
+    return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-5),
         attention_bias=bias,
@@ -297,12 +297,12 @@ def ernie4_5(raw: RawConfig) -> GPTConfig:
 def olmo(raw: RawConfig) -> GPTConfig:
     """The first OLMo, whose norms have no weights."""
     raw.only("clip_qkv", None)
-    return _decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
+    return decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
 
 
 def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama that normalizes what its branches add, not what they read."""
-    return _decoder(
+    return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-5),
         norm_placement="branch",
@@ -370,7 +370,7 @@ def granite(raw: RawConfig) -> GPTConfig:
     square, so only the embeddings' scale and the epsilon change.
     """
     residual = raw.real("residual_multiplier", 1.0) or 1.0
-    return _decoder(
+    return decoder(
         raw,
         embedding_scale=raw.real("embedding_multiplier", 1.0) / residual,
         norm_eps=raw.real("rms_norm_eps", 1e-6) / residual**2,
@@ -388,7 +388,7 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
     ):
         raw.only(name, value)
     raw.unused("layer_norm_epsilon")  # norm_epsilon rules
-    return _decoder(
+    return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("norm_epsilon", 1e-5),
@@ -402,7 +402,7 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 def nemotron(raw: RawConfig) -> GPTConfig:
     head_size = _head_size(raw)
-    return _decoder(
+    return decoder(
         raw,
         normalization="layernorm",
         zero_centered_norm=True,
@@ -414,7 +414,7 @@ def nemotron(raw: RawConfig) -> GPTConfig:
 
 
 def arcee(raw: RawConfig) -> GPTConfig:
-    return _decoder(
+    return decoder(
         raw,
         activation=raw.activation("hidden_act", "relu2"),
         gated=False,
@@ -424,7 +424,7 @@ def arcee(raw: RawConfig) -> GPTConfig:
 
 
 def seed_oss(raw: RawConfig) -> GPTConfig:
-    return _decoder(
+    return decoder(
         raw,
         attention_bias=raw.flag("attention_bias", True),
         attention_dense_bias=raw.flag("attention_out_bias", False),
@@ -433,48 +433,10 @@ def seed_oss(raw: RawConfig) -> GPTConfig:
     )
 
 
-def mixtral(raw: RawConfig) -> GPTConfig:
-    return _decoder(
-        raw,
-        num_experts=raw.size("num_local_experts"),
-        experts_per_token=raw.size("num_experts_per_tok"),
-        normalized_experts=True,
-        **windows(raw),
-    )
-
-
-def qwen2_moe(raw: RawConfig) -> GPTConfig:
-    return _decoder(
-        raw,
-        attention_bias=raw.flag("qkv_bias", True),
-        attention_dense_bias=False,
-        shared_expert_size=raw.size("shared_expert_intermediate_size"),
-        **_qwen_experts(raw),
-        **_qwen_windows(raw),
-    )
-
-
-def qwen3_moe(raw: RawConfig) -> GPTConfig:
-    return _decoder(raw, qk_norm=True, **_qwen_experts(raw), **_qwen_windows(raw))
-
-
-def _qwen_experts(raw: RawConfig) -> Fields:
-    """Layers without experts among those with them are not supported."""
-    raw.only("decoder_sparse_step", 1)
-    if raw("mlp_only_layers", default=[]):
-        raw.only("mlp_only_layers", [])
-    return {
-        "ffn_size": raw.size("moe_intermediate_size"),
-        "num_experts": raw.size("num_experts", "num_local_experts"),
-        "experts_per_token": raw.size("num_experts_per_tok"),
-        "normalized_experts": raw.flag("norm_topk_prob", False),
-    }
-
-
 def gpt_neox(raw: RawConfig) -> GPTConfig:
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
-    return _decoder(
+    return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),

@@ -1,0 +1,65 @@
+"""What config.json says of decoders with mixtures of experts, as a GPTConfig; see
+huggingface_decoders."""
+
+from __future__ import annotations
+
+from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, qwen_windows
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, windows
+from launcher_scripts.models.gpt import GPTConfig
+
+
+def mixtral(raw: RawConfig) -> GPTConfig:
+    return decoder(
+        raw,
+        num_experts=raw.size("num_local_experts"),
+        experts_per_token=raw.size("num_experts_per_tok"),
+        normalized_experts=True,
+        **windows(raw),
+    )
+
+
+def qwen2_moe(raw: RawConfig) -> GPTConfig:
+    return decoder(
+        raw,
+        attention_bias=raw.flag("qkv_bias", True),
+        attention_dense_bias=False,
+        shared_expert_size=raw.size("shared_expert_intermediate_size"),
+        **_qwen_experts(raw),
+        **qwen_windows(raw),
+    )
+
+
+def qwen3_moe(raw: RawConfig) -> GPTConfig:
+    return decoder(raw, qk_norm=True, **_qwen_experts(raw), **qwen_windows(raw))
+
+
+def _qwen_experts(raw: RawConfig) -> Fields:
+    """Layers without experts among those with them are not supported."""
+    raw.only("decoder_sparse_step", 1)
+    if raw("mlp_only_layers", default=[]):
+        raw.only("mlp_only_layers", [])
+    return {"ffn_size": raw.size("moe_intermediate_size"), **_experts(raw)}
+
+
+def _experts(raw: RawConfig) -> Fields:
+    return {
+        "num_experts": raw.size("num_experts", "num_local_experts"),
+        "experts_per_token": raw.size("num_experts_per_tok"),
+        "normalized_experts": raw.flag("norm_topk_prob", False),
+    }
+
+
+def olmoe(raw: RawConfig) -> GPTConfig:
+    """OLMoE normalizes all heads' queries and keys together."""
+    raw.only("clip_qkv", None)
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        qk_norm=True,
+        joint_qk_norm=True,
+        mlp_bias=False,
+        end_id=raw.token("eos_token_id", 50279),
+        pad_id=raw.token("pad_token_id", 1),
+        **_experts(raw),
+    )
