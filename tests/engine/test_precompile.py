@@ -65,6 +65,7 @@ SMALL = {
     "normed embeddings": small_config(embedding_norm=True),
     "wide heads": small_config(head_size=160, num_heads=2, num_kv_heads=2),
     "windows": small_config(num_layers=4, sliding_window=8, full_attention_layers="3"),
+    "experts": small_config(mlp_bias=False, num_experts=5, experts_per_token=2),
     "LoRA adapters": small_config(parts=LORA),
     "LoRA of gates": small_config(parts=LORA, gated=True, norm_placement="sandwich"),
     "an encoder": t5_config(encoder_only=True),
