@@ -158,6 +158,18 @@ MIXTRAL = {
         ("layers.*.block_sparse_moe.experts.#.w2",), "transposed"
     ),
 }
+GRANITEMOE = MIXTRAL | {
+    "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.router.layer",), "transposed"),
+    "layers.*.mlp.shared_expert.dense_h_to_4h": Source(
+        ("layers.*.shared_mlp.input_linear",), "first_half"
+    ),
+    "layers.*.mlp.shared_expert.dense_h_to_4h_2": Source(
+        ("layers.*.shared_mlp.input_linear",), "second_half"
+    ),
+    "layers.*.mlp.shared_expert.dense_4h_to_h": Source(
+        ("layers.*.shared_mlp.output_linear",), "transposed"
+    ),
+}
 QWEN_MOE = {
     "layers.*.mlp.router": Source(("layers.*.mlp.gate",), "transposed"),
     "layers.*.mlp.shared_expert_gate": Source(("layers.*.mlp.shared_expert_gate",), "transposed"),
@@ -286,7 +298,9 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "olmo": OLMO,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
+    "granitemoe": GRANITEMOE,
     "mixtral": MIXTRAL,
+    "mixtral_in_memory": QWEN_MOE,
     "qwen_moe": QWEN_MOE,
     "gpt_neox": GPT_NEOX,
     "gptj": GPTJ,

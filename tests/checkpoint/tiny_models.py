@@ -262,6 +262,14 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.3,
         },
     ),
+    "granitemoe": (
+        "GraniteMoe",
+        {**UNTIED, "num_local_experts": 4, "residual_multiplier": 0.22, "logits_scaling": 6.0},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**UNTIED, "num_local_experts": 3, "shared_intermediate_size": 20},
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": 5}),
     "nemotron": ("Nemotron", {**UNTIED, "head_dim": 8}),
     "mixtral": ("Mixtral", {**UNTIED, "num_local_experts": 4}),

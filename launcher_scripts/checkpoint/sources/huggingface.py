@@ -30,6 +30,7 @@ from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     fp8_scheme,
 )
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import NOTE as FP8_NOTE
+from launcher_scripts.checkpoint.sources.huggingface_fused import expert_tensors
 from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
@@ -102,6 +103,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         if reads_images:
             tensors = text_tensors(tensors)
         scheme = _widened(tensors, raw, archive)
+        tensors = expert_tensors(tensors)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)

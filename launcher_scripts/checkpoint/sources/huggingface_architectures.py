@@ -102,6 +102,11 @@ def _one_norm(raw: RawConfig) -> list[str]:
     return ["_one_norm"] if raw.flag("use_parallel_residual", False) else []
 
 
+def _in_memory(raw: RawConfig) -> list[str]:
+    """transformers 5 has other names in memory than in what it saves."""
+    return ["_in_memory"] if "layers.0.mlp.gate.weight" in raw.keys else []
+
+
 def _llama(
     read: Callable[[RawConfig], ModelConfig],
     dialect: str = "llama",
@@ -172,7 +177,9 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "mixtral": _llama(experts.mixtral, "mixtral"),
+    "granitemoe": _llama(experts.granitemoe, "granitemoe"),
+    "granitemoeshared": _llama(experts.granitemoeshared, "granitemoe"),
+    "mixtral": _llama(experts.mixtral, "mixtral", _in_memory),
     "qwen2_moe": _llama(experts.qwen2_moe, "qwen_moe"),
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
     "olmoe": _llama(experts.olmoe, "qwen_moe"),

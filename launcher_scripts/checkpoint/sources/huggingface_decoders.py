@@ -363,7 +363,7 @@ def exaone4(raw: RawConfig) -> GPTConfig:
     )
 
 
-def granite(raw: RawConfig) -> GPTConfig:
+def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Granite multiplies what its branches add by residual_multiplier.
 
     Hidden states divided by that number are the same to every norm whose epsilon is divided by its
@@ -376,6 +376,7 @@ def granite(raw: RawConfig) -> GPTConfig:
         norm_eps=raw.real("rms_norm_eps", 1e-6) / residual**2,
         softmax_scale=raw.real("attention_multiplier", 1.0),
         logits_scale=1 / (raw.real("logits_scaling", 1.0) or 1.0),
+        **fields,
     )
 
 

@@ -3,20 +3,36 @@ huggingface_decoders."""
 
 from __future__ import annotations
 
-from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, qwen_windows
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, granite, qwen_windows
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, windows
 from launcher_scripts.models.gpt import GPTConfig
 
 
 def mixtral(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        num_experts=raw.size("num_local_experts"),
-        experts_per_token=raw.size("num_experts_per_tok"),
-        normalized_experts=True,
-        **windows(raw),
-    )
+    return decoder(raw, **_of_mixtral(raw), **windows(raw))
+
+
+def _of_mixtral(raw: RawConfig) -> Fields:
+    return {
+        "num_experts": raw.size("num_local_experts"),
+        "experts_per_token": raw.size("num_experts_per_tok"),
+        "normalized_experts": True,
+    }
+
+
+def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
+    raw.only("position_embedding_type", "rope")
+    return granite(raw, mlp_bias=False, **_of_mixtral(raw), **fields)
+
+
+def granitemoeshared(raw: RawConfig) -> GPTConfig:
+    """A Granite whose tokens also go through one more MLP, if it has a size."""
+    size = raw.size("shared_intermediate_size", default=0)
+    shared = {"shared_expert_size": size, "shared_expert_gate": False} if size else {}
+    return granitemoe(raw, **shared)
 
 
 def qwen2_moe(raw: RawConfig) -> GPTConfig:
