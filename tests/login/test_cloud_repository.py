@@ -13,7 +13,7 @@ from stages.plan import Plan
 
 Planner = Callable[..., Plan]
 REMOTE = "deploy.model_repository=s3://https://storage.example:9000/models/repo"
-ONE = ("stages=[deploy]", REMOTE)
+ONE = ("stages=[deploy]", "dry_run=True", REMOTE)
 
 
 @pytest.mark.parametrize("cluster", ["interactive", "bcm"])
