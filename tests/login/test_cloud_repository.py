@@ -13,7 +13,7 @@ from stages.plan import Plan
 
 Planner = Callable[..., Plan]
 REMOTE = "deploy.model_repository=s3://https://storage.example:9000/models/repo"
-ONE = ("stages=[deploy]", "dry_run=True", REMOTE)
+ONE = ("stages=[deploy]", REMOTE)
 
 
 @pytest.mark.parametrize("cluster", ["interactive", "bcm"])
@@ -23,9 +23,8 @@ def test_the_address_reaches_the_server_and_keys_stay_in_their_file(
     keys = tmp_path / "keys.json"
     keys.write_text('{"s3": {"": {"secret_key": "hush"}}}')
     keys.chmod(0o600)
-    made = plan(
-        f"cluster_type={cluster}", *ONE, *arguments, f"deploy.server.cloud_credentials={keys}"
-    )
+    chosen = (f"cluster_type={cluster}", f"deploy.server.cloud_credentials={keys}")
+    made = plan("dry_run=True", *chosen, *ONE, *arguments)
     (deploy,) = made.stages
     assert deploy.settings.model_repository == "s3://https://storage.example:9000/models/repo"
     assert deploy.settings.cloud_credentials == str(keys)
