@@ -123,6 +123,22 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class ExpertMLPs:
+    """One rank's parts of a layer's experts: weights [experts, out, in], and scales [experts, out]
+    of those in bytes. Norms are not looked at.
+    """
+
+    up: Linear
+    gate: Linear | None
+    down: Linear
+    activation: str
+
+    @property
+    def count(self) -> int:
+        return self.up.weight.shape[0]
+
+
+@dataclass(frozen=True)
 class Hidden:
     """Hidden states between the layers of a decode step.
 

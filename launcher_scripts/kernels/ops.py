@@ -15,6 +15,7 @@ from torch import Tensor
 from launcher_scripts.kernels.operands import (
     BeamColumns,
     EmbeddingTables,
+    ExpertMLPs,
     HeadNorms,
     Heads,
     Hidden,
@@ -57,14 +58,7 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def mixture(
-        self,
-        x: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        up: Linear,
-        gate: Linear | None,
-        down: Linear,
-        activation: str,
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs
     ) -> Tensor: ...
 
     def logits(self, x: Tensor, head: Linear) -> Tensor: ...

@@ -16,6 +16,7 @@ from torch.nn import functional
 from launcher_scripts.kernels import reference_attention, reference_beams, reference_sampling
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
+    ExpertMLPs,
     HeadNorms,
     Heads,
     Hidden,
@@ -155,20 +156,10 @@ def route(x: Tensor, router: Linear, per_token: int, *, normalized: bool) -> tup
     return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights
 
 
-def mixture(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    up: Linear,
-    gate: Linear | None,
-    down: Linear,
-    activation: str,
-) -> Tensor:
+def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
     """What experts add to x [N, hidden], in parts to be summed: float32 [P, N, hidden].
 
     chosen, weights: as `route` gives them
-    up, gate, down: of all experts: weights [experts, out, in], and scales [experts, out] of those
-                    in bytes; norms are not looked at
 
     Few tokens go through an expert together with those that did not choose it: products of other
     shapes may round differently, and a token's result must not depend on the others.
@@ -177,10 +168,10 @@ def mixture(
     every = torch.arange(len(x), device=x.device)
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        own_gate = None if gate is None else _expert(gate, expert)
         taken = every if len(x) <= FEW_TOKENS else tokens
-        inner = mlp_up(x[taken], _expert(up, expert), own_gate, activation)
-        result = project(inner, _expert(down, expert)).float()
+        gate = None if experts.gate is None else _expert(experts.gate, expert)
+        inner = mlp_up(x[taken], _expert(experts.up, expert), gate, experts.activation)
+        result = project(inner, _expert(experts.down, expert)).float()
         result = result[torch.isin(taken, tokens)] * weights[tokens, places, None]
         total.index_add_(0, tokens, result)
     return total[None]

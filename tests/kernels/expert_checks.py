@@ -13,7 +13,7 @@ import torch
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import experts, fused
-from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.operands import ExpertMLPs, Linear
 from launcher_scripts.kernels.quantization import quantized
 from tests.kernels.kernel_checks import (
     DOT_TYPES,
@@ -32,13 +32,12 @@ HIDDEN, FFN = (40, 24) if INTERPRETED else (1000, 344)
 MANY = 70 if INTERPRETED else 1500
 
 
-def make_experts(count: int, gated: bool, dtype: torch.dtype) -> tuple:
-    """The weights of up, gate and down, of all experts."""
+def make_experts(count: int, gated: bool, dtype: torch.dtype) -> ExpertMLPs:
     up, gate, down = (
         Linear(torch.stack([make_linear(*size, None, False, dtype).weight for _ in range(count)]))
         for size in ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
     )
-    return up, gate if gated else None, down
+    return ExpertMLPs(up, gate if gated else None, down, "silu")
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -65,9 +64,7 @@ def test_mixture(rows, count, per_token, dtype):
     gated = count != 4
     mlps, x = make_experts(count, gated, dtype), random(rows, HIDDEN, dtype=dtype)
     weights, chosen = random(rows, count - 1).softmax(-1).topk(per_token, -1)
-    got, want = (
-        side.mixture(x, chosen + 1, weights, *mlps, "silu").sum(0) for side in (fused, reference)
-    )
+    got, want = (side.mixture(x, chosen + 1, weights, mlps).sum(0) for side in (fused, reference))
     assert_close(got, want, dtype)
 
 
@@ -76,11 +73,10 @@ def test_mixture(rows, count, per_token, dtype):
 def test_mixture_of_bytes(rows, quantization):
     dtype = DOT_TYPES[1]
     mlps, x = make_experts(4, True, torch.float32), random(rows, HIDDEN, dtype=dtype)
-    mlps = [in_bytes(each, dtype, quantization) for each in mlps]
+    linears = (in_bytes(each, dtype, quantization) for each in (mlps.up, mlps.gate, mlps.down))
+    mlps = ExpertMLPs(*linears, mlps.activation)
     weights, chosen = random(rows, 4).softmax(-1).topk(2, -1)
-    got, want = (
-        side.mixture(x, chosen, weights, *mlps, "silu").sum(0) for side in (fused, reference)
-    )
+    got, want = (side.mixture(x, chosen, weights, mlps).sum(0) for side in (fused, reference))
     assert_close(got, want, dtype)
 
 
@@ -97,9 +93,7 @@ def test_many_tokens_are_taken_in_pieces(monkeypatch):
     monkeypatch.setattr(experts, "MOST_TOKENS", 30)
     mlps, x = make_experts(4, True, torch.float32), random(70, HIDDEN)
     weights, chosen = random(70, 4).softmax(-1).topk(2, -1)
-    got, want = (
-        side.mixture(x, chosen, weights, *mlps, "silu").sum(0) for side in (fused, reference)
-    )
+    got, want = (side.mixture(x, chosen, weights, mlps).sum(0) for side in (fused, reference))
     assert_close(got, want, torch.float32)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.model.model_weights import Experts
+from launcher_scripts.kernels.operands import ExpertMLPs
 from launcher_scripts.kernels.ops import Ops
 
 
@@ -16,8 +17,8 @@ def mixture(kernels: Ops, hidden: Tensor, experts: Experts, activation: str) -> 
     chosen, weights = kernels.route(
         hidden, experts.router, experts.per_token, normalized=experts.normalized
     )
-    mlps = (experts.in_proj, experts.gate, experts.out_proj)
-    parts = kernels.mixture(hidden, chosen, weights, *mlps, activation)
+    mlps = ExpertMLPs(experts.in_proj, experts.gate, experts.out_proj, activation)
+    parts = kernels.mixture(hidden, chosen, weights, mlps)
     if experts.shared is None:
         return parts
     shared = experts.shared

@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS, SMALLEST_BATCH, add_pieces, halves
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.tiles import DotTile
-from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.operands import ExpertMLPs, Linear
 
 NONE = -1  # the expert of a block without choices, and a choice that a block has no more of
 MOST_TOKENS = 2048  # whose results lie side by side before they are summed
@@ -200,48 +200,37 @@ def pick_experts(scores: Tensor, per_token: int, normalized: bool) -> tuple[Tens
     return chosen, weights
 
 
-def mixture(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    up: Linear,
-    gate: Linear | None,
-    down: Linear,
-    activation: str,
-) -> Tensor:
+def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
     """See reference.mixture. There is a part for each of a token's experts where tokens are few."""
     count, per_token = chosen.shape
     if count > MOST_TOKENS:
         starts = range(0, count, MOST_TOKENS)
         pieces = [slice(start, start + MOST_TOKENS) for start in starts]
-        return torch.cat(
-            [
-                mixture(x[piece], chosen[piece], weights[piece], up, gate, down, activation)
-                for piece in pieces
-            ],
-            dim=1,
-        )
-    experts, choices = _blocks(chosen, up.weight.shape[0])
-    inner = x.new_empty(chosen.numel(), up.weight.shape[1])
-    _launch(x, up, gate, activation, None, experts, choices, inner, chosen)
-    parts = torch.empty(per_token, count, down.weight.shape[1], device=x.device)
-    _launch(inner, down, None, None, weights, experts, choices, parts, chosen)
+        sums = [mixture(x[piece], chosen[piece], weights[piece], experts) for piece in pieces]
+        return torch.cat(sums, dim=1)
+    blocks = _blocks(chosen, experts.count)
+    inner = x.new_empty(chosen.numel(), experts.up.weight.shape[1])
+    up, gate, activation = experts.up, experts.gate, experts.activation
+    _launch(x, up, inner, chosen, blocks, gate=gate, activation=activation)
+    parts = torch.empty(per_token, count, experts.down.weight.shape[1], device=x.device)
+    _launch(inner, experts.down, parts, chosen, blocks, factors=weights)
     return parts if count <= MOST_ROWS else parts.sum(0, keepdim=True)
 
 
 def _launch(
     x: Tensor,
     linear: Linear,
-    gate: Linear | None,
-    activation: str | None,
-    factors: Tensor | None,
-    experts: Tensor,
-    choices: Tensor,
     out: Tensor,
     chosen: Tensor,
+    blocks: tuple[Tensor, Tensor],
+    *,
+    gate: Linear | None = None,
+    activation: str | None = None,
+    factors: Tensor | None = None,
 ) -> None:
     count, per_token = chosen.shape
-    blocks, batch = choices.shape
+    experts, choices = blocks
+    batch = choices.shape[1]
     _, out_size, in_size = linear.weight.shape
     tile = FEW_TILE if count <= MOST_ROWS else MANY_TILE
     width = x.element_size()
@@ -249,7 +238,7 @@ def _launch(
     shared_bytes = traits_of(x.device).shared_bytes
     tile = tile.fitting(batch * width // 2, linear.weight.element_size(), shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
-    launcher(expert_rows, (triton.cdiv(out_size, own), blocks))(
+    launcher(expert_rows, (triton.cdiv(out_size, own), len(experts)))(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,

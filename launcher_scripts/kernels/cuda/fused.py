@@ -59,7 +59,6 @@ from launcher_scripts.kernels.cuda.peer_buffers import (
 from launcher_scripts.kernels.cuda.penalties import process as process
 from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
 from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
-from launcher_scripts.kernels.cuda.rotary import store_step
 from launcher_scripts.kernels.cuda.sampling import sample as sample
 from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.operands import (
@@ -181,7 +180,7 @@ def project_heads(
     if x.operand.shape[0] == 1:
         return row_heads(x, linear, heads, rotary, rows, cache)
     qkv = many_rows(x.operand, linear)
-    return store_step(qkv, heads, rotary, rows, cache)
+    return store_kv(qkv, heads, rotary, rows.starts, cache, positions=rows.positions)
 
 
 def attend_own(
@@ -204,7 +203,8 @@ def attend_own(
     alone, parts = x.operand.shape[0] == 1, 1
     stored = alone or norms is not None
     if norms is not None:
-        query = store_step(project_hidden(x, linear), heads, rotary, rows, cache, norms)
+        qkv, places = project_hidden(x, linear), rows.positions
+        query = store_kv(qkv, heads, rotary, rows.starts, cache, norms, positions=places)
     elif alone:
         query = row_heads(x, linear, heads, rotary, rows, cache)
     else:

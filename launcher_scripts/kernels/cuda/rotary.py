@@ -12,7 +12,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.norm import norm, norm_code
-from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache, StepRows
+from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache
 from launcher_scripts.kernels.reference import norm_heads
 
 STORED_AT_ONCE = 2048  # numbers
@@ -118,32 +118,11 @@ def store_kv(
     slots: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None = None,
+    *,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """See reference.store_kv."""
-    return _store(qkv, heads, rotary, slots, None, cache, norms)
-
-
-def store_step(
-    qkv: Tensor,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    rows: StepRows,
-    cache: LayerCache,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    """store_kv of a decode step's rows; rotary: of all positions."""
-    return _store(qkv, heads, rotary, rows.starts, rows.positions, cache, norms)
-
-
-def _store(
-    qkv: Tensor,
-    heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
-    slots: Tensor,
-    positions: Tensor | None,
-    cache: LayerCache,
-    norms: HeadNorms | None,
-) -> Tensor:
+    """See reference.store_kv. With the positions [N] of a step's tokens, slots are their rows'
+    first ones, and rotary is of all positions."""
     if norms is not None and norms.joint:
         qkv, norms = norm_heads(qkv, heads, norms, norm), None
     tokens = qkv.shape[0]
