@@ -67,13 +67,8 @@ T5_REQUESTS = (
 )
 PREFILL_TOKENS = 2048
 PREFILL_SHAPES = ("5b", "30b-a3b")
-QUANTIZED = (
-    "5b",
-    "20b",
-    "8b-modern",
-    "30b-a3b",
-    "t5-3b",
-)  # also with the weights of their layers in bytes
+# Also with the weights of their layers in bytes.
+QUANTIZED = ("5b", "20b", "8b-modern", "30b-a3b", "t5-3b")
 MODELS = CONFIGS | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
 
 

@@ -75,14 +75,6 @@ class Ops(Protocol):
 
     def apply_rotary(self, qkv: Tensor, heads: Heads, rotary: Rotary) -> Tensor: ...
 
-    def norm_heads(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        norms: HeadNorms | None,
-        norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
-    ) -> Tensor: ...
-
     def store_kv(
         self,
         qkv: Tensor,

@@ -12,20 +12,22 @@ from launcher_scripts.models.gpt import GPTConfig
 
 
 def mixtral(raw: RawConfig) -> GPTConfig:
-    return decoder(raw, **_of_mixtral(raw), **windows(raw))
+    return decoder(raw, **_experts(raw, "num_local_experts", normalized=True), **windows(raw))
 
 
-def _of_mixtral(raw: RawConfig) -> Fields:
+def _experts(raw: RawConfig, *names: str, normalized: bool) -> Fields:
+    """How many experts there are, by one of these names, and how many a token goes through."""
     return {
-        "num_experts": raw.size("num_local_experts"),
+        "num_experts": raw.size(*names),
         "experts_per_token": raw.size("num_experts_per_tok"),
-        "normalized_experts": True,
+        "normalized_experts": normalized,
     }
 
 
 def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.only("position_embedding_type", "rope")
-    return granite(raw, mlp_bias=False, **_of_mixtral(raw), **fields)
+    experts = _experts(raw, "num_local_experts", normalized=True)
+    return granite(raw, mlp_bias=False, **experts, **fields)
 
 
 def granitemoeshared(raw: RawConfig) -> GPTConfig:
@@ -55,15 +57,13 @@ def _qwen_experts(raw: RawConfig) -> Fields:
     raw.only("decoder_sparse_step", 1)
     if raw("mlp_only_layers", default=[]):
         raw.only("mlp_only_layers", [])
-    return {"ffn_size": raw.size("moe_intermediate_size"), **_experts(raw)}
+    return {"ffn_size": raw.size("moe_intermediate_size"), **_said_experts(raw)}
 
 
-def _experts(raw: RawConfig) -> Fields:
-    return {
-        "num_experts": raw.size("num_experts", "num_local_experts"),
-        "experts_per_token": raw.size("num_experts_per_tok"),
-        "normalized_experts": raw.flag("norm_topk_prob", False),
-    }
+def _said_experts(raw: RawConfig) -> Fields:
+    """Where config.json says whether a token's weights are normalized."""
+    normalized = raw.flag("norm_topk_prob", False)
+    return _experts(raw, "num_experts", "num_local_experts", normalized=normalized)
 
 
 def olmoe(raw: RawConfig) -> GPTConfig:
@@ -77,5 +77,5 @@ def olmoe(raw: RawConfig) -> GPTConfig:
         mlp_bias=False,
         end_id=raw.token("eos_token_id", 50279),
         pad_id=raw.token("pad_token_id", 1),
-        **_experts(raw),
+        **_said_experts(raw),
     )

@@ -10,28 +10,27 @@ from collections.abc import Mapping
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 
-# How a name ends -> what the rows [experts, rows, in] of an expert are, in parts of equal size.
+# A module and how its tensor's name goes on -> what the rows [experts, rows, in] of an expert are,
+# in parts of equal size.
 _PARTS = {
-    "block_sparse_moe.input_linear.weight": ("w1", "w3"),
-    "block_sparse_moe.output_linear.weight": ("w2",),
-    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.experts.down_proj": ("down_proj",),
+    (".block_sparse_moe", ".input_linear.weight"): ("w1", "w3"),
+    (".block_sparse_moe", ".output_linear.weight"): ("w2",),
+    (".mlp", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
+    (".mlp", ".experts.down_proj"): ("down_proj",),
 }
 
 
 def expert_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
     """The tensors, those of all experts replaced by those of each."""
-    found = {}
-    for name, tensor in tensors.items():
-        layer, dot, end = name.rpartition(".mlp." if ".mlp." in name else ".block_sparse_moe.")
-        module = dot.strip(".")
-        parts = _PARTS.get(f"{module}.{end}", ())
-        if len(tensor.shape) != 3 or not parts:
-            found[name] = tensor
-            continue
-        values, rows = tensor.read(), tensor.shape[1] // len(parts)
-        for expert, own in enumerate(values):
-            for number, part in enumerate(parts):
-                key = f"{layer}.{module}.experts.{expert}.{part}.weight"
-                found[key] = SourceTensor.whole(own[number * rows : (number + 1) * rows])
+    found = dict(tensors)
+    for (module, end), parts in _PARTS.items():
+        for name, tensor in tensors.items():
+            if len(tensor.shape) != 3 or not name.endswith(module + end):
+                continue
+            del found[name]
+            stem, rows = name.removesuffix(end), tensor.shape[1] // len(parts)
+            for expert, own in enumerate(tensor.read()):
+                for number, part in enumerate(parts):
+                    values = own[number * rows : (number + 1) * rows]
+                    found[f"{stem}.experts.{expert}.{part}.weight"] = SourceTensor.whole(values)
     return found

@@ -35,6 +35,7 @@ from launcher_scripts.kernels.operands import (
     RelativeBias,
 )
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.reference import norm_heads
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class SelfAttention(Attention):
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
         heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.local]
         if norms is not None and norms.joint and self.communicator.tp_size > 1:
-            qkv, norms = kernels.norm_heads(qkv, heads, norms, self._norm_over_ranks), None
+            qkv, norms = norm_heads(qkv, heads, norms, self._norm_over_ranks), None
         return kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
 
     def _norm_over_ranks(self, x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:

@@ -79,7 +79,6 @@ ACTIVATIONS = reference.ACTIVATIONS
 add_residual = reference.add_residual
 apply_rotary = reference.apply_rotary
 context_attention = reference.context_attention
-norm_heads = reference.norm_heads
 rotary_table = reference.rotary_table
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
