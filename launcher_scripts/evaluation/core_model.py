@@ -39,8 +39,12 @@ FIELDS = (
 # Of a mixture of experts, besides.
 EXPERT_FIELDS = (
     "moe_ffn_hidden_size",
-    "moe_router_topk",
+    "moe_layer_freq",
+    "moe_router_enable_expert_bias",
     "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
 )
@@ -152,7 +156,7 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
     activations = {
@@ -174,11 +178,8 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
     config = TransformerConfig(
         **fields, **UNFUSED, num_moe_experts=experts or None, activation_func=activations[name]
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
     )
     more = {name: said[name] for name in MODEL_FIELDS if said.get(name) is not None}
     length = int(said.get("max_position_embeddings") or said.get("seq_length") or 0)

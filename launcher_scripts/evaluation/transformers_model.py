@@ -26,6 +26,8 @@ from launcher_scripts.evaluation.tasks.task import (
 )
 from launcher_scripts.models.bart import NEVER
 
+EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
+
 
 class TransformersModel(Reference, Model):
     """Generates greedily or by beams, and scores."""
@@ -78,8 +80,9 @@ class TransformersModel(Reference, Model):
         """Give every weight the value that it has in files of `data_type`; one way."""
         dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
         if dtype is not None:
-            for weight in self._model.parameters():
-                weight.data.copy_(weight.data.to(dtype))
+            for name, weight in self._model.named_parameters():
+                if not name.endswith(EXACT):
+                    weight.data.copy_(weight.data.to(dtype))
 
     def rotary_alternatives(self, ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """The logits of the prompt with other rotary positions, and what was changed.

@@ -123,6 +123,26 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How tokens choose among the experts of a layer.
+
+    linear:         [experts, hidden]; what it makes of a token are its logits
+    per_token:      how many experts a token goes through
+    score_function: "softmax" of a token's logits, or "sigmoid" of each
+    normalized:     whether the scores of those chosen are divided by their sum
+    scaling_factor: what they are multiplied by then, to be the weights of what the experts add
+    bias:           float32 [experts], added to the scores to choose, but not to the weights
+    """
+
+    linear: Linear
+    per_token: int
+    score_function: str = "softmax"
+    normalized: bool = True
+    scaling_factor: float = 1.0
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class ExpertMLPs:
     """One rank's parts of a layer's experts: weights [experts, out, in], and scales [experts, out]
     of those in bytes. Norms are not looked at.

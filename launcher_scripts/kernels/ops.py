@@ -24,6 +24,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
     Ranks,
     RelativeBias,
+    Router,
     RowColumns,
     SamplingColumns,
     Spans,
@@ -53,9 +54,7 @@ class Ops(Protocol):
 
     def mlp_up(self, x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
 
-    def route(
-        self, x: Tensor, router: Linear, per_token: int, *, normalized: bool
-    ) -> tuple[Tensor, Tensor]: ...
+    def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]: ...
 
     def mixture(
         self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs

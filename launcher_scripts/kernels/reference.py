@@ -25,6 +25,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
     Ranks,
     RelativeBias,
+    Router,
     RowColumns,
     RowLoRA,
     StepRows,
@@ -148,12 +149,18 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     return hidden * factors[0] if factors else hidden
 
 
-def route(x: Tensor, router: Linear, per_token: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The experts of x [N, hidden] that the router scores best, int64 [N, per_token], and their
-    weights, float32 the same: of a softmax over all experts, divided by their sum if normalized.
+def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """The experts that x [N, hidden] goes through, int64 [N, per_token], the best first, and their
+    weights, float32 of the same shape.
     """
-    weights, chosen = logits(x, router).softmax(-1).topk(per_token, -1)
-    return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights
+    found = logits(x, router.linear)
+    scores = found.sigmoid() if router.score_function == "sigmoid" else found.softmax(-1)
+    ranks = scores if router.bias is None else scores + router.bias
+    chosen = ranks.topk(router.per_token, -1).indices
+    weights = scores.gather(-1, chosen)
+    if router.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights * router.scaling_factor
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:

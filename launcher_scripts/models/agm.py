@@ -38,7 +38,7 @@ class AgmConfig(ModelConfig):
     gated = False
     alibi_layer_scaling = False
     parallel_residual = rotary_local_base = attention_softcap = alibi_scale = None
-    embedding_scale = logits_scale = logits_softcap = num_experts = None
+    embedding_scale = logits_scale = logits_softcap = None
 
     vocab_size: int
     num_layers: int

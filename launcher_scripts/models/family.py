@@ -60,6 +60,7 @@ class WeightSpec:
                 each of which is split separately (query | key | value)
     sources:    dialect -> Source
     layers:     the attribute that says how many layers the `*` of the name counts
+    experts:    True: only layers with experts have it; False: only the others; None: all
     prefix:     what the file name starts with, before the canonical name
     required:   whether a checkpoint without it is incomplete
     """
@@ -70,6 +71,7 @@ class WeightSpec:
     blocks: tuple[str, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
     layers: str = "num_layers"
+    experts: bool | None = None
     prefix: str = "model."
     required: bool = True
 
@@ -79,7 +81,10 @@ class WeightSpec:
 
     def layer_numbers(self, config: ModelConfig) -> list[int] | list[None]:
         """The layers that have this tensor; [None] for one outside of the layers."""
-        return list(range(getattr(config, self.layers))) if self.per_layer else [None]
+        if not self.per_layer:
+            return [None]
+        layers = range(getattr(config, self.layers))
+        return [n for n in layers if self.experts in (None, config.has_experts(n))]
 
     def shape_on(self, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
         """Shape of one file: the whole tensor, or one rank's part where ranks have their own."""
@@ -128,6 +133,8 @@ class ModelConfig(ABC):
     sliding_window: int | None = None
     full_attention_layers: str | None = None
     unrotated_layers: str | None = None
+    num_experts: int | None = None
+    dense_layers: str | None = None
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""
@@ -136,6 +143,10 @@ class ModelConfig(ABC):
     def rotates(self, layer: int) -> bool:
         """Whether rotary positions turn a layer's queries and keys, if the model has them."""
         return not _lists(self.unrotated_layers, layer)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether tokens go through some of several MLPs in a layer."""
+        return self.num_experts is not None and not _lists(self.dense_layers, layer)
 
     @abstractmethod
     def tp_sizes(self) -> list[int]:

@@ -8,7 +8,7 @@ set, as docs/checkpoint-format.md describes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -23,6 +23,10 @@ from launcher_scripts.models.family import (
     check_numbers,
 )
 
+# Its rows sum to the bias: what is left of a float32 after each rounding to the eight bits of a
+# bfloat16, since a bias decides by differences that the weights' type may not hold.
+EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
 
@@ -64,10 +68,12 @@ class GPTConfig(AdapterSizes):
     is not said). Layers with the window turn by rotary_local_base, unscaled, where it is said.
     Layers that unrotated_layers names, in the same way, do not turn.
 
-    With num_experts every layer has so many MLPs of ffn_size, of which a token goes through
-    experts_per_token, whose weights sum to 1 with normalized_experts; with shared_expert_size it
-    has one more, which every token goes through, weighed by a gate unless shared_expert_gate is
-    False (see engine/model/experts.py).
+    With num_experts a layer has so many MLPs of ffn_size, of which a token goes through
+    experts_per_token; with shared_expert_size it has one more, which every token goes through,
+    weighed by a gate unless shared_expert_gate is False. Layers that dense_layers names have one
+    MLP of dense_ffn_size instead. Experts are chosen and weighed by router_score_function
+    ("softmax" where it is not said), expert_bias, normalized_experts and router_scaling_factor, as
+    kernels/operands.py says of a Router.
     """
 
     vocab_size: int
@@ -119,6 +125,11 @@ class GPTConfig(AdapterSizes):
     num_experts: int | None = None
     experts_per_token: int | None = None
     normalized_experts: bool | None = None
+    router_score_function: str | None = None
+    router_scaling_factor: float | None = None
+    expert_bias: bool | None = None
+    dense_layers: str | None = None
+    dense_ffn_size: int | None = None
     shared_expert_size: int | None = None
     shared_expert_gate: bool | None = None
     tied_embeddings: bool = True
@@ -178,7 +189,7 @@ class GPTConfig(AdapterSizes):
                 )
 
     def _check_layers(self, problems: Problems) -> None:
-        for name in ("full_attention_layers", "unrotated_layers"):
+        for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
             for layer in _numbers(problems, name, getattr(self, name), int):
                 if not 0 <= layer < self.num_layers:
                     problems.add(
@@ -193,6 +204,8 @@ class GPTConfig(AdapterSizes):
 
     def _check_experts(self, problems: Problems) -> None:
         if self.num_experts is None:
+            if self.dense_layers is not None:
+                problems.add("dense_layers needs num_experts")
             return
         if not 1 <= (self.experts_per_token or 0) <= self.num_experts:
             problems.add(
@@ -200,6 +213,13 @@ class GPTConfig(AdapterSizes):
                 got=self.experts_per_token,
                 choices=(f"1-{self.num_experts}",),
             )
+        if (self.dense_layers is None) != (self.dense_ffn_size is None):
+            problems.add("dense_layers and dense_ffn_size need each other")
+        if self.dense_ffn_size is not None:
+            problems.check_at_least("dense_ffn_size", self.dense_ffn_size, 1)
+        if self.router_score_function is not None:
+            said = self.router_score_function
+            problems.check_choice("router_score_function", said, SCORE_FUNCTIONS)
         if self.norm_placement != "pre":
             problems.add(
                 "norms of models with experts come first",
@@ -242,7 +262,8 @@ class GPTConfig(AdapterSizes):
         return int(self.head_size * self.rotary_percentage)
 
     def tp_sizes(self) -> list[int]:
-        sizes = (self.ffn_size, self.shared_expert_size or 0, self.adapter_size)
+        experts = (self.shared_expert_size or 0, self.dense_ffn_size or 0)
+        sizes = (self.ffn_size, *experts, self.adapter_size)
         return divisors(gcd(self.num_heads, *sizes))
 
     def kv_copies(self, tp_size: int) -> int:
@@ -311,16 +332,26 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     if config.norm_placement in ("sandwich", "branch"):
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
-    if before:
-        specs += _norm(config, "layers.*.post_attention_layernorm")
+    mlp = _norm(config, "layers.*.post_attention_layernorm") if before else []
     if config.num_experts is None:
-        return specs + _mlp(config, "layers.*.mlp")
-    specs.append(_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts")))
+        return specs + mlp + _mlp(config, "layers.*.mlp")
+    if config.dense_layers is not None:
+        dense = [replace(spec, sources=gpt_dialects.dense(spec.sources)) for spec in mlp]
+        dense += _mlp(config, "layers.*.mlp", "dense_ffn_size")
+        specs += [replace(spec, experts=False) for spec in dense]
+    mlp += _experts(config, config.num_experts)
+    return specs + [replace(spec, experts=True) for spec in mlp]
+
+
+def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
+    specs = [_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts"))]
+    if config.expert_bias:
+        specs.append(_spec(EXPERT_BIAS, ("3", "num_experts")))
     if config.shared_expert_size is not None:
         specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
         if config.shared_expert_gate is not False:
             specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
-    for expert in range(config.num_experts):
+    for expert in range(count):
         specs += _mlp(config, f"layers.*.mlp.experts.{expert}")
     return specs
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from launcher_scripts.models import gpt_nemo
 from launcher_scripts.models.family import Source
 
+_EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
 _WHOLE = ("wte", "wpe", "lm_head.weight", "lm_head.bias")
 
 GPT2 = {
@@ -170,17 +171,43 @@ GRANITEMOE = MIXTRAL | {
         ("layers.*.shared_mlp.output_linear",), "transposed"
     ),
 }
+MINIMAX_M2 = MIXTRAL | {
+    _EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
+}
+
+
+def _gated(mlp: str, theirs: str) -> dict[str, Source]:
+    """One of a layer's MLPs, by its name there and here."""
+    names = {
+        "dense_h_to_4h": "gate_proj",
+        "dense_h_to_4h_2": "up_proj",
+        "dense_4h_to_h": "down_proj",
+    }
+    return {
+        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{theirs}.{key}",), "transposed")
+        for name, key in names.items()
+    }
+
+
 QWEN_MOE = {
     "layers.*.mlp.router": Source(("layers.*.mlp.gate",), "transposed"),
     "layers.*.mlp.shared_expert_gate": Source(("layers.*.mlp.shared_expert_gate",), "transposed"),
-} | {
-    f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{mlp}.{key}",), "transposed")
-    for mlp in ("experts.#", "shared_expert")
-    for name, key in (
-        ("dense_h_to_4h", "gate_proj"),
-        ("dense_h_to_4h_2", "up_proj"),
-        ("dense_4h_to_h", "down_proj"),
-    )
+    **_gated("experts.#", "experts.#"),
+    **_gated("shared_expert", "shared_expert"),
+}
+# As in DeepSeek's: GLM-4.5, dots.llm1.
+BIASED_MOE = {
+    **QWEN_MOE,
+    **_gated("shared_expert", "shared_experts"),
+    _EXPERT_BIAS: Source(("layers.*.mlp.gate.e_score_correction_bias",), "summands"),
+}
+MINIMAX_M2_IN_MEMORY = QWEN_MOE | {
+    _EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands"),
+}
+ERNIE4_5_MOE = {
+    **INTERLEAVED,
+    **BIASED_MOE,
+    _EXPERT_BIAS: Source(("layers.*.mlp.moe_statics.e_score_correction_bias",), "summands"),
 }
 
 GPT_NEOX = {
@@ -302,6 +329,10 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "mixtral": MIXTRAL,
     "mixtral_in_memory": QWEN_MOE,
     "qwen_moe": QWEN_MOE,
+    "biased_moe": BIASED_MOE,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "minimax_m2": MINIMAX_M2,
+    "minimax_m2_in_memory": MINIMAX_M2_IN_MEMORY,
     "gpt_neox": GPT_NEOX,
     "gptj": GPTJ,
     "codegen": CODEGEN,
@@ -310,6 +341,11 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "falcon_two_norms": FALCON_TWO_NORMS,
     **gpt_nemo.DIALECTS,
 }
+
+
+def dense(found: Mapping[str, Source]) -> dict[str, Source]:
+    """The sources of a norm, dialect -> Source, before an MLP in a layer without experts."""
+    return {name: source for name, source in found.items() if name not in gpt_nemo.OF_EXPERTS}
 
 
 def sources(name: str) -> dict[str, Source]:

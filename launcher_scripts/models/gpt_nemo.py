@@ -77,6 +77,7 @@ MCORE = {
     ),
     "layers.*.post_attention_layernorm.bias": Source((f"{_CORE}.mlp.linear_fc1.layer_norm_bias",)),
     "layers.*.mlp.router": Source((f"{_CORE}.mlp.router",), "transposed"),
+    "layers.*.mlp.router.expert_bias": Source((f"{_CORE}.mlp.router.expert_bias",), "summands"),
     "layers.*.mlp.shared_expert_gate.weight": Source(
         (f"{_CORE}.mlp.shared_experts.gate_weight",), "transposed"
     ),
@@ -117,6 +118,9 @@ MCORE_LOCAL = {
 MCORE_EXPERTS = {
     name: source for name, source in MCORE_LOCAL.items() if ".post_attention_layernorm." in name
 }
+
+# The dialects of layers with experts alone.
+OF_EXPERTS = ("mcore_experts", "mcore_experts_plus_one")
 
 _SCALES = (
     "final_layernorm.weight",

@@ -91,6 +91,18 @@ CONFIGS: list[Any] = [
     GPTConfig(**GPT),
     GPTConfig(**GPT, position_embedding="rope", gated=True, activation="silu", pad_id=4),
     GPTConfig(**GPT, position_embedding="rope", unrotated_layers="0"),
+    GPTConfig(
+        **GPT,
+        mlp_bias=False,
+        num_experts=5,
+        experts_per_token=2,
+        normalized_experts=True,
+        router_score_function="sigmoid",
+        router_scaling_factor=2.5,
+        expert_bias=True,
+        dense_layers="1",
+        dense_ffn_size=24,
+    ),
 ]
 
 

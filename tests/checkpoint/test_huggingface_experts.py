@@ -1,17 +1,20 @@
-"""Experts in one tensor a layer, as a model of transformers 5 has them in memory."""
+"""Experts in one tensor a layer, as a model of transformers 5 has them in memory; what chooses
+experts, and what an export leaves out."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import LATER_DECODERS
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2"])
 def test_a_state_dict_gives_what_the_saved_model_gives(tmp_path: Path, name: str) -> None:
     model = LATER_DECODERS[name].save(tmp_path / "saved")
     state = model.state_dict()
@@ -26,3 +29,58 @@ def test_a_state_dict_gives_what_the_saved_model_gives(tmp_path: Path, name: str
     want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
     assert want
     assert got == want
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "bf16", "fp16"])
+def test_the_bias_that_chooses_experts_is_exact(tmp_path: Path, data_type: str) -> None:
+    """Experts may differ by less than a bfloat16 can tell."""
+    model = LATER_DECODERS["glm4_moe"].make()
+    bias = 9 + torch.arange(6) / 3000
+    for layer in (1, 2):
+        model.model.layers[layer].mlp.gate.e_score_correction_bias.copy_(bias * layer)
+    model.save_pretrained(tmp_path / "hf")
+    weights, _ = open_weights(export_folder(tmp_path / "hf", tmp_path, data_type=data_type))
+    for layer in (1, 2):
+        stored = weights[f"layers.{layer}.mlp.router.expert_bias"]
+        assert torch.equal(stored.sum(0), bias * layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "there"),
+    [
+        ("glm4_moe", "num_nextn_predict_layers", "model.layers.3.eh_proj.weight"),
+        ("ernie4_5_moe", "num_nextn_predict_layers", "model.mtp_emb_norm.0.weight"),
+    ],
+)
+def test_layers_that_predict_more_tokens_are_left_out(
+    tmp_path: Path, name: str, key: str, there: str
+) -> None:
+    """Only where config.json says that there may be such."""
+    LATER_DECODERS[name].make().save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(file) | {there: torch.ones(3)}, file, metadata={"format": "pt"})
+    config = tmp_path / "hf" / "config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps(said | {key: 1}))
+    folder = export_folder(tmp_path / "hf", tmp_path)
+    notes = json.loads((folder / "manifest.json").read_text())["source"]["notes"]
+    assert notes == ["the layers for multi-token prediction are left out"]
+    config.write_text(json.dumps(said | {key: 0}))
+    refused_export(tmp_path / "hf", tmp_path / "again", "is a tensor this model should not have")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 2}, "n_group is not supported; got 2"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on"),
+        ({"scoring_func": "softmax"}, "scoring_func is not supported; got 'softmax'"),
+    ],
+)
+def test_what_chooses_experts_otherwise_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    LATER_DECODERS["glm4_moe"].make().save_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    refused_export(tmp_path / "hf", tmp_path, message)

@@ -141,11 +141,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "scale_attn_weights": True,
     },
     "mixtral": {"router_jitter_noise": 0.0, "router_aux_loss_coef": 0.02},
+    "ernie4_5_moe": {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+    "minimax_m2": {
+        "attn_type_list": [1, 1],
+        "num_hidden_layers": 2,
+        "head_dim": 128,
+        "mtp_transformer_layers": 1,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
 }
 
 
 def of_version_4(name: str) -> dict[str, Any]:
-    return VERSION_4["common"] | VERSION_4["models"][name]
+    """What its class wrote, or of a class that is younger, what all write."""
+    return VERSION_4["common"] | VERSION_4["models"].get(name, {"model_type": name})
 
 
 def of_today(name: str) -> list[dict[str, Any]]:

@@ -133,8 +133,9 @@ EXPERTS = {"num_experts": 8, "add_bias_linear": False}
         ("add_bias_linear", True),
         ("moe_apply_probs_on_input", True),
         ("moe_latent_size", 16),
-        ("moe_layer_freq", 2),
-        ("moe_layer_freq", [0, 1]),
+        ("moe_layer_freq", -1),
+        ("moe_layer_freq", [0, 1, 1]),
+        ("moe_layer_freq", [0, 2]),
         ("moe_layer_freq", "[0]+[1]"),
         ("moe_mlp_glu_interleave_size", 32),
         ("moe_router_enable_expert_bias", True),
@@ -142,13 +143,32 @@ EXPERTS = {"num_experts": 8, "add_bias_linear": False}
         ("moe_router_group_topk", 2),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"]),
-        ("moe_router_score_function", "sigmoid"),
-        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_router_score_function", "sqrtsoftplus"),
+        ("moe_router_topk_scaling_factor", -2.5),
     ],
 )
 def test_experts_that_work_in_other_ways_are_refused_by_name(key, value) -> None:
     with pytest.raises(CheckpointError, match=rf"1 problem in the arguments:\n.*{key}"):
         read_gpt(of_arguments(ARGUMENTS | EXPERTS | {key: value}, "the arguments"))
+
+
+@pytest.mark.parametrize(
+    ("said", "dense"), [(1, None), (2, "1,3"), ([0, 1, 1, 0], "0,3"), ((0, 0, 0, 1), "0,1,2")]
+)
+def test_layers_without_experts(said, dense) -> None:
+    more = {"num_layers": 4, "moe_layer_freq": said, "moe_ffn_hidden_size": 12}
+    config = read_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
+    assert config.dense_layers == dense
+    assert config.dense_ffn_size == (dense and ARGUMENTS["ffn_hidden_size"])
+    assert config.ffn_size == 12
+
+
+@pytest.mark.parametrize(("per_token", "normalized"), [(1, False), (2, True)])
+def test_sigmoids_of_several_experts_are_normalized(per_token, normalized) -> None:
+    more = {"moe_router_score_function": "sigmoid", "moe_router_topk": per_token}
+    config = read_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
+    assert config.normalized_experts is normalized
+    assert config.router_score_function == "sigmoid"
 
 
 def test_the_settings_of_experts_mean_nothing_without_experts() -> None:

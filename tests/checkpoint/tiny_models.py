@@ -115,6 +115,14 @@ FALCON = {
     "max_position_embeddings": 64,
 }
 MOE = {"num_experts": 7, "moe_intermediate_size": 12}
+ROUTED = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 # The class, and what its config says beside LLAMA.
 LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": (
@@ -281,7 +289,63 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**UNTIED, **MOE, "num_experts_per_tok": 3, "head_dim": 6, "norm_topk_prob": True},
     ),
+    "qwen3_moe_sparse": (
+        "Qwen3Moe",
+        {
+            **UNTIED,
+            **MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "num_experts_per_tok": 3,
+        },
+    ),
     "olmoe": ("Olmoe", {**NO_END, **UNTIED, "num_experts": 4, "num_experts_per_tok": 3}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **NO_END,
+            **UNTIED,
+            **ROUTED,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **NO_END,
+            **UNTIED,
+            **ROUTED,
+            "norm_topk_prob": False,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 12,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "rope_theta": 500000.0,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            **UNTIED,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "head_dim": 8,
+            "rotary_dim": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 
 
@@ -305,6 +369,9 @@ class TinyModel:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.normal_(0.05, 0.3)
+            for name, values in model.state_dict().items():
+                if name.endswith("e_score_correction_bias"):
+                    values.normal_()
             for (token,) in self.values.get("bad_words_ids", ()):
                 model.final_logits_bias[:, token] = NEVER
         return model

@@ -1,14 +1,15 @@
-"""Make tests/data/core/{mcore014_mixtral,mcore016_shared,bridge_qwen2moe,nemo2_window}_a: tiny
+"""Make some of the folders of tests/data/core (MODELS below names them): tiny
 random models that Megatron-LM core saved and computed the logits of, on the CPU.
 
     python3 tests/data/make_core_models.py mixtral      # with megatron-core 0.14.0 and torch 2.13
     python3 tests/data/make_core_models.py qwen2moe     # 0.16.1
     python3 tests/data/make_core_models.py window       # 0.16.1
     python3 tests/data/make_core_models.py shared       # 0.16.1
+    python3 tests/data/make_core_models.py dense        # 0.16.1
 
 Put in by hand: what Megatron-LM, Megatron Bridge and NeMo 2 say of a model around the core's own
 tensors; the name of the norm before experts that Transformer Engine's layer specification has
-(qwen2moe); the device of what the core asks of CUDA (the window's mask).
+(qwen2moe, dense); the device of what the core asks of CUDA (the window's mask).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ import torch.nn.functional as F
 import yaml
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import utils as core_utils
@@ -69,6 +73,16 @@ QWEN = {
     "moe_layer_freq": [1, 1],
 }
 SHARED = {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 20}
+DENSE = {
+    "num_layers": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "qk_layernorm": True,
+}
 WINDOW = {"num_layers": 4, "window_size": [4, 0], "window_attn_skip_freq": 2, "softmax_scale": 0.3}
 
 
@@ -140,6 +154,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Save]] = {
     "mixtral": ("mcore014_mixtral_a", EXPERTS, as_megatron),
     "qwen2moe": ("bridge_qwen2moe_a", EXPERTS | QWEN, as_bridge),
     "shared": ("mcore016_shared_a", EXPERTS | SHARED, as_megatron),
+    "dense": ("bridge_dense_a", EXPERTS | DENSE, as_bridge),
     "window": ("nemo2_window_a", WINDOW, as_nemo),
 }
 
@@ -154,6 +169,23 @@ def without_cuda() -> None:
     moe_utils.te_general_gemm = None  # a name that exists with Transformer Engine alone
 
 
+def layers_of(config: TransformerConfig, kind: str) -> Any:
+    """What the layers are made of, with the names of norms before experts that `kind` has."""
+    if kind == "dense":
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
+        layers = spec.layer_specs[1:]
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        )
+        layers = [spec] if kind == "qwen2moe" else []
+    for layer in layers:
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return spec
+
+
 def main(kind: str) -> None:
     name, said, write = MODELS[kind]
     without_cuda()
@@ -162,11 +194,7 @@ def main(kind: str) -> None:
     parallel_state.initialize_model_parallel()
     torch.manual_seed(15)
     config = TransformerConfig(**SIZES | UNFUSED | said)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
-    )
-    if kind == "qwen2moe":
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    spec = layers_of(config, kind)
     model = GPTModel(
         config,
         spec,
@@ -177,6 +205,9 @@ def main(kind: str) -> None:
     ).eval()
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
+    for key, values in model.named_buffers():
+        if key.endswith("expert_bias"):
+            values.normal_()
     os.chdir(FOLDER)  # the core stores where it saved
     write(Path(name), model, config)
     tokens = torch.randint(0, VOCAB, (2, LENGTH))

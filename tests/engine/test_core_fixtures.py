@@ -26,6 +26,13 @@ FIXTURES = {
         "ffn_size": 12,
         "attention_dense_bias": False,
     },
+    "bridge_dense_a": {
+        "dense_layers": "0",
+        "dense_ffn_size": 24,
+        "router_score_function": "sigmoid",
+        "router_scaling_factor": 2.5,
+        "expert_bias": True,
+    },
     "mcore014_mixtral_a": {
         "num_experts": 4,
         "experts_per_token": 2,

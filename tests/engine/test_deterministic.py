@@ -5,6 +5,7 @@ Heads have 8 features: a CPU's product of batches of narrower matrices depends o
 
 from __future__ import annotations
 
+import math
 import random
 from concurrent.futures import wait
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
+from launcher_scripts.engine.runner import recording
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.engine.small_models import (
     EagerGraphs,
@@ -109,6 +111,7 @@ def test_a_row_is_answered_as_alone(model: str, data_type: str) -> None:
 def test_graphs_have_one_shape(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Where steps are graphs, and a step is launched before the last one's tokens."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
+    monkeypatch.setattr(recording, "LOAD_SECONDS", math.inf)
     config, tensors = MODELS[model]
     graphs = EagerGraphs()
     engine = engine_for(

@@ -51,7 +51,14 @@ VARIANTS = [
         "rotary_local_base": 100.0,
     },
     {"position_embedding": "rope", "parallel_residual": True, "logits_bias": True},
-    {**MODERN, "num_experts": 7, "experts_per_token": 2, "shared_expert_size": 64},
+    {
+        **MODERN,
+        "num_experts": 7,
+        "experts_per_token": 2,
+        "shared_expert_size": 64,
+        "dense_layers": "0",
+        "dense_ffn_size": 96,
+    },
     {
         **MODERN,
         "sliding_window": 20,

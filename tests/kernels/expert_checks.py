@@ -13,7 +13,7 @@ import torch
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import experts, fused
-from launcher_scripts.kernels.operands import ExpertMLPs, Linear
+from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 from launcher_scripts.kernels.quantization import quantized
 from tests.kernels.kernel_checks import (
     DOT_TYPES,
@@ -44,15 +44,21 @@ def make_experts(count: int, gated: bool, dtype: torch.dtype) -> ExpertMLPs:
 @pytest.mark.parametrize("rows", [1, 3, MANY])
 def test_route(rows, dtype):
     """Of equal scores the first expert's is taken first."""
-    x, router = random(rows, HIDDEN, dtype=dtype), make_linear(5, HIDDEN, None, False, dtype)
-    for per_token, normalized in ((1, True), (2, False), (3, True)):
-        got, want = (
-            side.route(x, router, per_token, normalized=normalized) for side in (fused, reference)
-        )
+    x, linear = random(rows, HIDDEN, dtype=dtype), make_linear(5, HIDDEN, None, False, dtype)
+    bias = torch.tensor([9.0, 8.5, -20.0, 8.75, 9.25], device=x.device)
+    for router in (
+        Router(linear, 1),
+        Router(linear, 2, normalized=False),
+        Router(linear, 3),
+        Router(linear, 3, bias=bias),
+        Router(linear, 2, "sigmoid", normalized=False, scaling_factor=2.5),
+        Router(linear, 2, "sigmoid", bias=bias, scaling_factor=0.5),
+    ):
+        got, want = (side.route(x, router) for side in (fused, reference))
         assert got[0].tolist() == want[0].tolist()
         assert_close(got[1], want[1], torch.float32 if dtype == torch.float32 else dtype)
-    router.weight[3] = router.weight[1] = 10 * x[0] / x[0].norm()
-    assert fused.route(x, router, 2, normalized=True)[0][0].tolist() == [1, 3]
+    linear.weight[3] = linear.weight[1] = 10 * x[0] / x[0].norm()
+    assert fused.route(x, Router(linear, 2))[0][0].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.reshard import Blocks
-from launcher_scripts.checkpoint.formats.dtypes import widened
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, widened
 from launcher_scripts.checkpoint.sources.sinusoidal_positions import (
     fairseq_sinusoids,
     sinusoids,
@@ -150,6 +150,16 @@ def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     return np.ones(config.hidden_size, np.float32)
 
 
+def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """A vector [n] as three rows of bfloat16 values that sum to it in float32: [3, n]."""
+    (tensor,) = tensors
+    rest, rows = widened(tensor).astype(np.float32).reshape(-1), []
+    for _ in range(3):
+        rows.append(widened(converted(rest, BFLOAT16)))
+        rest = rest - rows[-1]
+    return np.stack(rows)
+
+
 Result = Blocks | NDArray[Any]
 
 
@@ -252,6 +262,7 @@ LAYOUTS: dict[str, Layout] = {
     "flattened": Layout(flattened),
     "flattened_without_padding": Layout(flattened_without_padding),
     "stacked_rows": Layout(stacked_rows),
+    "summands": Layout(summands),
     "scaled_by_root_hidden": Layout(scaled_by_root_hidden),
     "without_padding_rows": Layout(without_padding_rows),
     "projected_in": Layout(projected_in),

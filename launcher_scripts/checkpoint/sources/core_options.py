@@ -180,7 +180,7 @@ def read_gpt(
         "unrotated_layers": _skipped(
             "no_rope_freq", raw.get("no_rope_freq") or None, 1, layers, problems
         ),
-        **core_experts.read_experts(raw, problems),
+        **core_experts.read_experts(raw, layers, problems),
         "embedding_scale": _embedding_scale(raw, hidden, problems),
         "tied_embeddings": options.tied_embeddings,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +32,11 @@ from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import NOTE as FP8_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_fused import expert_tensors
-from launcher_scripts.checkpoint.sources.huggingface_keys import check_keys, generation_keys
+from launcher_scripts.checkpoint.sources.huggingface_keys import (
+    PREDICTORS,
+    check_keys,
+    generation_keys,
+)
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -52,6 +57,7 @@ GENERATION_KEYS = ("forced_bos_token_id",)
 TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
+PREDICTORS_NOTE = "the layers for multi-token prediction are left out"
 _COMPARED_ROWS = 1024
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
@@ -103,7 +109,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         if reads_images:
             tensors = text_tensors(tensors)
         scheme = _widened(tensors, raw, archive)
-        tensors = expert_tensors(tensors)
+        tensors, predicts = _without_predictors(expert_tensors(tensors), raw)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -126,6 +132,7 @@ class HuggingFaceCheckpoint(WholeTensors):
             raise
         notes = [*check_keys(values), *([FP8_NOTE] if scheme else [])]
         notes += [IMAGES_NOTE] if reads_images else []
+        notes += [PREDICTORS_NOTE] if predicts else []
         _check_heads(config, tensors, values.problems)
         values.problems.raise_if_any(CheckpointError)
         return cls(archive, raw, config, dialects, tensors, tuple(notes))
@@ -244,6 +251,22 @@ def _widened(
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
     return scheme
+
+
+def _without_predictors(
+    tensors: dict[str, SourceTensor], raw: Mapping[str, Any]
+) -> tuple[dict[str, SourceTensor], bool]:
+    """The tensors without those of layers behind the last one that predict further tokens, if
+    config.json says that there may be such; and whether there were."""
+    layers = raw.get("num_hidden_layers")
+    if not isinstance(layers, int) or not any(raw.get(key) for key in PREDICTORS):
+        return tensors, False
+    kept = {}
+    for name, tensor in tensors.items():
+        layer = re.match(r"layers\.(\d+)\.", name)
+        if not name.startswith("mtp_") and (layer is None or int(layer[1]) < layers):
+            kept[name] = tensor
+    return kept, len(kept) < len(tensors)
 
 
 def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]]) -> None:

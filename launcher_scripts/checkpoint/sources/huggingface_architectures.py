@@ -183,6 +183,10 @@ ARCHITECTURES = {
     "qwen2_moe": _llama(experts.qwen2_moe, "qwen_moe"),
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
     "olmoe": _llama(experts.olmoe, "qwen_moe"),
+    "glm4_moe": _llama(experts.glm4_moe, "biased_moe"),
+    "dots1": _llama(experts.dots1, "biased_moe"),
+    "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
+    "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(
         "gpt",
         decoders.gpt_neox,

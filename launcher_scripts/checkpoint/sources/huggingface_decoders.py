@@ -21,7 +21,7 @@ _HEAD = "lm_head.weight"
 def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
-    head_size = _head_size(raw)
+    head_size = head_size_of(raw)
     said: Fields = {
         "vocab_size": raw.size("vocab_size"),
         "num_layers": raw.layers("num_hidden_layers"),
@@ -52,7 +52,7 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     return GPTConfig(**said)
 
 
-def _head_size(raw: RawConfig) -> int:
+def head_size_of(raw: RawConfig) -> int:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     return raw.size("head_dim", default=max(hidden // heads, 1))
 
@@ -198,7 +198,7 @@ def smollm3(raw: RawConfig) -> GPTConfig:
         start_id=raw.token("bos_token_id", 128000),
         end_id=raw.token("eos_token_id", 128001),
         pad_id=raw.token("pad_token_id", 128004),
-        **rope(raw, _head_size(raw), rope_theta=2e6),
+        **rope(raw, head_size_of(raw), rope_theta=2e6),
         **fields,
     )
 
@@ -264,7 +264,7 @@ def glm(raw: RawConfig, **fields: Any) -> GPTConfig:
         attention_bias=raw.flag("attention_bias", True),
         attention_dense_bias=False,
         mlp_bias=False,
-        **rope(raw, _head_size(raw), partial_rotary_factor=0.5),
+        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
         **fields,
     )
 
@@ -279,18 +279,19 @@ def helium(raw: RawConfig) -> GPTConfig:
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-8),
         attention_dense_bias=False,
-        **rope(raw, _head_size(raw), rope_theta=100000.0),
+        **rope(raw, head_size_of(raw), rope_theta=100000.0),
     )
 
 
-def ernie4_5(raw: RawConfig) -> GPTConfig:
+def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
     bias = raw.flag("use_bias", False)
     return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-5),
         attention_bias=bias,
         mlp_bias=bias,
-        **rope(raw, _head_size(raw), rope_theta=500000.0),
+        **rope(raw, head_size_of(raw), rope_theta=500000.0),
+        **fields,
     )
 
 
@@ -325,7 +326,7 @@ def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def olmo3(raw: RawConfig) -> GPTConfig:
     """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
-    turns, local_base = _two_ropes(raw, _head_size(raw), 500000.0, 500000.0)
+    turns, local_base = _two_ropes(raw, head_size_of(raw), 500000.0, 500000.0)
     fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
     if fields:
         fields["rotary_local_base"] = local_base or turns["rotary_base"]
@@ -402,7 +403,7 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 
 def nemotron(raw: RawConfig) -> GPTConfig:
-    head_size = _head_size(raw)
+    head_size = head_size_of(raw)
     return decoder(
         raw,
         normalization="layernorm",

@@ -3,11 +3,19 @@ huggingface_decoders."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, granite, qwen_windows
+from launcher_scripts.checkpoint.sources.huggingface_decoders import (
+    decoder,
+    ernie4_5,
+    granite,
+    head_size_of,
+    qwen_windows,
+)
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, windows
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -32,7 +40,7 @@ def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def granitemoeshared(raw: RawConfig) -> GPTConfig:
     """A Granite whose tokens also go through one more MLP, if it has a size."""
-    size = raw.size("shared_intermediate_size", default=0)
+    size = raw.size("shared_intermediate_size", default=1024, least=0)
     shared = {"shared_expert_size": size, "shared_expert_gate": False} if size else {}
     return granitemoe(raw, **shared)
 
@@ -53,11 +61,23 @@ def qwen3_moe(raw: RawConfig) -> GPTConfig:
 
 
 def _qwen_experts(raw: RawConfig) -> Fields:
-    """Layers without experts among those with them are not supported."""
-    raw.only("decoder_sparse_step", 1)
-    if raw("mlp_only_layers", default=[]):
-        raw.only("mlp_only_layers", [])
-    return {"ffn_size": raw.size("moe_intermediate_size"), **_said_experts(raw)}
+    """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers has it."""
+    step, said = raw.size("decoder_sparse_step", default=1), raw("mlp_only_layers", default=[])
+    if not isinstance(said, list):
+        raw.problems.add("mlp_only_layers must be a list of layers", got=said)
+        said = []
+    return {
+        "ffn_size": raw.size("moe_intermediate_size"),
+        **_said_experts(raw),
+        **_dense(raw, lambda layer: (layer + 1) % step != 0 or layer in said),
+    }
+
+
+def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
+    """The layers without experts, whose MLP has the size of a model without them."""
+    layers = layer_list(filter(without, range(raw.layers("num_hidden_layers"))))
+    size = raw.size("intermediate_size")
+    return {} if layers is None else {"dense_layers": layers, "dense_ffn_size": size}
 
 
 def _said_experts(raw: RawConfig) -> Fields:
@@ -78,4 +98,115 @@ def olmoe(raw: RawConfig) -> GPTConfig:
         end_id=raw.token("eos_token_id", 50279),
         pad_id=raw.token("pad_token_id", 1),
         **_said_experts(raw),
+    )
+
+
+def glm4_moe(raw: RawConfig) -> GPTConfig:
+    """GLM-4.5 to 4.7."""
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        qk_norm=raw.flag("use_qk_norm", False) or None,
+        attention_dense_bias=False,
+        mlp_bias=False,
+        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
+        **_biased_experts(raw, first_dense=1, normalized=True),
+    )
+
+
+def dots1(raw: RawConfig) -> GPTConfig:
+    """dots.llm1; the first max_window_layers layers have no window."""
+    first = raw.size("max_window_layers", default=62)
+    return decoder(
+        raw,
+        qk_norm=True,
+        mlp_bias=False,
+        **_biased_experts(raw, first_dense=0, normalized=False),
+        **windows(raw, lambda layer: layer < first),
+    )
+
+
+def _biased_experts(raw: RawConfig, first_dense: int, normalized: bool) -> Fields:
+    """Experts as DeepSeek-V3's, without its groups, behind layers without them."""
+    for name, value in (
+        ("n_group", 1),
+        ("topk_group", 1),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+    ):
+        raw.only(name, value)
+    size = raw.size("moe_intermediate_size")
+    dense = raw.size("first_k_dense_replace", default=first_dense, least=0)
+    return {
+        **_experts(
+            raw,
+            "n_routed_experts",
+            "num_local_experts",
+            normalized=raw.flag("norm_topk_prob", normalized),
+        ),
+        "ffn_size": size,
+        "router_score_function": "sigmoid",
+        "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
+        "expert_bias": True,
+        "shared_expert_size": size * raw.size("n_shared_experts", default=1),
+        "shared_expert_gate": False,
+        **_dense(raw, lambda layer: layer < dense),
+    }
+
+
+def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
+    """ERNIE 4.5 chooses by a softmax plus a bias."""
+    for name, value in (
+        ("moe_use_aux_free", True),
+        ("moe_gate", "topk"),
+        ("moe_gate_act", "softmax"),
+    ):
+        raw.only(name, value)
+    raw.unused("moe_norm_min", "moe_capacity")  # against a division by 0; of the training
+    layers, interval = raw.layers("num_hidden_layers"), raw.size("moe_layer_interval", default=1)
+    first = raw.size("moe_layer_start_index", default=1, least=0)
+    last = raw.size("moe_layer_end_index", default=-1, least=-1) % layers
+    size = raw.size("moe_intermediate_size")
+    fields = {
+        "num_experts": raw.size("moe_num_experts"),
+        "experts_per_token": raw.size("moe_k"),
+        "normalized_experts": True,
+        "ffn_size": size,
+        "expert_bias": True,
+    }
+    shared = raw.size("moe_num_shared_experts", default=2, least=0)
+    if shared:
+        fields |= {"shared_expert_size": size * shared, "shared_expert_gate": False}
+    return ernie4_5(
+        raw,
+        **fields,
+        **_dense(raw, lambda n: (n + 1) % interval != 0 or not first <= n <= last),
+    )
+
+
+def minimax_m2(raw: RawConfig) -> GPTConfig:
+    """MiniMax-M2 normalizes all heads' queries and keys together."""
+    for name, value in (
+        ("attn_type_list", [1] * raw.layers("num_hidden_layers")),
+        ("qk_norm_type", "per_layer"),
+        ("scoring_func", "sigmoid"),
+        ("shared_intermediate_size", 0),
+        ("use_qk_norm", True),
+        ("use_routing_bias", True),
+    ):
+        raw.only(name, value)
+    head_size = head_size_of(raw)
+    turning = raw.size("rotary_dim", default=head_size)
+    return decoder(
+        raw,
+        qk_norm=True,
+        joint_qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        router_score_function="sigmoid",
+        expert_bias=True,
+        start_id=raw.token("bos_token_id", 200034),
+        end_id=raw.token("eos_token_id", 200020),
+        **rope(raw, head_size, rope_theta=5e6, partial_rotary_factor=turning / head_size),
+        **_experts(raw, "num_local_experts", "num_experts", normalized=True),
     )

@@ -13,6 +13,13 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 
+# Each says that there may be layers behind the last one, for multi-token prediction.
+PREDICTORS = (
+    "mtp_transformer_layers",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+    "use_mtp",
+)
 # Why the keys do not matter -> their names, as patterns.
 IRRELEVANT: dict[str, tuple[str, ...]] = {
     "names, versions and tools": (
@@ -105,6 +112,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "use_cache",
     ),
     "the tensors say it": ("tie_word_embeddings",),
+    "layers that an export leaves out": PREDICTORS,
 }
 # Keys that every file of transformers 4 has, and that must be off.
 OFF = (

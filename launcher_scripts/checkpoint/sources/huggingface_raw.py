@@ -57,12 +57,12 @@ class RawConfig:
         """Say that these keys change nothing in this model, whatever their values."""
         self.asked.update(names)
 
-    def size(self, *names: str, default: Any = _REQUIRED) -> int:
-        """A whole number of at least 1."""
+    def size(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        """A whole number."""
         found = self(*names, default=default)
-        if type(found) is int and found >= 1:
+        if type(found) is int and found >= least:
             return found
-        self.problems.add(f"{' or '.join(names)} must be a whole number from 1 on", got=found)
+        self.problems.add(f"{' or '.join(names)} must be a whole number from {least} on", got=found)
         return 1
 
     def layers(self, *names: str, default: Any = _REQUIRED) -> int:

@@ -14,9 +14,7 @@ from launcher_scripts.kernels.ops import Ops
 def mixture(kernels: Ops, hidden: Tensor, experts: Experts, activation: str) -> Tensor:
     """What this rank's parts of the experts add to tokens, of their normalized hidden states
     [N, hidden]: float32 [P, N, hidden], to be summed."""
-    chosen, weights = kernels.route(
-        hidden, experts.router, experts.per_token, normalized=experts.normalized
-    )
+    chosen, weights = kernels.route(hidden, experts.router)
     mlps = ExpertMLPs(experts.in_proj, experts.gate, experts.out_proj, activation)
     parts = kernels.mixture(hidden, chosen, weights, mlps)
     if experts.shared is None:

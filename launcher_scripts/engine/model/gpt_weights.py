@@ -19,9 +19,9 @@ from launcher_scripts.engine.model.model_weights import (
     StackWeights,
 )
 from launcher_scripts.engine.model.weights import WeightLoader, scaled_norm
-from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt import EXPERT_BIAS, GPTConfig
 
 
 class GPTWeightLoader(WeightLoader):
@@ -81,7 +81,7 @@ class GPTWeightLoader(WeightLoader):
             lora_in=self._lora("attention.query_key_value", layer),
             lora_out=self._lora("attention.dense", layer),
         )
-        if config.num_experts:
+        if config.num_experts and config.has_experts(layer):
             return LayerWeights(attention, self._experts(layer, post_attention, config.num_experts))
         plain = self._mlp(mlp, layer, None if after else post_attention)
         return LayerWeights(
@@ -146,13 +146,24 @@ class GPTWeightLoader(WeightLoader):
                 scale = self._unquantized("layers.*.mlp.shared_expert_gate", layer)
             shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale)
         return Experts(
-            router=self._unquantized("layers.*.mlp.router", layer),
+            router=self._router(layer),
             in_proj=stacked("dense_h_to_4h", norm),
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
             out_proj=stacked("dense_4h_to_h"),
-            per_token=config.experts_per_token or 1,
-            normalized=bool(config.normalized_experts),
             shared=shared,
+        )
+
+    def _router(self, layer: int) -> Router:
+        config, bias = self.config, None
+        if config.expert_bias:
+            bias = self._tensor(EXPERT_BIAS, torch.float32, layer).sum(0)
+        return Router(
+            self._unquantized("layers.*.mlp.router", layer),
+            config.experts_per_token or 1,
+            config.router_score_function or "softmax",
+            normalized=bool(config.normalized_experts),
+            scaling_factor=config.router_scaling_factor or 1.0,
+            bias=bias,
         )
 
     def _head_norms(self, layer: int) -> HeadNorms | None:

@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from launcher_scripts.engine.model.adapters import Adapter
-from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, RelativeBias
+from launcher_scripts.kernels.operands import (
+    HeadNorms,
+    Linear,
+    LoRA,
+    Norm,
+    RelativeBias,
+    Router,
+)
 
 
 @dataclass(frozen=True)
@@ -97,14 +104,10 @@ class SharedExpert:
 class Experts(MLPWeights):
     """One rank's parts of a layer's experts: the weights have a first axis of all experts.
 
-    router:     [experts, hidden]; reads what the experts do
-    per_token:  how many experts a token goes through
-    normalized: whether their weights, of a softmax over all experts, are divided by their sum
+    router: reads what the experts do
     """
 
-    router: Linear
-    per_token: int
-    normalized: bool
+    router: Router
     shared: SharedExpert | None = None
 
     @property

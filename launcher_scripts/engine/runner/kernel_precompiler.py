@@ -132,18 +132,22 @@ def traced_runner(
 
 def _shortened(config: ModelConfig) -> ModelConfig:
     """The model with few layers: the first one, for what it reads no layer has left, and one more
-    of each kind where layers attend or rotate otherwise.
+    of each kind where layers attend or rotate otherwise, or have experts or none.
     """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    kinds = [(config.window(n) > 0, config.rotates(n)) for n in range(max(counts.values()))]
+    every = range(max(counts.values()))
+    kinds = [(config.window(n) > 0, config.rotates(n), config.has_experts(n)) for n in every]
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
         if config.full_attention_layers:
-            whole = (n for n, (window, _) in enumerate(layers) if not window)
+            whole = (n for n, (window, *_) in enumerate(layers) if not window)
             changes["full_attention_layers"] = layer_list(whole)
         if config.unrotated_layers:
-            still = (n for n, (_, rotates) in enumerate(layers) if not rotates)
+            still = (n for n, (_, rotates, _) in enumerate(layers) if not rotates)
             changes["unrotated_layers"] = layer_list(still)
+        if config.dense_layers:
+            dense = (n for n, (*_, experts) in enumerate(layers) if not experts)
+            changes["dense_layers"] = layer_list(dense)
     return replace(config, **changes)

@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS, SMALLEST_BATCH, add_pieces, halves
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.tiles import DotTile
-from launcher_scripts.kernels.operands import ExpertMLPs, Linear
+from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 NONE = -1  # the expert of a block without choices, and a choice that a block has no more of
 MOST_TOKENS = 2048  # whose results lie side by side before they are summed
@@ -31,19 +31,23 @@ MANY_TILE = DotTile(128, 64, 4, 3, 1)
 
 @triton.jit
 def choose_experts(
-    scores,
+    logits,
+    bias,
     chosen,
     weights,
     count,
+    scaling_factor,
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     PARTS: tl.constexpr,
     USE_PDL: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: a token's best experts and their weights, of PARTS of scores that are summed.
+    """One program: a token's best experts and their weights, of PARTS of logits that are summed.
 
     LANES is PER_TOKEN as a power of two.
     """
@@ -53,24 +57,32 @@ def choose_experts(
     token = tl.program_id(0)
     experts = tl.arange(0, BLOCK)
     inside = experts < EXPERTS
-    score = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        score += tl.load(scores + (part * count + token) * EXPERTS + experts, inside, other=0.0)
-    score = tl.where(inside, score, -float("inf"))
-    score = tl.where(inside, tl.exp(score - tl.max(score, 0)), -1.0)
-    whole = tl.sum(tl.where(inside, score, 0.0), 0)
+        total += tl.load(logits + (part * count + token) * EXPERTS + experts, inside, other=0.0)
+    if SIGMOID:
+        scores = tl.sigmoid(total)
+    else:
+        total = tl.where(inside, total, -float("inf"))
+        scores = tl.exp(total - tl.max(total, 0))
+        scores /= tl.sum(scores, 0)
+    ranks = scores
+    if BIASED:
+        ranks += tl.load(bias + experts, mask=inside, other=0.0)
+    ranks = tl.where(inside, ranks, -float("inf"))
     lanes = tl.arange(0, LANES)
     best = tl.zeros([LANES], tl.float32)
     places = tl.zeros([LANES], tl.int64)
     for lane in tl.static_range(PER_TOKEN):
-        value, place = tl.max(score, 0, return_indices=True)
-        best = tl.where(lanes == lane, value, best)
+        _, place = tl.max(ranks, 0, return_indices=True)
+        best = tl.where(lanes == lane, tl.sum(tl.where(experts == place, scores, 0.0), 0), best)
         places = tl.where(lanes == lane, tl.minimum(place, EXPERTS - 1), places)
-        score = tl.where(experts == place, -1.0, score)
-    best /= tl.sum(best, 0) if NORMALIZED else whole
+        ranks = tl.where(experts == place, -float("inf"), ranks)
+    if NORMALIZED:
+        best /= tl.sum(best, 0)
     target = token * PER_TOKEN + lanes
     tl.store(chosen + target, places, mask=lanes < PER_TOKEN)
-    tl.store(weights + target, best, mask=lanes < PER_TOKEN)
+    tl.store(weights + target, best * scaling_factor, mask=lanes < PER_TOKEN)
 
 
 @triton.jit
@@ -178,24 +190,28 @@ def expert_rows(
     tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
-def pick_experts(scores: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """reference.route of scores in parts, float32 [P, N, experts]."""
-    parts, count, experts = scores.shape
-    chosen = torch.empty(count, per_token, dtype=torch.int64, device=scores.device)
-    weights = torch.empty(count, per_token, device=scores.device)
+def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """reference.route of the router's logits in parts, float32 [P, N, experts]."""
+    parts, count, experts = logits.shape
+    chosen = torch.empty(count, router.per_token, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(count, router.per_token, device=logits.device)
     launcher(choose_experts, (count,))(
-        scores,
+        logits,
+        logits if router.bias is None else router.bias,
         chosen,
         weights,
         count,
+        float(router.scaling_factor),
         EXPERTS=experts,
-        PER_TOKEN=per_token,
-        NORMALIZED=normalized,
+        PER_TOKEN=router.per_token,
+        SIGMOID=router.score_function == "sigmoid",
+        BIASED=router.bias is not None,
+        NORMALIZED=router.normalized,
         PARTS=parts,
-        LANES=triton.next_power_of_2(per_token),
+        LANES=triton.next_power_of_2(router.per_token),
         BLOCK=triton.next_power_of_2(experts),
         num_warps=1,
-        **pdl_options(scores),
+        **pdl_options(logits),
     )
     return chosen, weights
 

@@ -71,6 +71,7 @@ from launcher_scripts.kernels.operands import (
     PeerBuffers,
     Ranks,
     RelativeBias,
+    Router,
     RowColumns,
     StepRows,
 )
@@ -132,16 +133,17 @@ def logits(x: Tensor, head: Linear) -> Tensor:
     return out if head.bias is None else out + head.bias
 
 
-def route(x: Tensor, router: Linear, per_token: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """See reference.route."""
+    linear = router.linear
     if fits(x):
-        scores = dot_summands(x, router, "router")
+        found = dot_summands(x, linear, "router")
     elif x.shape[0] == 1:
-        scores = torch.empty(1, 1, router.weight.shape[0], device=x.device)
-        row_product(Hidden(x, x), router, scores[0], "plain", launch=pdl_options(x))
+        found = torch.empty(1, 1, linear.weight.shape[0], device=x.device)
+        row_product(Hidden(x, x), linear, found[0], "plain", launch=pdl_options(x))
     else:
-        scores = logits(x, router)[None]
-    return pick_experts(scores, per_token, normalized)
+        found = logits(x, linear)[None]
+    return pick_experts(found, router)
 
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
