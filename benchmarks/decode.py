@@ -150,7 +150,7 @@ def read_bytes(weights: ModelWeights, rows: int) -> int:
     for layer in weights.decoder.layers.values():
         experts = layer.mlp
         if isinstance(experts, Experts):
-            unread = (1 - experts.per_token / experts.count) ** rows
+            unread = (1 - experts.router.per_token / experts.count) ** rows
             linears = (experts.in_proj, experts.gate, experts.out_proj)
             whole -= int(unread * sum(_bytes(each.weight) for each in linears if each))
     return whole

@@ -57,7 +57,7 @@ VARIANTS = [
         "experts_per_token": 2,
         "shared_expert_size": 64,
         "dense_layers": "0",
-        "dense_ffn_size": 96,
+        "dense_ffn_size": 600,
     },
     {
         **MODERN,
