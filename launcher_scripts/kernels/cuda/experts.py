@@ -74,8 +74,10 @@ def choose_experts(
     best = tl.zeros([LANES], tl.float32)
     places = tl.zeros([LANES], tl.int64)
     for lane in tl.static_range(PER_TOKEN):
-        _, place = tl.max(ranks, 0, return_indices=True)
-        best = tl.where(lanes == lane, tl.sum(tl.where(experts == place, scores, 0.0), 0), best)
+        score, place = tl.max(ranks, 0, return_indices=True)
+        if BIASED:
+            score = tl.sum(tl.where(experts == place, scores, 0.0), 0)
+        best = tl.where(lanes == lane, score, best)
         places = tl.where(lanes == lane, tl.minimum(place, EXPERTS - 1), places)
         ranks = tl.where(experts == place, -float("inf"), ranks)
     if NORMALIZED:
