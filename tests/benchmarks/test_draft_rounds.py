@@ -12,6 +12,7 @@ from tests.engine.test_drafts import accepted, tried
 def test_rounds_and_steps_are_counted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_rounds, "COUNTS", (0, 3))
     monkeypatch.setattr(draft_rounds, "PROMPT", 9)
+    monkeypatch.setattr(draft_rounds, "TOKENS", 16)
     config = small_config(vocab_size=32000, end_id=32000, start_id=0)
     tensors, draft = (random_tensors(config, seed) for seed in range(2))
     engine = engine_for(config, tensors, draft=(config, draft))

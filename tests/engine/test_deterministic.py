@@ -49,10 +49,10 @@ SAMPLINGS = (
 Answer = list[tuple[tuple[int, ...], float | None, tuple[float, ...] | None]]
 
 
-def requests(draw: random.Random, model: str) -> list[GenerateRequest]:
+def requests(draw: random.Random, model: str, count: int) -> list[GenerateRequest]:
     """Of all kinds, some with an adapter, some with log-probabilities that graphs do not give."""
     made = []
-    for _ in range(10):
+    for _ in range(count):
         request = GenerateRequest(
             tuple(draw.randrange(60) for _ in range(draw.choice((1, 5, 20, 70)))),
             draw.choice((1, 6, 20)),
@@ -78,10 +78,10 @@ def answer(output: GenerateOutput) -> Answer:
     ]
 
 
-def check_company(engine: Engine, model: str, seed: int = 0) -> None:
+def check_company(engine: Engine, model: str, seed: int = 0, count: int = 10) -> None:
     """Rows alone, and then all of them together, some beside others that are given up."""
     draw = random.Random(seed)
-    asked = requests(draw, model)
+    asked = requests(draw, model, count)
     alone = [answer(engine.submit(request).result(60)) for request in asked]
     for _ in range(2):
         futures = []
@@ -133,7 +133,7 @@ def test_ranks(tmp_path: Path, model: str, division: tuple[int, int]) -> None:
     engine = load_engine(
         tmp_path, config, tensors(config), *division, max_batch_size=12, deterministic=True
     )
-    check_company(engine, model, seed=1)
+    check_company(engine, model, seed=1, count=5)
     engine.close()
 
 

@@ -265,7 +265,9 @@ def greedy_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Runner,
         "shapes_to_record",
-        lambda runner: [each for each in shapes(runner) if each.choice == Choice.GREEDY],
+        lambda runner: [
+            each for each in shapes(runner) if each.choice == Choice.GREEDY and not each.prompt
+        ],
     )
 
 
@@ -284,7 +286,7 @@ def test_an_engine_waits_for_its_kernels(
     steps = [what for what, _ in engine.timeline.events]
     assert steps.index("rank 0 has its weights") < steps.index(NOTE)
     assert steps.index(NOTE) < steps.index("all ranks are ready")
-    assert len(compiled) == len(hopper.loaded) > 10
+    assert len(compiled) == len(hopper.loaded) >= 10
     assert not any(compiled)
     with torch.inference_mode():  # what the rank would do on a GPU
         record_all(traced_runner(engine.settings, CONFIG))
