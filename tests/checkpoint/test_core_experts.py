@@ -192,3 +192,23 @@ def test_lora_of_experts_is_refused(qwen, tmp_path: Path) -> None:
     module = "decoder.layers.1.mlp.experts.linear_fc1"
     write_zarr(folder, tensors | lora(module, 24))
     refused_export(folder, tmp_path, r"layers\.1\.mlp\.experts\.linear_fc1")
+
+
+def test_layers_that_predict_more_tokens_are_left_out(qwen, tmp_path: Path) -> None:
+    """Only where the training says that there may be such."""
+    folder, tensors = qwen
+    plain = export_folder(write_zarr(folder, tensors), tmp_path / "plain")
+    config = (folder / "run_config.yaml").read_text()
+    more = tensors | {"mtp.layers.0.enorm.weight": np.ones(16, np.float32)}
+    other = write_zarr(tmp_path / "other", more)
+    (other / "run_config.yaml").write_text(config)
+    refused_export(other, tmp_path, "mtp.layers.0.enorm.weight is a tensor this model should not")
+    assert "mtp_num_layers: null" in config
+    (other / "run_config.yaml").write_text(
+        config.replace("mtp_num_layers: null", "mtp_num_layers: 1")
+    )
+    exported = export_folder(other, tmp_path)
+    notes = json.loads((exported / "manifest.json").read_text())["source"]["notes"]
+    assert notes == ["the layers for multi-token prediction are left out"]
+    for path in plain.glob("*.bin"):
+        assert path.read_bytes() == (exported / path.name).read_bytes()

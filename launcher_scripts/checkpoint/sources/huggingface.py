@@ -40,7 +40,11 @@ from launcher_scripts.checkpoint.sources.huggingface_keys import (
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
+from launcher_scripts.checkpoint.sources.source_checkpoint import (
+    PREDICTORS_NOTE,
+    Hints,
+    WholeTensors,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import (
     BYT5,
@@ -57,7 +61,6 @@ GENERATION_KEYS = ("forced_bos_token_id",)
 TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
-PREDICTORS_NOTE = "the layers for multi-token prediction are left out"
 _COMPARED_ROWS = 1024
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (

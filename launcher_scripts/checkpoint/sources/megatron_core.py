@@ -30,6 +30,7 @@ from launcher_scripts.checkpoint.sources.megatron import (
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
+    PREDICTORS_NOTE,
     Hints,
     SourceCheckpoint,
     WholeTensors,
@@ -101,6 +102,11 @@ class MegatronCoreCheckpoint(WholeTensors):
         tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
+        predicts = bool(options.raw.get("mtp_num_layers"))
+        if predicts:
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")
+            }
         config: ModelConfig
         if core_t5.is_t5(tensors):
             tensors = core_t5.renamed(tensors)
@@ -108,7 +114,7 @@ class MegatronCoreCheckpoint(WholeTensors):
         else:
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
-        notes = options.check_keys()
+        notes = (*options.check_keys(), *([PREDICTORS_NOTE] if predicts else []))
         found = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
         return replace(found, adapters=found.own_adapters(own)) if own else found
 

@@ -13,6 +13,8 @@ from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
 from launcher_scripts.models.family import Partition
 
+PREDICTORS_NOTE = "the layers for multi-token prediction are left out"
+
 
 @dataclass(frozen=True)
 class Hints:
