@@ -201,9 +201,9 @@ BIASED_MOE = {
     **_gated("shared_expert", "shared_experts"),
     _EXPERT_BIAS: Source(("layers.*.mlp.gate.e_score_correction_bias",), "summands"),
 }
-MINIMAX_M2_IN_MEMORY = QWEN_MOE | {
-    _EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands"),
-}
+_BIAS_OF_MLP = {_EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands")}
+EXAONE_MOE = BIASED_MOE | _BIAS_OF_MLP
+MINIMAX_M2_IN_MEMORY = QWEN_MOE | _BIAS_OF_MLP
 ERNIE4_5_MOE = {
     **INTERLEAVED,
     **BIASED_MOE,
@@ -331,6 +331,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "qwen_moe": QWEN_MOE,
     "biased_moe": BIASED_MOE,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "exaone_moe": EXAONE_MOE,
     "minimax_m2": MINIMAX_M2,
     "minimax_m2_in_memory": MINIMAX_M2_IN_MEMORY,
     "gpt_neox": GPT_NEOX,

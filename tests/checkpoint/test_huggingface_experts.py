@@ -50,6 +50,7 @@ def test_the_bias_that_chooses_experts_is_exact(tmp_path: Path, data_type: str) 
     [
         ("glm4_moe", "num_nextn_predict_layers", "model.layers.3.eh_proj.weight"),
         ("ernie4_5_moe", "num_nextn_predict_layers", "model.mtp_emb_norm.0.weight"),
+        ("exaone_moe", "num_nextn_predict_layers", "mtp.norm.weight"),
     ],
 )
 def test_layers_that_predict_more_tokens_are_left_out(
@@ -74,6 +75,7 @@ def test_layers_that_predict_more_tokens_are_left_out(
     [
         ({"n_group": 2}, "n_group is not supported; got 2"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must name every layer's MLP"),
         ({"scoring_func": "softmax"}, "scoring_func is not supported; got 'softmax'"),
     ],
 )

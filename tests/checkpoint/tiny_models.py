@@ -324,6 +324,46 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_window_layers": 2,
         },
     ),
+    "solar_open": (
+        "SolarOpen",
+        {
+            **NO_END,
+            **UNTIED,
+            "head_dim": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            **UNTIED,
+            "eos_token_id": 2,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            **UNTIED,
+            **MOE,
+            "num_experts_per_tok": 3,
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {

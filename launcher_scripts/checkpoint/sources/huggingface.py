@@ -267,7 +267,7 @@ def _without_predictors(
     kept = {}
     for name, tensor in tensors.items():
         layer = re.match(r"layers\.(\d+)\.", name)
-        if not name.startswith("mtp_") and (layer is None or int(layer[1]) < layers):
+        if not name.startswith("mtp") and (layer is None or int(layer[1]) < layers):
             kept[name] = tensor
     return kept, len(kept) < len(tensors)
 

@@ -185,6 +185,9 @@ ARCHITECTURES = {
     "olmoe": _llama(experts.olmoe, "qwen_moe"),
     "glm4_moe": _llama(experts.glm4_moe, "biased_moe"),
     "dots1": _llama(experts.dots1, "biased_moe"),
+    "solar_open": _llama(experts.solar_open, "biased_moe"),
+    "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
+    "mellum": _llama(experts.mellum, "qwen_moe"),
     "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(

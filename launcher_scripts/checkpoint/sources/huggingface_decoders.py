@@ -105,7 +105,7 @@ def gemma2(raw: RawConfig) -> GPTConfig:
 def gemma3(raw: RawConfig) -> GPTConfig:
     """Gemma 3's text model: layers with a window turn by a base of their own."""
     head_size = raw.size("head_dim", default=256)
-    turns, local_base = _two_ropes(raw, head_size, 1e6, 10000.0)
+    turns, local_base = two_ropes(raw, head_size, 1e6, 10000.0)
     if local_base is None:
         local_base = raw.real("rope_local_base_freq", 10000.0)
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
@@ -119,7 +119,7 @@ def gemma3(raw: RawConfig) -> GPTConfig:
     )
 
 
-def _two_ropes(
+def two_ropes(
     raw: RawConfig, head_size: int, base: float, local_base: float
 ) -> tuple[Fields, float | None]:
     """How layers without a window turn, and the base of those with one; None: it is not said.
@@ -326,7 +326,7 @@ def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def olmo3(raw: RawConfig) -> GPTConfig:
     """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
-    turns, local_base = _two_ropes(raw, head_size_of(raw), 500000.0, 500000.0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 500000.0)
     fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
     if fields:
         fields["rotary_local_base"] = local_base or turns["rotary_base"]
@@ -347,20 +347,22 @@ def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
     return lambda layer: pattern[layer % len(pattern)] == "G" or layer == layers - 1
 
 
-def exaone4(raw: RawConfig) -> GPTConfig:
-    """EXAONE 4: where layers have a window, those without it do not turn."""
-    fields: Fields = {}
+def exaone4_attention(raw: RawConfig) -> Fields:
+    """Where layers have a window, those without it do not turn."""
     if raw("sliding_window", default=None) is None:
         raw.unused("sliding_window_pattern", "layer_types")
-    else:
-        layers = raw.layers("num_hidden_layers")
-        fields = windows(raw, _exaone4_full(raw, layers))
-        fields["unrotated_layers"] = _unwindowed(raw, fields)
+        return {}
+    layers = raw.layers("num_hidden_layers")
+    fields = windows(raw, _exaone4_full(raw, layers))
+    return {**fields, "unrotated_layers": _unwindowed(raw, fields)}
+
+
+def exaone4(raw: RawConfig) -> GPTConfig:
     return _branch_norms(
         raw,
         attention_bias=False,
         start_id=raw.token("bos_token_id", 0),
-        **fields,
+        **exaone4_attention(raw),
     )
 
 

@@ -9,9 +9,11 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     decoder,
     ernie4_5,
+    exaone4_attention,
     granite,
     head_size_of,
     qwen_windows,
+    two_ropes,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, windows
@@ -74,10 +76,21 @@ def _qwen_experts(raw: RawConfig) -> Fields:
 
 
 def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
-    """The layers without experts, whose MLP has the size of a model without them."""
-    layers = layer_list(filter(without, range(raw.layers("num_hidden_layers"))))
+    """The layers without experts, whose MLP has the size of a model without them.
+
+    without: whether a layer is one of them where `mlp_layer_types` does not say it
+    """
+    layers = range(raw.layers("num_hidden_layers"))
+    kinds = raw("mlp_layer_types", default=None)
+    if kinds is None:
+        kinds = ["dense" if without(layer) else "sparse" for layer in layers]
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or {*kinds} - {"dense", "sparse"}:
+        choices = ("dense", "sparse")
+        raw.problems.add("mlp_layer_types must name every layer's MLP", got=kinds, choices=choices)
+        return {}
+    named = layer_list(layer for layer in layers if kinds[layer] == "dense")
     size = raw.size("intermediate_size")
-    return {} if layers is None else {"dense_layers": layers, "dense_ffn_size": size}
+    return {} if named is None else {"dense_layers": named, "dense_ffn_size": size}
 
 
 def _said_experts(raw: RawConfig) -> Fields:
@@ -114,6 +127,55 @@ def glm4_moe(raw: RawConfig) -> GPTConfig:
     )
 
 
+def solar_open(raw: RawConfig) -> GPTConfig:
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        attention_dense_bias=False,
+        mlp_bias=False,
+        **rope(raw, head_size_of(raw), rope_theta=1e6),
+        **_biased_experts(raw, first_dense=0, normalized=True),
+    )
+
+
+def exaone_moe(raw: RawConfig) -> GPTConfig:
+    """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        end_id=raw.token("eos_token_id", 53),
+        pad_id=raw.token("pad_token_id", 0),
+        **exaone4_attention(raw),
+        **_biased_experts(raw, first_dense=1, normalized=True, scaling_factor=2.5),
+    )
+
+
+def mellum(raw: RawConfig) -> GPTConfig:
+    """Mellum 2: a Qwen 3 whose layers with a window turn by a base of their own."""
+    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 10000.0)
+    fields = windows(raw, lambda _: True)
+    if fields:
+        fields["rotary_local_base"] = local_base or 10000.0
+    return decoder(
+        raw,
+        qk_norm=True,
+        mlp_bias=False,
+        ffn_size=raw.size("moe_intermediate_size"),
+        **turns,
+        **fields,
+        **_experts(
+            raw,
+            "num_experts",
+            "num_local_experts",
+            normalized=raw.flag("norm_topk_prob", True),
+        ),
+        **_dense(raw, lambda _: False),
+    )
+
+
 def dots1(raw: RawConfig) -> GPTConfig:
     """dots.llm1; the first max_window_layers layers have no window."""
     first = raw.size("max_window_layers", default=62)
@@ -126,8 +188,13 @@ def dots1(raw: RawConfig) -> GPTConfig:
     )
 
 
-def _biased_experts(raw: RawConfig, first_dense: int, normalized: bool) -> Fields:
-    """Experts as DeepSeek-V3's, without its groups, behind layers without them."""
+def _biased_experts(
+    raw: RawConfig, first_dense: int, normalized: bool, scaling_factor: float = 1.0
+) -> Fields:
+    """Experts as DeepSeek-V3's, without its groups, behind layers without them.
+
+    first_dense, normalized, scaling_factor: where the file does not say them
+    """
     for name, value in (
         ("n_group", 1),
         ("topk_group", 1),
@@ -142,13 +209,14 @@ def _biased_experts(raw: RawConfig, first_dense: int, normalized: bool) -> Field
             raw,
             "n_routed_experts",
             "num_local_experts",
+            "num_experts",
             normalized=raw.flag("norm_topk_prob", normalized),
         ),
         "ffn_size": size,
         "router_score_function": "sigmoid",
-        "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
+        "router_scaling_factor": raw.real("routed_scaling_factor", scaling_factor),
         "expert_bias": True,
-        "shared_expert_size": size * raw.size("n_shared_experts", default=1),
+        "shared_expert_size": size * raw.size("n_shared_experts", "num_shared_experts", default=1),
         "shared_expert_gate": False,
         **_dense(raw, lambda layer: layer < dense),
     }
