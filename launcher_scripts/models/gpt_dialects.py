@@ -109,9 +109,10 @@ BRANCH_NORMS = {
     "layers.*.attention.output_norm": Source(("layers.*.post_attention_layernorm",)),
     "layers.*.mlp.output_norm": Source(("layers.*.post_feedforward_layernorm",)),
 }
-GEMMA2 = BRANCH_NORMS | {
+VAULTGEMMA = {
     "layers.*.post_attention_layernorm": Source(("layers.*.pre_feedforward_layernorm",)),
 }
+GEMMA2 = BRANCH_NORMS | VAULTGEMMA
 _GATE_AND_UP = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.gate_up_proj",), "first_half"),
     "layers.*.mlp.dense_h_to_4h_2": Source(("layers.*.mlp.gate_up_proj",), "second_half"),
@@ -316,6 +317,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "llama_one_norm": LLAMA_ONE_NORM,
     "branch_norms": BRANCH_NORMS,
     "gemma2": GEMMA2,
+    "vaultgemma": VAULTGEMMA,
     "phi": PHI,
     "cohere": COHERE,
     "phi3": PHI3,

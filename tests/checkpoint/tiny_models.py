@@ -260,6 +260,20 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("Olmo", {**NO_END, **UNTIED}),
     "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),
+    "vaultgemma": ("VaultGemma", {**GEMMA, "attn_logit_softcapping": 2.0}),
+    "jais2": ("Jais2", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
+    "cwm": (
+        "Cwm",
+        {
+            **UNTIED,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "head_dim": 8,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "rope_parameters": LLAMA_31_ROPE,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -463,6 +477,17 @@ DECODERS: dict[str, TinyModel] = {
 # Decoders beyond what the plain forward passes of these tests know.
 LATER_DECODERS: dict[str, TinyModel] = {
     **{name: _llama(*said) for name, said in LLAMAS.items()},
+    "internlm3": TinyModel(
+        "LlamaForCausalLM", "InternLM3Config", {**LLAMA, **UNTIED, "head_dim": 6}
+    ),
+    "internlm3_bias": TinyModel(
+        "LlamaForCausalLM",
+        "InternLM3Config",
+        {**LLAMA, **UNTIED, "head_dim": 4, "attention_bias": True, "mlp_bias": True},
+    ),
+    "iquestcoder": TinyModel(
+        "LlamaForCausalLM", "IQuestCoderConfig", {**LLAMA, **UNTIED, "head_dim": 4}
+    ),
     "gpt_neox": TinyModel("GPTNeoXForCausalLM", "GPTNeoXConfig", NEOX),
     "gpt_neox_in_turn": TinyModel(
         "GPTNeoXForCausalLM",

@@ -178,6 +178,12 @@ def stablelm(raw: RawConfig) -> GPTConfig:
     )
 
 
+def vaultgemma(raw: RawConfig) -> GPTConfig:
+    """A Gemma 2 without the norms of what its branches add."""
+    fields = {**_gemma2(raw), "norm_placement": "pre"}
+    return gemma(raw, **fields, **windows(raw, lambda layer: layer % 2 == 1))
+
+
 def smollm3(raw: RawConfig) -> GPTConfig:
     """SmolLM3: every fourth layer's queries and keys do not turn; no_rope_layers has a 0 there."""
     layers = raw.layers("num_hidden_layers")
@@ -437,18 +443,50 @@ def seed_oss(raw: RawConfig) -> GPTConfig:
     )
 
 
-def gpt_neox(raw: RawConfig) -> GPTConfig:
-    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
-    base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
+def jais2(raw: RawConfig) -> GPTConfig:
     return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "gelu"),
+        activation=raw.activation("hidden_act", "relu2"),
         gated=False,
-        parallel_residual=raw.flag("use_parallel_residual", True) or None,
         attention_bias=raw.flag("attention_bias", True),
-        mlp_bias=True,
+        mlp_bias=raw.flag("mlp_bias", True),
         start_id=raw.token("bos_token_id", 0),
-        **rope(raw, head_size, rope_theta=base, partial_rotary_factor=share),
+        end_id=raw.token("eos_token_id", 150024),
+    )
+
+
+def internlm3(raw: RawConfig) -> GPTConfig:
+    """InternLM 3, which says apart whether queries, keys and values have biases."""
+    bias = raw.flag("mlp_bias", raw.flag("bias", False))
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        attention_bias=raw.flag("attention_bias", raw.flag("qkv_bias", False)),
+        attention_dense_bias=bias,
+        mlp_bias=bias,
+        pad_id=raw.token("pad_token_id", 2),
+    )
+
+
+def iquestcoder(raw: RawConfig) -> GPTConfig:
+    raw.only("clip_qkv", None)
+    raw.only("use_sliding_window", False)
+    raw.unused("sliding_window", "max_window_layers")
+    return decoder(raw, norm_eps=raw.real("rms_norm_eps", 1e-5))
+
+
+def cwm(raw: RawConfig) -> GPTConfig:
+    """Meta's Code World Model; every fourth layer has no window, from the first one on."""
+    if not raw.section("rope_parameters", "rope_scaling").raw:
+        raw.problems.add("rope_parameters, or rope_scaling, is missing")
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        attention_bias=False,
+        start_id=raw.token("bos_token_id", 128000),
+        end_id=raw.token("eos_token_id", 128001),
+        **rope(raw, head_size_of(raw), rope_theta=1e6),
+        **windows(raw, lambda layer: layer % 4 == 0),
     )

@@ -1,8 +1,10 @@
-"""What config.json says of GPT-J, CodeGen and Falcon, as a GPTConfig; see huggingface_decoders."""
+"""What config.json says of GPT-J, GPT-NeoX, CodeGen and Falcon, as a GPTConfig; see
+huggingface_decoders."""
 
 from __future__ import annotations
 
 from launcher_scripts.checkpoint.sources.huggingface_configs import plain_gpt
+from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import rope
 from launcher_scripts.models.gpt import GPTConfig
@@ -73,4 +75,21 @@ def falcon(raw: RawConfig) -> GPTConfig:
         mlp_bias=bias,
         parallel_residual=raw.flag("parallel_attn", True) or None,
         **positions,
+    )
+
+
+def gpt_neox(raw: RawConfig) -> GPTConfig:
+    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
+    base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
+    return decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("layer_norm_eps", 1e-5),
+        activation=raw.activation("hidden_act", "gelu"),
+        gated=False,
+        parallel_residual=raw.flag("use_parallel_residual", True) or None,
+        attention_bias=raw.flag("attention_bias", True),
+        mlp_bias=True,
+        start_id=raw.token("bos_token_id", 0),
+        **rope(raw, head_size, rope_theta=base, partial_rotary_factor=share),
     )
