@@ -325,21 +325,24 @@ def _loading() -> list[str]:
 
 def _steps() -> list[str]:
     report = result("decode")
-    (prefill,) = (row for row in report["rows"] if "prefill_tokens" in row)
+    prompts = [row for row in report["rows"] if "prefill_tokens" in row]
     return [
         "## Decode steps",
         prose(
             f"`benchmarks.decode`: from token to token on the device{mark('decode')}. `-modern`",
-            "has rotary positions, RMS norms, gated MLPs and a quarter of the keys. Of T5, the",
-            "decoder.",
+            "has rotary positions, RMS norms, gated MLPs and a quarter of the keys. 30B-A3B has",
+            "the sizes of Qwen 3's mixture of experts. Of T5, the decoder.",
         ),
         joined(tables.step_table(report["rows"])),
         "Whole requests to T5 in the engine's process, those of a batch at once:",
         joined(tables.whole_request_table(report["rows"])),
-        prose(
-            f"A prompt of {prefill['prefill_tokens']} tokens of the",
-            f"{tables.model_name(prefill['model'])} model takes {prefill['ms']:.0f} ms,",
-            f"{prefill['share_of_matrix_rate']:.2f} of the rate of a large matrix product.",
+        *(
+            prose(
+                f"A prompt of {row['prefill_tokens']} tokens of the",
+                f"{tables.model_name(row['model'])} model takes {row['ms']:.0f} ms,",
+                f"{row['share_of_matrix_rate']:.2f} of the rate of a large matrix product.",
+            )
+            for row in prompts
         ),
     ]
 
