@@ -66,7 +66,10 @@ def write_zarr(
 @pytest.fixture
 def qwen(data_dir: Path, tmp_path: Path) -> tuple[Path, Tensors]:
     """A folder with what describes the model, still without its tensors, and these."""
-    source, folder = data_dir / "core" / STEP, tmp_path / "source"
+    return described(data_dir / "core" / STEP, tmp_path / "source")
+
+
+def described(source: Path, folder: Path) -> tuple[Path, Tensors]:
     folder.mkdir()
     shutil.copy(source / "run_config.yaml", folder)
     return folder, values_of(source)
@@ -120,13 +123,18 @@ def test_more_experts_than_any_model_has(tmp_path: Path) -> None:
         read_tensors(Archive(tmp_path / "zarr"), "")
 
 
-def test_norms_may_be_stored_as_their_distance_from_one(qwen, tmp_path: Path) -> None:
-    folder, tensors = qwen
+@pytest.mark.parametrize("name", ["bridge_qwen2moe_a", "bridge_dense_a"])
+def test_norms_may_be_stored_as_their_distance_from_one(
+    data_dir: Path, tmp_path: Path, name: str
+) -> None:
+    """Those of layers without experts lie at other places."""
+    source = data_dir / "core" / name / "checkpoint" / "iter_0000000"
+    folder, tensors = described(source, tmp_path / "source")
     plain = export_folder(write_zarr(folder, tensors), tmp_path / "plain")
     said = yaml.safe_load((folder / "run_config.yaml").read_text())
     said["model"]["layernorm_zero_centered_gamma"] = True
     changed = {
-        name: values - 1 if re.search("norm.weight$", name) else values
+        name: values - 1 if re.search("norm[._]weight$", name) else values
         for name, values in tensors.items()
     }
     other = write_zarr(tmp_path / "other", changed)

@@ -23,6 +23,7 @@ from launcher_scripts.checkpoint.sources.nemo_options import (
     size,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.models.gpt_nemo import OF_EXPERTS
 
 # Classic GPTs honour megatron_legacy and know ALiBi since this release.
 LEGACY_AND_ALIBI_SINCE = (1, 20)
@@ -111,6 +112,8 @@ def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
     found = ["mcore_fused_gate"] if gated else []
     if plus_one:
         found.append(f"{norms}_plus_one")
+    if plus_one and norms in OF_EXPERTS:  # layers without experts have theirs at another place
+        found.append("mcore_plus_one")
     if norms != "mcore":
         found.append(norms)
     return (*found, "mcore")
