@@ -96,7 +96,11 @@ class StepTimes:
         was measured for `shape`, with keys and values in bfloat16."""
         report = result("decode")
         read_bytes = report["bandwidth"]["read_tb_per_s"] * 1e12
-        (prefill,) = (row for row in report["rows"] if "prefill_tokens" in row)
+        (prefill,) = (
+            row
+            for row in report["rows"]
+            if "prefill_tokens" in row and CONFIGS[row["model"]].num_experts is None
+        )
         layers = numbers(config, lambda name: name.startswith("layers.")) / tp_size
         head = config.vocab_size * config.hidden_size / tp_size
         shares = {
