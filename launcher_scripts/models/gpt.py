@@ -23,9 +23,6 @@ from launcher_scripts.models.family import (
     check_numbers,
 )
 
-# Its rows sum to the bias: what is left of a float32 after each rounding to the eight bits of a
-# bfloat16, since a bias decides by differences that the weights' type may not hold.
-EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
@@ -346,7 +343,7 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
 def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
     specs = [_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts"))]
     if config.expert_bias:
-        specs.append(_spec(EXPERT_BIAS, ("3", "num_experts")))
+        specs.append(_spec(gpt_dialects.EXPERT_BIAS, ("3", "num_experts")))
     if config.shared_expert_size is not None:
         specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
         if config.shared_expert_gate is not False:

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from launcher_scripts.models import gpt_nemo
 from launcher_scripts.models.family import Source
 
-_EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
+# Its rows sum to the bias: what is left of a float32 after each rounding to the eight bits of a
+# bfloat16, since a bias decides by differences that the weights' type may not hold.
+EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
 _WHOLE = ("wte", "wpe", "lm_head.weight", "lm_head.bias")
 
 GPT2 = {
@@ -173,7 +175,7 @@ GRANITEMOE = MIXTRAL | {
     ),
 }
 MINIMAX_M2 = MIXTRAL | {
-    _EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
+    EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
 }
 
 
@@ -200,15 +202,15 @@ QWEN_MOE = {
 BIASED_MOE = {
     **QWEN_MOE,
     **_gated("shared_expert", "shared_experts"),
-    _EXPERT_BIAS: Source(("layers.*.mlp.gate.e_score_correction_bias",), "summands"),
+    EXPERT_BIAS: Source(("layers.*.mlp.gate.e_score_correction_bias",), "summands"),
 }
-_BIAS_OF_MLP = {_EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands")}
+_BIAS_OF_MLP = {EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands")}
 EXAONE_MOE = BIASED_MOE | _BIAS_OF_MLP
 MINIMAX_M2_IN_MEMORY = QWEN_MOE | _BIAS_OF_MLP
 ERNIE4_5_MOE = {
     **INTERLEAVED,
     **BIASED_MOE,
-    _EXPERT_BIAS: Source(("layers.*.mlp.moe_statics.e_score_correction_bias",), "summands"),
+    EXPERT_BIAS: Source(("layers.*.mlp.moe_statics.e_score_correction_bias",), "summands"),
 }
 
 GPT_NEOX = {

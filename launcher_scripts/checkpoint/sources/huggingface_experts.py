@@ -93,10 +93,13 @@ def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
     return {} if named is None else {"dense_layers": named, "dense_ffn_size": size}
 
 
-def _said_experts(raw: RawConfig) -> Fields:
-    """Where config.json says whether a token's weights are normalized."""
-    normalized = raw.flag("norm_topk_prob", False)
-    return _experts(raw, "num_experts", "num_local_experts", normalized=normalized)
+def _said_experts(raw: RawConfig, *names: str, normalized: bool = False) -> Fields:
+    """Where config.json says whether a token's weights are normalized.
+
+    names: further ones of their number;  normalized: where the file does not say it
+    """
+    said = raw.flag("norm_topk_prob", normalized)
+    return _experts(raw, "num_experts", "num_local_experts", *names, normalized=said)
 
 
 def olmoe(raw: RawConfig) -> GPTConfig:
@@ -166,12 +169,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("moe_intermediate_size"),
         **turns,
         **fields,
-        **_experts(
-            raw,
-            "num_experts",
-            "num_local_experts",
-            normalized=raw.flag("norm_topk_prob", True),
-        ),
+        **_said_experts(raw, normalized=True),
         **_dense(raw, lambda _: False),
     )
 
@@ -205,13 +203,7 @@ def _biased_experts(
     size = raw.size("moe_intermediate_size")
     dense = raw.size("first_k_dense_replace", default=first_dense, least=0)
     return {
-        **_experts(
-            raw,
-            "n_routed_experts",
-            "num_local_experts",
-            "num_experts",
-            normalized=raw.flag("norm_topk_prob", normalized),
-        ),
+        **_said_experts(raw, "n_routed_experts", normalized=normalized),
         "ffn_size": size,
         "router_score_function": "sigmoid",
         "router_scaling_factor": raw.real("routed_scaling_factor", scaling_factor),

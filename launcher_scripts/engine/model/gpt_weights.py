@@ -21,7 +21,8 @@ from launcher_scripts.engine.model.model_weights import (
 from launcher_scripts.engine.model.weights import WeightLoader, scaled_norm
 from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
-from launcher_scripts.models.gpt import EXPERT_BIAS, GPTConfig
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
 
 
 class GPTWeightLoader(WeightLoader):

@@ -141,13 +141,8 @@ def _shortened(config: ModelConfig) -> ModelConfig:
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
-        if config.full_attention_layers:
-            whole = (n for n, (window, *_) in enumerate(layers) if not window)
-            changes["full_attention_layers"] = layer_list(whole)
-        if config.unrotated_layers:
-            still = (n for n, (_, rotates, _) in enumerate(layers) if not rotates)
-            changes["unrotated_layers"] = layer_list(still)
-        if config.dense_layers:
-            dense = (n for n, (*_, experts) in enumerate(layers) if not experts)
-            changes["dense_layers"] = layer_list(dense)
+        lists = ("full_attention_layers", "unrotated_layers", "dense_layers")
+        for place, name in enumerate(lists):  # each names the layers that lack it
+            if getattr(config, name):
+                changes[name] = layer_list(n for n, kind in enumerate(layers) if not kind[place])
     return replace(config, **changes)
