@@ -31,7 +31,7 @@ from benchmarks.generate import (
     random_weights,
     release,
 )
-from benchmarks.shapes import CONFIGS
+from benchmarks.shapes import CONFIGS, LARGE
 from benchmarks.steps import STEPS, beam_step_ms, step_ms
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, Quantization
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
@@ -69,7 +69,9 @@ PREFILL_TOKENS = 2048
 PREFILL_SHAPES = ("5b", "30b-a3b")
 # Also with the weights of their layers in bytes.
 QUANTIZED = ("5b", "20b", "8b-modern", "30b-a3b", "t5-3b")
-MODELS = CONFIGS | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
+MODELS = {name: config for name, config in CONFIGS.items() if name not in LARGE} | {
+    f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Tokens per second by requests in flight, beside static batches and CTranslate2.
 
     python3 -m benchmarks.in_flight --folder EMPTY_FOLDER --out in-flight.json [--shape 1.3b] \
-        [--clients 1 8 32 128]
+        [--clients 1 8 32 128] [--tp 4 --alone]
 
 Mixed requests (32 to 512 tokens in, 16 to 256 out, greedy, random bfloat16 weights) are asked over
 gRPC by that many clients, each with one request at a time, which the server batches in flight; and
@@ -19,6 +19,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,19 +50,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
     parser.add_argument("--shape", choices=(*CONFIGS, *TINY), default="1.3b")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--tp", type=int, default=1, help="number of GPUs")
     parser.add_argument("--alone", action="store_true", help="leave CTranslate2 out")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     report = InFlightReport(arguments.shape, arguments.out)
+    report.facts["tp_size"] = arguments.tp
     if torch.cuda.is_available():
         report.facts |= {"machine": machine(), "rates": bandwidths()}
         release()
     command = [sys.executable, "-m", "benchmarks.peers", *peer_arguments(arguments), "--write"]
     writing = None if arguments.alone else subprocess.Popen(command)
     try:
-        served_model(arguments.shape, arguments.clients).write(arguments.folder / "repository")
+        model = served_model(arguments.shape, arguments.clients, arguments.tp)
+        model.write(arguments.folder / "repository")
+        start = time.perf_counter()
         with Server(arguments.folder) as ready:
+            report.facts["start_seconds"] = round(time.perf_counter() - start, 1)
             for row in served_rows(ready["grpc"], arguments.shape, arguments.clients):
                 report.add(row)
     except Exception as error:  # the peer goes on
@@ -84,10 +90,10 @@ def peer_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*folder, "--in-flight", arguments.shape, "--clients", *clients]
 
 
-def served_model(shape: str, clients: Sequence[int]) -> RandomModel:
+def served_model(shape: str, clients: Sequence[int], tp_size: int = 1) -> RandomModel:
     """With positions for the longest of the mixed requests."""
     config = replace(config_of(shape), max_positions=INPUTS[1] + OUTPUTS[1])
-    return RandomModel(MODEL, config, max(clients))
+    return RandomModel(MODEL, config, max(clients), tp_size)
 
 
 def served_rows(address: str, shape: str, clients: Sequence[int]) -> Iterator[dict]:

@@ -272,6 +272,21 @@ def _in_flight() -> list[str]:
                 ),
             ]
         ),
+        "### Models on four GPUs",
+        *(line for shape in ("20b", "70b") for line in _in_flight_on_four(shape)),
+    ]
+
+
+def _in_flight_on_four(shape: str) -> list[str]:
+    report = result(f"in-flight-{shape}-tp4")
+    config = CONFIGS[shape]
+    return [
+        prose(
+            f"{tables.model_name(shape)} ({config.num_layers} layers of {config.hidden_size:,})",
+            f"with TP {report['tp_size']}; the server is ready after",
+            f"{report['start_seconds']:.0f} s, its files in the page cache:",
+        ),
+        joined(tables.in_flight_table(report)),
     ]
 
 
@@ -366,10 +381,10 @@ def _tensor_parallel() -> list[str]:
     return [
         "## Tensor parallelism over NVLink",
         prose(
-            "`benchmarks.tensor_parallel`: shared memory is",
+            "`benchmarks.tensor_parallel`: decode steps at context 80. Shared memory is",
             f"`enable_custom_all_reduce`{mark('tensor-parallel')}.",
         ),
-        joined(tables.tensor_parallel_table(report["rows"], "20b")),
+        joined(tables.tensor_parallel_table(report["rows"])),
     ]
 
 

@@ -94,6 +94,11 @@ LLAMA_1B = replace(
     tied_embeddings=True,
 )
 
+# The sizes of Llama 3.1 70B.
+LLAMA_70B = replace(
+    LLAMA_8B, hidden_size=8192, num_layers=80, num_heads=64, head_size=128, ffn_size=28672
+)
+
 # The sizes of Qwen3 30B A3B: of 128 experts a token goes through 8.
 QWEN3_30B_A3B = replace(
     modern(Shape(2048, 48, 32).config()),
@@ -118,9 +123,11 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "5b-modern": modern(SHAPES["5b"].config()),
     "8b-modern": LLAMA_8B,
     "30b-a3b": QWEN3_30B_A3B,
+    "70b": LLAMA_70B,
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
 }
+LARGE = ("70b",)  # whose weights need more than one GPU
 DRAFTS = {"8b-modern": LLAMA_1B}  # draft models by the names of their models
 # For trying a benchmark out where there is no GPU.
 TINY: dict[str, GPTConfig | T5Config] = {

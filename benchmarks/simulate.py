@@ -37,7 +37,7 @@ from benchmarks.floors import BYTES, exchange_of, numbers
 from benchmarks.load_clients import SECONDS, settle_seconds
 from benchmarks.recorded import result
 from benchmarks.serving import INPUTS, OUTPUTS
-from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B
+from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B, LLAMA_70B
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Plan
@@ -53,6 +53,7 @@ from launcher_scripts.models.gpt import GPTConfig
 # Models, and the measured one whose decode steps come as near to their floors.
 MODELS = {
     **{name: (each, name) for name, each in CONFIGS.items() if isinstance(each, GPTConfig)},
+    "70b": (LLAMA_70B, "8b-modern"),
     "43b": (GPT_43B, "20b"),
     "175b": (GPT_175B, "20b"),
 }

@@ -162,34 +162,38 @@ def _quantized_cell(row: dict | None, whole: dict) -> str:
     return f"{row['ms']:.3f} ({row['share_of_floor']:.0%}, {faster:.2f}x)"
 
 
-def tensor_parallel_table(rows: list[dict], model: str) -> list[str]:
-    """A decode step of one row on several GPUs."""
-    lines = []
+def tensor_parallel_table(rows: list[dict]) -> list[str]:
+    """Decode steps by GPUs and the way of their sums; in brackets against one GPU."""
+    counts = sorted({row["rows"] for row in rows})
+    steps: dict[tuple, dict[int, str]] = {}
     for row in rows:
-        if row["model"] == model and row["rows"] == 1:
-            size = row["tp_size"]
-            how = "shared memory" if row["enable_custom_all_reduce"] else "NCCL"
-            name = "one GPU" if size == 1 else f"{size} GPUs, {how}"
-            lines.append([name, f"{row['ms_per_step']:.2f}", f"{row['speedup']:.2f}x"])
-    return table(
-        [f"{model_name(model)}, batch 1, context 80", "ms per step", "against one GPU"], lines
-    )
+        speedup = f" ({row['speedup']:.2f}x)" if "speedup" in row and row["tp_size"] > 1 else ""
+        way = (row["model"], row["tp_size"], row["enable_custom_all_reduce"])
+        steps.setdefault(way, {})[row["rows"]] = f"{row['ms_per_step']:.2f}{speedup}"
+    lines = []
+    for (model, size, custom), cells in sorted(steps.items(), key=lambda way: str(way[0][0])):
+        how = ", shared memory" if custom else ", NCCL"
+        gpus = "1" if size == 1 else f"{size}{how}"
+        lines.append([model_name(model), gpus, *(cells[count] for count in counts)])
+    return table(["model", "GPUs", *(f"batch {count}, ms" for count in counts)], lines)
 
 
 def in_flight_table(report: dict) -> list[str]:
-    """Tokens per second by requests in flight."""
-    others = ("static batches", "static, rows leave", PEERS["ctranslate2"])
-    header = ["requests in flight", "tokens/s", *(f"{name}, tokens/s" for name in others)]
+    """Tokens per second by requests in flight, beside the ways that were measured with them."""
+    ways = {
+        "static batches": lambda row: row.get("static_tokens_per_s"),
+        "static, rows leave": lambda row: row.get("leaving_tokens_per_s"),
+        PEERS["ctranslate2"]: lambda row: max(row["peer_tokens_per_s"].values(), default=None),
+    }
+    known = {name: way for name, way in ways.items() if any(map(way, report["rows"]))}
     lines = []
     for row in report["rows"]:
         speed = row["in_flight_tokens_per_s"]
-        static = (row.get(f"{way}_tokens_per_s") for way in ("static", "leaving"))
-        best = max(row["peer_tokens_per_s"].values(), default=None)
-        others = (
-            f"{other:,.0f} ({speed / other:.2f}x)" if other else "-" for other in (*static, best)
-        )
-        lines.append([str(row["clients"]), f"{speed:,.0f}", *others])
-    return table(header, lines)
+        others = (way(row) for way in known.values())
+        cells = (f"{other:,.0f} ({speed / other:.2f}x)" if other else "-" for other in others)
+        lines.append([str(row["clients"]), f"{speed:,.0f}", *cells])
+    names = (f"{name}, tokens/s" for name in known)
+    return table(["requests in flight", "tokens/s", *names], lines)
 
 
 def streaming_table(rows: list[dict]) -> list[str]:
