@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from launcher_scripts.gateway.admission import Admission
+from launcher_scripts.gateway.answer_text import AnswerText
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.generation import (
     Generation,
@@ -21,14 +22,11 @@ from launcher_scripts.gateway.generation import (
     check_rows,
 )
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
+from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel, aside
-from launcher_scripts.gateway.tool_calls import (
-    ToolCall,
-    ToolText,
-    names_of,
-)
+from launcher_scripts.gateway.tool_calls import ToolCall
 
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16
@@ -237,12 +235,16 @@ class Chat(Answering):
         top = (body.top_logprobs or 0) if body.logprobs else None
         options = GenerationOptions(asked, body.n, top)
         prompts = [Prompt(ids, text)]
-        answering = ToolChat if body.tools else cls
-        return answering(
-            model,
-            body,
-            Generation(model, body, prompts, options, record, limits.admission, limits.timeout),
+        generation = Generation(
+            model, body, prompts, options, record, limits.admission, limits.timeout
         )
+        reasoning = None
+        if model.template is not None and not body.grammars:
+            continues = body.continue_final_message
+            reasoning = Reasoning.after(text, model.template.text, continues=continues)
+        if body.tools or reasoning is not None:
+            return ReadChat(model, body, generation, reasoning)
+        return cls(model, body, generation)
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text}
@@ -272,39 +274,49 @@ class Chat(Answering):
         }
 
 
-class ToolChat(Chat):
-    """Of /v1/chat/completions with tools."""
+class ReadChat(Chat):
+    """Of /v1/chat/completions where an answer's text is read: for what the model thinks before it
+    answers, and for the tools that it calls."""
 
-    def __init__(self, model: ServedModel, body: ChatBody, generation: Generation) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        body: ChatBody,
+        generation: Generation,
+        reasoning: Reasoning | None,
+    ) -> None:
         super().__init__(model, body, generation)
         choice = body.tool_choice
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
-        self._texts: dict[int, ToolText] = {}
+        self._reasoning = reasoning
+        self._texts: dict[int, AnswerText] = {}
         self._calls: dict[int, ToolCall] = {}
 
     def choice(self, answer: Piece) -> dict[str, Any]:
-        text, calls = answer.text, []
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
         if self._named is not None:
-            text, calls = "", [ToolCall(self._named, text)]
+            calls = [ToolCall(self._named, answer.text)]
         else:
-            text, calls = self._new_text().take(text, finished=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+            text = self._new_text()
+            message |= text.take(answer.text, finished=True)
+            calls = text.calls
         if calls:
             entries = [call.entry() for call in calls]
-            message |= {"content": text or None, "tool_calls": entries}
+            message |= {"content": message["content"] or None, "tool_calls": entries}
         return {"message": message, **self._rest(answer), **self._reason(answer, calls)}
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
         found = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
-        rest = self._rest(piece)
+        if self.body.tools or not found:
+            found.append({})
         known = self._texts[choice].calls if choice in self._texts else []
-        deltas = [{"delta": each, **rest, "finish_reason": None} for each in found]
-        return [*deltas, {"delta": {}, **rest, **self._reason(piece, known)}]
+        before = [{"delta": each, **self._rest(Piece())} for each in found[:-1]]
+        return [*before, {"delta": found[-1], **self._rest(piece), **self._reason(piece, known)}]
 
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
-        for delta in self.deltas(choice, "".join(texts), finished=False):
-            said = {"index": choice, "delta": delta, **self._rest(Piece())}
-            yield to_json([said])
+        for text in texts:
+            for delta in self.deltas(choice, text, finished=False):
+                yield to_json([{"index": choice, "delta": delta, **self._rest(Piece())}])
 
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
         if self._named is not None:
@@ -315,14 +327,13 @@ class ToolChat(Chat):
             entry["function"] = {**said, "arguments": text}
             return [{"tool_calls": [entry]}] if text or first else []
         own = self._texts.setdefault(choice, self._new_text())
-        content, calls = own.take(text, finished=finished)
-        found: list[dict[str, Any]] = [{"content": content}] if content else []
-        first_place = len(own.calls) - len(calls)
-        entries = [call.entry(first_place + place) for place, call in enumerate(calls)]
-        return [*found, {"tool_calls": entries}] if entries else found
+        known = len(own.calls)
+        new = own.take(text, finished=finished)
+        entries = [call.entry(place) for place, call in enumerate(own.calls)][known:]
+        return [each for each in (new, {"tool_calls": entries} if entries else {}) if each]
 
-    def _new_text(self) -> ToolText:
-        return ToolText(names_of(self.body.tools or ()))
+    def _new_text(self) -> AnswerText:
+        return AnswerText(self._reasoning, self.body.tools or ())
 
     @staticmethod
     def _reason(piece: Piece, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -15,11 +15,22 @@ from pydantic_core import to_json
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.completions import Chat, Limits
 from launcher_scripts.gateway.generation import Record
-from launcher_scripts.gateway.responses_schemas import FunctionOutput, NamedFunction, ResponsesBody
+from launcher_scripts.gateway.reasoning import NAMES
+from launcher_scripts.gateway.responses_schemas import (
+    FunctionOutput,
+    NamedFunction,
+    ReasoningItem,
+    ResponsesBody,
+)
 from launcher_scripts.gateway.schemas import ChatBody, validated
 from launcher_scripts.gateway.served_model import ServedModel
 
 _SYSTEM = ("system", "developer")
+# Items that are a text -> their events, the beginning of their ids, what their events have besides.
+_TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "reasoning": ("reasoning_text", "rs", {}),
+    "message": ("output_text", "msg", {"logprobs": []}),
+}
 # Parameters of a chat, by which errors name them -> what they are called here.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -40,6 +51,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         "stream": body.stream,
         "user": body.user,
         "response_format": body.text.response_format,
+        "reasoning_effort": body.reasoning.effort,
     }
     choice = _plain_choice(body)
     if body.tools or choice not in ("auto", "none"):
@@ -70,7 +82,10 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     for item in body.input:
         if item.type == "message":
             role = "system" if item.role in _SYSTEM else item.role
-            found.append({"role": role, "content": item.plain})
+            thought = found.pop() if role == "assistant" and _is_thought(found) else {}
+            found.append({**thought, "role": role, "content": item.plain})
+        elif isinstance(item, ReasoningItem):
+            found.append({"role": "assistant", "content": None, NAMES[0]: item.plain})
         elif isinstance(item, FunctionOutput):
             said = {"tool_call_id": item.call_id, "content": item.plain}
             found.append({"role": "tool", **said})
@@ -83,22 +98,30 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     return found
 
 
+def _is_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is what was thought before the one that comes."""
+    return bool(messages) and NAMES[0] in messages[-1] and messages[-1]["content"] is None
+
+
 @dataclass
 class _Output:
-    """What an answer consists of, item by item: a message, and calls of tools."""
+    """What an answer consists of, item by item: reasoning, a message, and calls of tools."""
 
     request_id: str
     items: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Take a chat's delta in; the events that it is."""
-        if text := delta.get("content"):
-            if not self.items or self.items[-1]["type"] != "message":
+        for kind, text in (("reasoning", delta.get(NAMES[0])), ("message", delta.get("content"))):
+            if not text:
+                continue
+            if not self.items or self.items[-1]["type"] != kind:
                 yield from self.close()
-                yield from self._begin_message()
+                yield from self._begin_text(kind)
             self.items[-1]["content"][0]["text"] += text
-            said = {"content_index": 0, "delta": text, "logprobs": []}
-            yield "response.output_text.delta", {**self._place, **said}
+            event, _, more = _TEXTS[kind]
+            said = {"content_index": 0, "delta": text, **more}
+            yield f"response.{event}.delta", {**self._place, **said}
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self.close()
@@ -112,7 +135,7 @@ class _Output:
     def end(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """End the answer, which has one item at least; the events that it is."""
         if not self.items:
-            yield from self._begin_message()
+            yield from self._begin_text("message")
         yield from self.close(status)
 
     def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -121,10 +144,11 @@ class _Output:
             return
         item = self.items[-1]
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] in _TEXTS:
+            event, _, more = _TEXTS[item["type"]]
             (part,) = item["content"]
             said = {**self._place, "content_index": 0}
-            yield "response.output_text.done", {**said, "text": part["text"], "logprobs": []}
+            yield f"response.{event}.done", {**said, "text": part["text"], **more}
             yield "response.content_part.done", {**said, "part": dict(part)}
         else:
             said = {"name": item["name"], "arguments": item["arguments"]}
@@ -140,10 +164,15 @@ class _Output:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _begin_message(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        said = {"role": "assistant", "content": [part]}
-        yield from self._begin({**self._head("message", "msg"), **said})
+    def _begin_text(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        _, prefix, more = _TEXTS[kind]
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], **more}
+            said: dict[str, Any] = {"role": "assistant", "content": [part]}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            said = {"summary": [], "content": [part]}
+        yield from self._begin({**self._head(kind, prefix), **said})
         added = {"content_index": 0, "part": dict(part)}
         yield "response.content_part.added", {**self._place, **added}
 
@@ -220,7 +249,7 @@ class Responding:
                 "input_tokens": self._record.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": self._record.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._thought_tokens()},
                 "total_tokens": self._record.prompt_tokens + self._record.generated_tokens,
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -238,6 +267,7 @@ class Responding:
             "output": [dict(item) for item in self._output.items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
+            "reasoning": body.reasoning.model_dump(),
             "store": False,
             "temperature": body.temperature,
             "text": body.text.model_dump(by_alias=True, exclude_none=True),
@@ -248,6 +278,12 @@ class Responding:
             "usage": usage,
             "user": body.user,
         }
+
+    def _thought_tokens(self) -> int:
+        """As the model's tokenizer divides what was thought."""
+        encode = self.chat.model.tokenizer.encode
+        texts = (item["content"] for item in self._output.items if item["type"] == "reasoning")
+        return sum(len(encode(part["text"])) for (part,) in texts)
 
     def _event(self, kind: str, said: Mapping[str, Any]) -> bytes:
         data = to_json({"type": kind, "sequence_number": self._number, **said})

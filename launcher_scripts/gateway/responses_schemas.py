@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from launcher_scripts.gateway.schemas import StrictBody
+from launcher_scripts.gateway.schemas import Effort, StrictBody
 
 
 class _Item(BaseModel):
@@ -18,7 +18,7 @@ class _Item(BaseModel):
 class TextPart(_Item):
     """A part of a content. Only texts are understood."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
 
 
@@ -37,6 +37,18 @@ class InputMessage(_Item):
     def plain(self) -> str:
         """Its parts as lines of one text."""
         return _joined(self.content)
+
+
+class ReasoningItem(_Item):
+    """What the model thought before an answer or a call."""
+
+    type: Literal["reasoning"]
+    content: list[TextPart] | None = None
+
+    @property
+    def plain(self) -> str:
+        """Its parts as lines of one text."""
+        return _joined(self.content or [])
 
 
 class FunctionCall(_Item):
@@ -70,6 +82,7 @@ def _kind(value: Any) -> str:
 
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")],
     Discriminator(_kind),
@@ -107,6 +120,10 @@ class NamedFunction(StrictBody):
     name: str
 
 
+class ReasoningOptions(StrictBody):
+    effort: Effort | None = None
+
+
 class ResponsesBody(StrictBody):
     """POST /v1/responses"""
 
@@ -120,6 +137,7 @@ class ResponsesBody(StrictBody):
     tools: list[dict[str, Any]] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
     store: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"

@@ -147,6 +147,10 @@ class CompletionBody(SamplingBody):
         return value  # type: ignore[no-any-return]
 
 
+# How much a model should think. Templates that know `enable_thinking` alone understand `none`.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ContentPart(BaseModel):
     """A part of a message. Only texts are understood."""
 
@@ -181,6 +185,16 @@ class ChatPrompt(StrictBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = False
+    reasoning_effort: Effort | None = None
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """What the template is told besides the messages."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+            found["enable_thinking"] = self.reasoning_effort != "none"
+        return {**found, **self.chat_template_kwargs}
 
     @field_validator("tools")
     @classmethod

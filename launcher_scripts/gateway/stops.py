@@ -28,15 +28,12 @@ class StopTexts:
             place, _, self.found = min(met)
             self._held = ""
             return text[: place + len(self.found) if self._included else place]
-        held = 0 if finished else self._beginning(text)
+        held = 0 if finished else overlap(text, *self.texts)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
-    def _beginning(self, text: str) -> int:
-        """How many characters at the end of `text` may be the beginning of a stop text."""
-        longest = min(len(text), max(map(len, self.texts)) - 1)
-        for length in range(longest, 0, -1):
-            end = text[len(text) - length :]
-            if any(stop.startswith(end) for stop in self.texts):
-                return length
-        return 0
+
+def overlap(text: str, *marks: str) -> int:
+    """How many characters at the end of a text are the beginning of one of `marks`."""
+    sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
+    return next((size for size in sizes if any(m.startswith(text[-size:]) for m in marks)), 0)

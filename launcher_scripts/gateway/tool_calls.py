@@ -10,14 +10,22 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import bad_request
+from launcher_scripts.gateway.stops import overlap
+from launcher_scripts.gateway.tagged_calls import tagged_calls, typed
 
-# Hermes' and Qwen's mark before a call, and the one behind it.
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# The mark before calls -> the one behind them.
+_PAIRS = {
+    "<tool_call>": "</tool_call>",  # of Hermes, Qwen and GLM
+    "<seed:tool_call>": "</seed:tool_call>",
+    "<minimax:tool_call>": "</minimax:tool_call>",
+    "<TOOLCALL>": "</TOOLCALL>",  # of Nemotron
+}
+_OPEN = re.compile("|".join(map(re.escape, _PAIRS)))
 # Llama's and Mistral's calls are JSON from the first character on; what is before it is a mark.
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
 # How an object or a list of objects begins, as far as it is there.
@@ -89,9 +97,9 @@ class ToolText:
     Text is held back while it may still become a call.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        """names: of the functions that may be called"""
-        self._names = frozenset(names)
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """tools: that may be called"""
+        self._schemas = {name: schema_of_one(tools, name) for name in names_of(tools)}
         self._held = ""
         self._begun = False  # there was content, so what looks like JSON is content, too
         self.calls: list[ToolCall] = []
@@ -103,15 +111,15 @@ class ToolText:
         """
         self._held += text
         content, known = "", len(self.calls)
-        while _OPEN in self._held:
-            before, _, rest = self._held.partition(_OPEN)
-            inside, close, after = rest.partition(_CLOSE)
+        while mark := _OPEN.search(self._held):
+            before = self._held[: mark.start()]
+            inside, close, after = self._held[mark.end() :].partition(_PAIRS[mark[0]])
             if not close and not finished:
                 self._held = self._held[len(before) :]
                 return content + self._content(before), self.calls[known:]
-            found = self._read(inside)
+            found = self._read(inside) or self._read_tags(inside)
             content += self._content(before)
-            content += "" if found else self._content(_OPEN + inside + close)
+            content += "" if found else self._content(mark[0] + inside + close)
             self.calls += found
             self._held = after
         if not finished and self._may_be_a_call():
@@ -122,7 +130,7 @@ class ToolText:
             content += "" if found else self._content(self._held)
             self._held = ""
         else:
-            kept = _overlap(self._held, _OPEN)
+            kept = overlap(self._held, *_PAIRS)
             content += self._content(self._held[: len(self._held) - kept])
             self._held = self._held[len(self._held) - kept :]
         return content, self.calls[known:]
@@ -147,17 +155,26 @@ class ToolText:
         text = text.strip()
         for mark in _MARKS:
             text = text.removeprefix(mark).lstrip()
-        found = []
+        values: list[Any] = []
         for value in _json_values(text):
-            for each in value if isinstance(value, list) else [value]:
-                call = self._call(each)
-                if call is None:
-                    return []
-                found.append(call)
-        return found
+            values += value if isinstance(value, list) else [value]
+        return self._all_calls(values)
+
+    def _read_tags(self, text: str) -> list[ToolCall]:
+        """As _read, of what stands between the marks of a call and is not JSON."""
+        return self._all_calls(
+            {"name": name, _ARGUMENTS[0]: typed(arguments, self._schemas.get(name, {}))}
+            for name, arguments in tagged_calls(text)
+        )
+
+    def _all_calls(self, values: Iterable[Any]) -> list[ToolCall]:
+        """The calls that these values are; none where one is something else."""
+        found = [self._call(value) for value in values]
+        calls = [call for call in found if call is not None]
+        return calls if len(calls) == len(found) else []
 
     def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.get("name") not in self._names:
+        if not isinstance(value, dict) or value.get("name") not in self._schemas:
             return None
         said: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
         if isinstance(said, dict):
@@ -179,9 +196,3 @@ def _json_values(text: str) -> list[Any]:
         between = re.compile(r"[\s;]*").match(text, place)
         place = place if between is None else between.end()
     return values
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text are the beginning of `mark`."""
-    sizes = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

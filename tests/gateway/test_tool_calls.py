@@ -20,7 +20,7 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "properties": {"city": {"$ref": "#/$defs/City"}, "code": {"type": "string"}},
             "required": ["city"],
             "$defs": {"City": {"type": "string"}},
         },
@@ -28,7 +28,6 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
-NAMES = ("weather", "clock")
 BERLIN, PARIS = {"city": "Berlin"}, {"city": "Paris"}
 
 
@@ -76,6 +75,47 @@ TEXTS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
         [("weather", PARIS)],
     ),
     "a list without its mark": (json.dumps([{"name": "clock"}]), "", [("clock", {})]),
+    "GLM": (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Berlin</arg_value>\n</tool_call>",
+        "",
+        [("weather", BERLIN)],
+    ),
+    "GLM without arguments": ("<tool_call>clock</tool_call>", "", [("clock", {})]),
+    "a function's name without marks": ("clock", "clock", []),
+    "GLM, another function": ("<tool_call>other</tool_call>", "<tool_call>other</tool_call>", []),
+    "Qwen Coder": (
+        "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nBerlin\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n<parameter=code>\n3\n</parameter>\n</function>\n"
+        "</tool_call>",
+        "I look.\n",
+        [("weather", {"city": "Berlin", "days": 3, "code": "3"})],
+    ),
+    "Seed": (
+        "<seed:tool_call>\n<function=clock>\n</function>\n</seed:tool_call>",
+        "",
+        [("clock", {})],
+    ),
+    "MiniMax": (
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Berlin</parameter>\n'
+        '</invoke>\n<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("weather", BERLIN), ("clock", {})],
+    ),
+    "Nemotron": (
+        f"<TOOLCALL>[{llama('weather', BERLIN)}, {llama('clock', {})}]</TOOLCALL>",
+        "",
+        [("weather", BERLIN), ("clock", {})],
+    ),
+    "tags with words between": (
+        "<tool_call><function=clock></function> or <function=clock></function></tool_call>",
+        "<tool_call><function=clock></function> or <function=clock></function></tool_call>",
+        [],
+    ),
+    "a tag that is not closed": (
+        "<tool_call><function=clock><parameter=a>b</function></tool_call>",
+        "<tool_call><function=clock><parameter=a>b</function></tool_call>",
+        [],
+    ),
     "JSON that is an answer": ('{"city": "Berlin"}', '{"city": "Berlin"}', []),
     "JSON that is cut off": ('{"name": "weather", "par', '{"name": "weather", "par', []),
     "JSON behind words": ("See: " + llama("clock", {}), "See: " + llama("clock", {}), []),
@@ -95,7 +135,7 @@ def called(calls: list[Any]) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("size", [1, 3, 10**6])
 def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     text, content, calls = TEXTS[name]
-    reader, found, seen = ToolText(NAMES), "", []
+    reader, found, seen = ToolText(TOOLS), "", []
     for start in range(0, len(text), size):
         new, complete = reader.take(text[start : start + size], finished=False)
         found += new
@@ -107,15 +147,21 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     assert len({*ids}) == len(ids) and all(len(each) == 9 and each.isalnum() for each in ids)
 
 
+def test_the_whole_text_at_once_is_read_alike() -> None:
+    for text, content, calls in TEXTS.values():
+        found, complete = ToolText(TOOLS).take(text, finished=True)
+        assert (found, called(complete)) == (content, calls)
+
+
 def test_words_are_not_held_back() -> None:
-    reader = ToolText(NAMES)
+    reader = ToolText(TOOLS)
     assert reader.take("Let me ", finished=False)[0] == "Let me "
     assert reader.take("see <", finished=False)[0] == "see "
     assert reader.take("3.", finished=False)[0] == "<3."
     for text in ("[1] is", "{x", "<p", "[TOOLS"):
-        assert ToolText(NAMES).take(text, finished=False)[0] == text
+        assert ToolText(TOOLS).take(text, finished=False)[0] == text
     for text in ("", "[", " {", '[ {"na', "[TOOL_C", "<|pyth", "<tool"):
-        assert ToolText(NAMES).take(text, finished=False)[0] == ""
+        assert ToolText(TOOLS).take(text, finished=False)[0] == ""
 
 
 def test_schemas_of_calls() -> None:
@@ -123,7 +169,10 @@ def test_schemas_of_calls() -> None:
     assert schema_of_one(TOOLS, "clock") == {"type": "object"}
     schema = schema_of_any(TOOLS, several=False)
     assert schema["$defs"] == {"City": {"type": "string"}} and schema["maxItems"] == 1
-    assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == [*NAMES]
+    assert [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]] == [
+        "weather",
+        "clock",
+    ]
     assert "maxItems" not in schema_of_any(TOOLS, several=True)
     other = json.loads(json.dumps(WEATHER).replace('"string"', '"integer"'))
     with pytest.raises(ApiError, match="City"):

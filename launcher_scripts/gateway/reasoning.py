@@ -1,0 +1,98 @@
+"""What a model thinks before it answers, apart from its answer.
+
+A reasoning model writes its thoughts between two marks that its chat template knows, too. Some
+templates write the first mark themselves, at the end of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.gateway.stops import overlap
+
+MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
+# Two names of one thing: vLLM's and OpenRouter's, and DeepSeek's, which most templates read.
+NAMES = ("reasoning", "reasoning_content")
+
+
+def with_both_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a chat; what was thought has both names, since templates read one of them."""
+    thought = next((message[name] for name in NAMES if message.get(name) is not None), None)
+    return {**message, **({} if thought is None else dict.fromkeys(NAMES, thought))}
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How the answers to one prompt show what was thought.
+
+    begin, end: the marks
+    begun: the prompt has the first one, and the answer only the second
+    """
+
+    begin: str
+    end: str
+    begun: bool = False
+
+    @classmethod
+    def after(cls, prompt: str, template: str, *, continues: bool = False) -> Reasoning | None:
+        """Of answers to a prompt that this template wrote; None if it knows no marks.
+
+        continues: the prompt ends within an answer
+        """
+        for begin, end in MARKS:
+            if end in template:
+                begun = prompt.rstrip().endswith(begin)
+                if continues:
+                    begun = prompt.rfind(begin) > prompt.rfind(end)
+                return cls(begin, end, begun)
+        return None
+
+
+class ReasoningText:
+    """The text of one answer as it comes: first what is thought, then what is answered.
+
+    Text is held back while it may still become a mark. Blanks around what is thought are left out.
+    """
+
+    def __init__(self, marks: Reasoning) -> None:
+        self._marks = marks
+        self._held = ""
+        self._thinks: bool | None = True if marks.begun else None
+        self._begins = True  # blanks that come are left out
+
+    def take(self, text: str, *, finished: bool) -> tuple[str, str]:
+        """What is new: of the reasoning, and of the answer. finished: no more text comes"""
+        if self._thinks is False:
+            return "", self._after_blanks(text)
+        self._held += text
+        if self._thinks is None and not self._decide(finished):
+            return "", ""
+        if not self._thinks:
+            text, self._held = self._held, ""
+            return "", text
+        thought, end, answer = self._held.partition(self._marks.end)
+        if end or finished:
+            self._held = ""
+            thought = self._after_blanks(thought).rstrip()
+            self._thinks, self._begins = False, True
+            return thought, self._after_blanks(answer)
+        shown = self._held[: len(self._held) - overlap(self._held, self._marks.end)].rstrip()
+        self._held = self._held[len(shown) :]
+        return self._after_blanks(shown), ""
+
+    def _decide(self, finished: bool) -> bool:
+        """Whether it is known if the answer begins with the first mark, which is taken away."""
+        start = self._held.lstrip()
+        if start.startswith(self._marks.begin):
+            self._thinks, self._held = True, start.removeprefix(self._marks.begin)
+        elif finished or not self._marks.begin.startswith(start):
+            self._thinks, self._begins = False, False
+        return self._thinks is not None
+
+    def _after_blanks(self, text: str) -> str:
+        if self._begins:
+            text = text.lstrip()
+            self._begins = not text
+        return text
