@@ -97,6 +97,10 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+# States of a process.
+ENDED, SUSPENDED = ("Z", "X"), ("T", "t")
+
+
 @dataclass(frozen=True)
 class ProcessStat:
     """Fields of /proc/<pid>/stat (proc_pid_stat(5)).
@@ -130,12 +134,12 @@ def start_of(pid: int) -> int | None:
     """When a process started, as in ProcessStat; None when it has ended."""
     with contextlib.suppress(OSError):
         stat = process_stat(pid)
-        return None if stat.state in ("Z", "X") else stat.started
+        return None if stat.state in ENDED else stat.started
     return None
 
 
 def is_suspended(pid: int) -> bool:
     """Whether a process was stopped by a signal or a debugger."""
     with contextlib.suppress(OSError):
-        return process_stat(pid).state in ("T", "t")
+        return process_stat(pid).state in SUSPENDED
     return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 
 def render(template: str, **values: Any) -> str:
     """The text of templates/<template>; a value that the template lacks is an error."""
+    return _environment(TEMPLATES).get_template(template).render(**values)
+
+
+@cache
+def _environment(folder: Path) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -30,7 +36,7 @@ def render(template: str, **values: Any) -> str:
     environment.filters["quote"] = quote
     environment.filters["quote_sbatch"] = quote_sbatch
     environment.filters["pbtxt"] = pbtxt
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def quote(value: object) -> str:

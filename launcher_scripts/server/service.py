@@ -22,12 +22,12 @@ from launcher_scripts.common.hosts import (
     NodeRank,
 )
 from launcher_scripts.common.processes import (
+    ENDED,
+    SUSPENDED,
     StopRequest,
-    is_suspended,
     process_name,
     process_stat,
     seconds_since,
-    start_of,
 )
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import DeploySettings
@@ -308,9 +308,13 @@ class Service:
 
     def _trouble(self, pid: int) -> str | None:
         """Why a process cannot go on; None while it runs."""
-        if start_of(pid) is None:
+        try:
+            state = process_stat(pid).state
+        except OSError:
+            state = ENDED[0]
+        if state in ENDED:
             return "died"
-        if not is_suspended(pid):
+        if state not in SUSPENDED:
             self._suspended.pop(pid, None)
             return None
         since = self._suspended.setdefault(pid, time.monotonic())

@@ -126,8 +126,15 @@ def test_graphs_have_one_shape(monkeypatch: pytest.MonkeyPatch, model: str) -> N
     assert recorded == len({*graphs.recorded, *graphs.asked})
 
 
-@pytest.mark.parametrize("division", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("model", ["rope", "t5"])
+@pytest.mark.parametrize(
+    ("model", "division"),
+    [
+        ("rope", (1, 2)),
+        ("t5", (2, 1)),
+        pytest.param("rope", (2, 1), marks=pytest.mark.slow),
+        pytest.param("t5", (1, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_ranks(tmp_path: Path, model: str, division: tuple[int, int]) -> None:
     config, tensors = MODELS[model]
     engine = load_engine(

@@ -162,8 +162,19 @@ def test_a_row_that_loses_its_place_is_read_anew() -> None:
     assert row.read_by_draft == 0
 
 
-@pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window"])
-@pytest.mark.parametrize("agrees", [True, False])
+@pytest.mark.parametrize(
+    ("model", "agrees"),
+    [
+        ("gpt", True),
+        ("rope", True),
+        ("longrope", False),
+        ("window", False),
+        pytest.param("gpt", False, marks=pytest.mark.slow),
+        pytest.param("rope", False, marks=pytest.mark.slow),
+        pytest.param("longrope", True, marks=pytest.mark.slow),
+        pytest.param("window", True, marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_without_a_draft_model(
     monkeypatch: pytest.MonkeyPatch, model: str, agrees: bool
 ) -> None:

@@ -360,9 +360,15 @@ def check_answers(large: Engine, small: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("model", "tokens", "budget", "caching"),
-    [("gpt", 260, 2048, False), ("gpt", 300, 50, True), ("rope", 260, 100, False),
-     ("longrope", 280, 300, True), ("window", 260, 80, False), ("agm", 300, 64, False)],
-)  # fmt: skip
+    [
+        ("gpt", 300, 50, True),
+        ("rope", 260, 100, False),
+        ("window", 260, 80, False),
+        ("agm", 300, 64, False),
+        pytest.param("gpt", 260, 2048, False, marks=pytest.mark.slow),
+        pytest.param("longrope", 280, 300, True, marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_of_a_large_cache(
     monkeypatch: pytest.MonkeyPatch, model: str, tokens: int, budget: int, caching: bool
 ) -> None:

@@ -97,6 +97,7 @@ def long_request() -> GenerateRequest:
     return GenerateRequest(IDS, output_len=80)
 
 
+@pytest.mark.started_ranks
 @pytest.mark.parametrize("kind", ["killed", "stopped"])
 def test_a_lost_rank_fails_what_is_pending_and_what_comes(tmp_path: Path, kind):
     engine = load_engine(
@@ -143,6 +144,7 @@ engine.close()
 """
 
 
+@pytest.mark.started_ranks
 def test_ranks_that_were_all_suspended_are_not_lost(tmp_path: Path):
     """As when a node is: nobody could give a sign of life."""
     write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
@@ -205,6 +207,7 @@ def test_an_altered_file_is_refused_before_any_rank_starts(tmp_path: Path):
         Engine.load(EngineSettings(folder, parallelism=Parallelism(2), device="cpu"))
 
 
+@pytest.mark.started_ranks
 def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
     """A file of the second rank vanishes after rank 0 has looked."""
     folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
@@ -221,6 +224,7 @@ def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
         Engine.load(settings)
 
 
+@pytest.mark.started_ranks
 def test_close_answers_what_is_pending(tmp_path: Path):
     engine = load_engine(tmp_path, GPT2, random_tensors(GPT2), 2, 1, max_batch_size=1)
     workers = pids(engine)

@@ -217,7 +217,8 @@ def named(launches: set[tuple[str, str]]) -> set[str]:
     ("family", "kind"),
     [
         *(("gpt", kind) for kind in ({}, INT8, FP8, KEPT_FP8)),
-        *(("t5", kind) for kind in ({}, INT8, FP8 | KEPT_FP8)),
+        ("t5", FP8 | KEPT_FP8),
+        *(pytest.param("t5", kind, marks=pytest.mark.slow) for kind in ({}, INT8)),
     ],
     ids=str,
 )

@@ -42,6 +42,8 @@ from tests.engine.small_models import engine_for, random_tensors, write_checkpoi
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
 from tests.processes import wait_for
 
+pytestmark = pytest.mark.started_ranks
+
 HOST = """
 import os, sys
 from pathlib import Path

@@ -28,6 +28,8 @@ from launcher_scripts.engine.distributed.listeners import drop_connections, list
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import load_engine, random_tensors, small_config
 
+pytestmark = pytest.mark.started_ranks
+
 CONFIG = small_config(num_layers=2)
 STRANGERS = 40
 _LISTENS = "0A"

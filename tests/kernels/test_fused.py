@@ -27,8 +27,12 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(["--half"], id="half"), pytest.param([], marks=pytest.mark.slow, id="all")],
+)
 @pytest.mark.parametrize("checks", CHECKS)
-def test_interpreted_kernels_equal_the_reference(checkout, checks):
+def test_interpreted_kernels_equal_the_reference(checkout, checks, which):
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -36,7 +40,10 @@ def test_interpreted_kernels_equal_the_reference(checkout, checks):
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to load than some checks
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *PLUGIN, *INTERPRETER_WARNINGS, FOLDER / checks],
+        [
+            *(sys.executable, "-m", "pytest", "-q", *which),
+            *(*PLUGIN, *INTERPRETER_WARNINGS, FOLDER / checks),
+        ],
         env=environment,
         cwd=checkout,
         capture_output=True,

@@ -1,0 +1,73 @@
+"""Ranks of these tests' engines are forked from a process that has imported torch.
+
+That import takes seconds of every rank, and is the same for all. Tests of how ranks are started,
+watched and ended are marked `started_ranks`: theirs are started as they are where a server runs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from launcher_scripts.common.processes import is_suspended
+from launcher_scripts.engine.distributed import worker, workers
+from launcher_scripts.engine.distributed.rank_processes import RankOrder
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    [
+        worker.__name__,
+        "launcher_scripts.engine.runner.loading",
+        "launcher_scripts.engine.distributed.communicator",
+    ]
+)
+
+
+class ForkedRank:
+    """Stands for RankProcess."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self.rank = order.rank
+        self._process = FORKSERVER.Process(target=run_rank, args=(order, dict(os.environ)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def trouble(self) -> str | None:
+        code = self._process.exitcode
+        if code is None:
+            return "is stopped (SIGSTOP)" if is_suspended(self.pid) else None
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+    def ended(self) -> bool:
+        return self._process.exitcode is not None
+
+    def wait(self, timeout: float) -> bool:
+        self._process.join(timeout)
+        return self.ended()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def run_rank(order: RankOrder, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.stdin = io.StringIO(json.dumps(asdict(order)))
+    sys.exit(worker.main(["--parent", str(os.getppid())]))
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("started_ranks") is None:
+        monkeypatch.setattr(workers, "RankProcess", ForkedRank)
