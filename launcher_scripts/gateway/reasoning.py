@@ -28,7 +28,7 @@ class Reasoning:
     """How the answers to one prompt show what was thought.
 
     begin, end: the marks
-    begun: the prompt has the first one, and the answer only the second
+    begun: the prompt has the first one, and the answer usually only the second
     """
 
     begin: str
@@ -59,7 +59,7 @@ class ReasoningText:
     def __init__(self, marks: Reasoning) -> None:
         self._marks = marks
         self._held = ""
-        self._thinks: bool | None = True if marks.begun else None
+        self._thinks: bool | None = None
         self._begins = True  # blanks that come are left out
 
     def take(self, text: str, *, finished: bool) -> tuple[str, str]:
@@ -88,7 +88,7 @@ class ReasoningText:
         if start.startswith(self._marks.begin):
             self._thinks, self._held = True, start.removeprefix(self._marks.begin)
         elif finished or not self._marks.begin.startswith(start):
-            self._thinks, self._begins = False, False
+            self._thinks = self._begins = self._marks.begun
         return self._thinks is not None
 
     def _after_blanks(self, text: str) -> str:

@@ -54,8 +54,9 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     text, thought, said = TEXTS[name]
     assert read(ReasoningText(Reasoning("<think>", "</think>")), text, size) == (thought, said)
     if text.startswith("<think>"):
-        begun = ReasoningText(Reasoning("<think>", "</think>", begun=True))
-        assert read(begun, text.removeprefix("<think>"), size) == (thought, said)
+        for once in (text, text.removeprefix("<think>")):
+            begun = ReasoningText(Reasoning("<think>", "</think>", begun=True))
+            assert read(begun, once, size) == (thought, said)
 
 
 def read(reader: ReasoningText, text: str, size: int) -> tuple[str, str]:
