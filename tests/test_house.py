@@ -82,6 +82,7 @@ DOORS = {
     "pydantic": (
         "launcher_scripts/gateway/schemas.py",
         "launcher_scripts/gateway/responses_schemas.py",
+        "launcher_scripts/gateway/messages_schemas.py",
     ),
     "triton": ("launcher_scripts/kernels/",),
     "msgspec": ("launcher_scripts/engine/",),

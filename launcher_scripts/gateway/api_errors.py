@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors as OpenAI's and Anthropic's clients read them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's JSON."""
+        """OpenAI's JSON, and Anthropic's, which has a `type` beside the error."""
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"type": "error", "error": error}
 
 
 class ServerLost(ApiError):

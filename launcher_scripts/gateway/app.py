@@ -1,11 +1,11 @@
-"""The routes of the gateway: OpenAI's, and what vLLM and operators add to them."""
+"""The routes of the gateway: OpenAI's, Anthropic's, and what vLLM and operators add to them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,9 +21,11 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
-from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits, last_events
+from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.log_probs import token_names
+from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
+from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
 from launcher_scripts.gateway.metrics import Metrics
 from launcher_scripts.gateway.middleware import (
     Keys,
@@ -36,6 +38,7 @@ from launcher_scripts.gateway.page import show_page
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.responses import Responding
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
+from launcher_scripts.gateway.retelling import Retelling
 from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
@@ -90,6 +93,21 @@ class Gateway:
         return await self._generate(
             request, lambda record: Responding.of(model, body, record, self._limits)
         )
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages"""
+        body = validated(MessagesBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        return await self._generate(
+            request, lambda record: MessageAnswer.of(model, body, record, self._limits)
+        )
+
+    async def message_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens"""
+        body = validated(ConversationBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        size = len(body.model_dump_json())
+        return JSONResponse({"input_tokens": await aside(size, lambda: count_tokens(model, body))})
 
     async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings"""
@@ -185,7 +203,7 @@ class Gateway:
         return JSONResponse({"version": VERSION})
 
     async def _generate(
-        self, request: Request, make: Callable[[Record], Awaitable[Answering | Responding]]
+        self, request: Request, make: Callable[[Record], Awaitable[Answering | Retelling[Any]]]
     ) -> Response:
         """The answer of what `make` makes of the request's Record.
 
@@ -203,7 +221,7 @@ class Gateway:
             # An error before the first event has a status of its own.
             first = await _unless_left(request, self.life, anext(events))
             stays = True
-            return EventResponse(first, events, self.life)
+            return EventResponse(first, events, self.life, answering.failed)
         finally:
             if not stays:
                 self.life.leave()
@@ -212,12 +230,20 @@ class Gateway:
 class EventResponse(StreamingResponse):
     """Server-sent events; when the client goes, what makes them is closed at once."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], life: Lifecycle) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        life: Lifecycle,
+        failed: Callable[[ApiError], bytes],
+    ) -> None:
+        """failed: makes the last event of a stream that cannot go on"""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._first = first
         self._events = events
         self._life = life
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -239,7 +265,7 @@ class EventResponse(StreamingResponse):
         except asyncio.CancelledError:
             if not self._life.over:
                 raise
-            last = last_events(given_up())
+            last = self._failed(given_up())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -296,6 +322,8 @@ def make_app(
         Route("/v1/completions", gateway.completions, methods=post),
         Route("/v1/chat/completions", gateway.chat, methods=post),
         Route("/v1/responses", gateway.responses, methods=post),
+        Route("/v1/messages", gateway.messages, methods=post),
+        Route("/v1/messages/count_tokens", gateway.message_tokens, methods=post),
         Route("/v1/embeddings", gateway.embeddings, methods=post),
         Route("/v1/models", gateway.list_models, methods=get),
         Route("/v1/models/{name:path}", gateway.one_model, methods=get),
@@ -314,7 +342,7 @@ def make_app(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"],
         )
         middleware.insert(0, cors)
 

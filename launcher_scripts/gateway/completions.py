@@ -116,11 +116,16 @@ class Answering(ABC):
         except ApiError as error:
             if not begun:
                 raise
-            yield last_events(error)
+            yield self.failed(error)
         else:
             if counts:
                 yield self._event(b"[]", _usage(record.usage()))
             yield DONE
+
+    @staticmethod
+    def failed(error: ApiError) -> bytes:
+        """The end of a stream that has begun and cannot go on."""
+        return b"data: " + to_json(error.body()) + b"\n\n" + DONE
 
     @abstractmethod
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -340,11 +345,6 @@ class ReadChat(Chat):
         """An answer that ended by itself with calls ended because of them."""
         ended = piece.finish_reason == "stop" and bool(calls)
         return {"finish_reason": "tool_calls"} if ended else {}
-
-
-def last_events(error: ApiError) -> bytes:
-    """The end of a stream that has begun and cannot go on."""
-    return b"data: " + to_json(error.body()) + b"\n\n" + DONE
 
 
 async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:

@@ -17,6 +17,7 @@ from launcher_scripts.gateway.generation import Record
 # Paths with a label of their own, and those below one that ends in /; the rest may be made up.
 _ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/models", "/v1/models/"),
     *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/servers", "/version"),
     "/metrics",

@@ -94,12 +94,14 @@ class Keys:
         if not self._digests:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip()) if scheme.lower() == "bearer" else b""
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # Anthropic's clients
+        given = _digest(key.strip())
         found = [name for name, each in self._digests.items() if hmac.compare_digest(each, given)]
         if not found:
             raise ApiError(
                 401,
-                "the key in the header Authorization: Bearer <key> is missing or wrong",
+                "the key is missing or wrong: Authorization: Bearer <key>, or X-Api-Key: <key>",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

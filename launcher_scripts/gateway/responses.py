@@ -5,12 +5,9 @@ Nothing is kept between requests: a client sends the whole conversation, as `sto
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from pydantic_core import to_json
 
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.completions import Chat, Limits
@@ -22,6 +19,7 @@ from launcher_scripts.gateway.responses_schemas import (
     ReasoningItem,
     ResponsesBody,
 )
+from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import ChatBody, validated
 from launcher_scripts.gateway.served_model import ServedModel
 
@@ -110,7 +108,7 @@ class _Output:
     request_id: str
     items: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, delta: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chat's delta in; the events that it is."""
         for kind, text in (("reasoning", delta.get(NAMES[0])), ("message", delta.get("content"))):
             if not text:
@@ -132,13 +130,13 @@ class _Output:
             if arguments:
                 yield "response.function_call_arguments.delta", {**self._place, "delta": arguments}
 
-    def end(self, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def end(self, status: str) -> Iterator[Event]:
         """End the answer, which has one item at least; the events that it is."""
         if not self.items:
             yield from self._begin_text("message")
         yield from self.close(status)
 
-    def close(self, status: str = "completed") -> Iterator[tuple[str, dict[str, Any]]]:
+    def close(self, status: str = "completed") -> Iterator[Event]:
         """End the item that is open; the events that it is."""
         if not self.items or self.items[-1]["status"] != "in_progress":
             return
@@ -155,7 +153,7 @@ class _Output:
             yield "response.function_call_arguments.done", {**self._place, **said}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
         self.items.append(item)
         shown = {**item, **({"content": []} if "content" in item else {})}
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": shown}
@@ -164,7 +162,7 @@ class _Output:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _begin_text(self, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _begin_text(self, kind: str) -> Iterator[Event]:
         _, prefix, more = _TEXTS[kind]
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], **more}
@@ -181,14 +179,13 @@ class _Output:
         return {"type": kind, "id": item_id, "status": "in_progress"}
 
 
-class Responding:
+class Responding(Retelling[ResponsesBody]):
     """One request of /v1/responses on its way to its answer."""
 
     def __init__(self, body: ResponsesBody, chat: Chat) -> None:
-        self.body = body
-        self.chat = chat
-        self._record = chat.generation.record
-        self._output = _Output(self._record.request_id)
+        super().__init__(body, chat)
+        self._output = _Output(self.record.request_id)
+        self._status = "in_progress"
         self._number = 0
 
     @classmethod
@@ -202,59 +199,34 @@ class Responding:
             error.param = _NAMES.get(str(error.param), error.param)
             raise
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer. Raises ApiError."""
-        answer = await self.chat.whole()
-        (choice,) = answer["choices"]
-        status = _status(choice["finish_reason"])
-        for _ in (*self._output.take(choice["message"]), *self._output.end(status)):
-            pass  # events, for which nobody waits
-        return self._response(status)
+    def begin(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield kind, {"response": self.answer()}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events. Raises ApiError before the first one or, as the last
-        event, says it.
-        """
-        begun, reason = False, None
-        try:
-            async with aclosing(self.chat.generation.pieces()) as pieces:
-                async for choice, piece in pieces:
-                    if not begun:
-                        begun = True
-                        for kind in ("response.created", "response.in_progress"):
-                            yield self._event(kind, {"response": self._response("in_progress")})
-                    reason = piece.finish_reason
-                    found = self.chat.deltas(choice, piece.text, finished=reason is not None)
-                    if events := b"".join(self._events(found)):
-                        yield events
-        except ApiError as error:
-            if not begun:
-                raise
-            said = {"code": error.code, "message": error.message, "param": error.param}
-            yield self._event("error", said)
-            return
-        status = _status(reason)
-        yield b"".join(self._event(kind, said) for kind, said in self._output.end(status))
-        yield self._event(f"response.{status}", {"response": self._response(status)})
+    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+        return self._output.take(delta)
 
-    def _events(self, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        for delta in deltas:
-            for kind, said in self._output.take(delta):
-                yield self._event(kind, said)
+    def end(self, finish_reason: str | None, _stop_reason: str | int | None) -> Iterator[Event]:
+        self._status = "incomplete" if finish_reason == "length" else "completed"
+        yield from self._output.end(self._status)
+        yield f"response.{self._status}", {"response": self.answer()}
 
-    def _response(self, status: str) -> dict[str, Any]:
-        body, usage = self.body, None
+    def trouble(self, error: ApiError) -> dict[str, Any]:
+        return {"code": error.code, "message": error.message, "param": error.param}
+
+    def answer(self) -> dict[str, Any]:
+        body, status, usage = self.body, self._status, None
         if status != "in_progress":
             usage = {
-                "input_tokens": self._record.prompt_tokens,
+                "input_tokens": self.record.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": self._record.generated_tokens,
+                "output_tokens": self.record.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._thought_tokens()},
-                "total_tokens": self._record.prompt_tokens + self._record.generated_tokens,
+                "total_tokens": self.record.prompt_tokens + self.record.generated_tokens,
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": f"resp_{self._record.request_id}",
+            "id": f"resp_{self.record.request_id}",
             "object": "response",
             "created_at": self.chat.created,
             "status": status,
@@ -285,11 +257,7 @@ class Responding:
         texts = (item["content"] for item in self._output.items if item["type"] == "reasoning")
         return sum(len(encode(part["text"])) for (part,) in texts)
 
-    def _event(self, kind: str, said: Mapping[str, Any]) -> bytes:
-        data = to_json({"type": kind, "sequence_number": self._number, **said})
+    def event(self, kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        numbered = {**super().event(kind, said), "sequence_number": self._number}
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-
-def _status(finish_reason: str | None) -> str:
-    return "incomplete" if finish_reason == "length" else "completed"
+        return numbered

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from launcher_scripts.common.tokenizer import load_tokenizer
@@ -18,6 +23,7 @@ from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
+from tests.processes import wait_for
 
 SETTINGS = GatewaySettings(("no file of a server",))
 TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
@@ -122,3 +128,18 @@ def client_of(
 ) -> TestClient:
     """A client of the application; `client.app.state.gateway` is the Gateway."""
     return TestClient(make_app(models, replace(SETTINGS, **settings), Keys(keys or {}), replicas))
+
+
+@contextmanager
+def listening(app: Starlette) -> Iterator[str]:
+    """The address at which the application answers, in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+        thread = threading.Thread(target=server.run, args=([own],))
+        thread.start()
+        try:
+            wait_for(lambda: server.started)
+            yield f"http://127.0.0.1:{own.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(60)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -16,7 +13,7 @@ from starlette.routing import Route
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.middleware import Keys
 from tests.browser import Browser, browser, missing
-from tests.gateway.fakes import GPT2, SETTINGS, FakeBackend, client_of, served
+from tests.gateway.fakes import GPT2, SETTINGS, FakeBackend, client_of, listening, served
 from tests.processes import wait_for
 
 KEY = "sk-alice-0123"
@@ -74,16 +71,8 @@ def address(backend: FakeBackend) -> Iterator[str]:
     app = make_app(models, SETTINGS, Keys({"alice": KEY}))
     app.router.routes[:] = [route for route in app.router.routes if route.path != "/servers"]
     app.router.routes.append(Route("/servers", _servers))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            wait_for(lambda: server.started)
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join(60)
+    with listening(app) as found:
+        yield found
 
 
 async def _servers(_: Request) -> JSONResponse:

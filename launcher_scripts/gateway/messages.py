@@ -1,0 +1,215 @@
+"""/v1/messages: Anthropic's interface, over the same chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.completions import Chat, Limits
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.messages_schemas import (
+    ConversationBody,
+    MessagesBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from launcher_scripts.gateway.reasoning import NAMES
+from launcher_scripts.gateway.retelling import Event, Retelling
+from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.served_model import ServedModel
+
+# Parameters of a chat, by which errors name them -> what they are called here.
+_NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Blocks of an answer: the delta that each grows by, and where in it and in the block its text is.
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def chat_body(body: ConversationBody) -> ChatBody:
+    """The same request as a chat. Raises ApiError."""
+    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    turns = [message for turn in body.messages for message in _messages(turn)]
+    values: dict[str, Any] = {
+        "model": body.model,
+        "messages": [*system, *turns],
+        "continue_final_message": body.messages[-1].role == "assistant",
+        "chat_template_kwargs": {},
+    }
+    if body.thinking is not None:
+        values["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    elif body.output_config.effort is not None:
+        effort = body.output_config.effort
+        values["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    if body.output_config.format is not None:
+        schema = {"schema": body.output_config.format.json_schema}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if body.tools:
+        values["tools"] = [_function(tool.model_dump(exclude_none=True)) for tool in body.tools]
+    if (choice := body.tool_choice) is not None:
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        values["tool_choice"] = _CHOICES.get(choice.type, named)
+        values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if isinstance(body, MessagesBody):
+        values |= {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "user": body.metadata.user_id,
+        }
+    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+
+
+def count_tokens(model: ServedModel, body: ConversationBody) -> int:
+    """Of the prompt. Raises ApiError."""
+    text = model.chat_text(chat_body(body))
+    return len(model.encode(text, special_tokens=False))
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chats have it."""
+    known = {"name": tool["name"], "parameters": tool["input_schema"]}
+    if "description" in tool:
+        known["description"] = tool["description"]
+    return {"type": "function", "function": known}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
+    """A turn as messages of a chat: what tools gave are messages of their own."""
+    texts, thoughts, calls = [], [], []
+    for block in turn.blocks:
+        if isinstance(block, ToolResultBlock):
+            given = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            yield {"role": "tool", **given}
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        else:
+            texts.append(block.text)
+    more = {NAMES[0]: "\n".join(thoughts), "tool_calls": calls}
+    said = {name: value for name, value in more.items() if value}
+    if texts or said:
+        yield {"role": turn.role, "content": "\n".join(texts) if texts else None, **said}
+
+
+class MessageAnswer(Retelling[MessagesBody]):
+    """One request of /v1/messages on its way to its answer."""
+
+    def __init__(self, body: MessagesBody, chat: Chat) -> None:
+        super().__init__(body, chat)
+        self._blocks: list[dict[str, Any]] = []
+        self._grown = ""  # the text of the block that is open, which is the last one
+        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    @classmethod
+    async def of(
+        cls, model: ServedModel, body: MessagesBody, record: Record, limits: Limits
+    ) -> MessageAnswer:
+        """Raises ApiError for what cannot be done."""
+        try:
+            return cls(body, await Chat.of(model, chat_body(body), record, limits))
+        except ApiError as error:
+            error.param = _NAMES.get(str(error.param), error.param)
+            raise
+
+    def begin(self) -> Iterator[Event]:
+        yield "message_start", {"message": self.answer()}
+
+    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+        for kind, text in (("thinking", delta.get(NAMES[0])), ("text", delta.get("content"))):
+            if text:
+                if not self._blocks or self._blocks[-1]["type"] != kind:
+                    empty = {"signature": ""} if kind == "thinking" else {}
+                    yield from self._open({"type": kind, kind: "", **empty})
+                yield from self._grow(text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                known = {"id": call["id"], "name": call["function"]["name"], "input": {}}
+                yield from self._open({"type": "tool_use", **known})
+            if arguments := call["function"]["arguments"]:
+                yield from self._grow(arguments)
+
+    def end(self, finish_reason: str | None, stop_reason: str | int | None) -> Iterator[Event]:
+        yield from self._close()
+        calls = any(block["type"] == "tool_use" for block in self._blocks)
+        reason = "end_turn"
+        if finish_reason == "length":
+            reason = "max_tokens"
+        elif isinstance(stop_reason, str):
+            reason = "stop_sequence"
+        elif calls:
+            reason = "tool_use"
+        met = stop_reason if reason == "stop_sequence" else None
+        self._ended = {"stop_reason": reason, "stop_sequence": met}
+        usage = {"output_tokens": self.record.generated_tokens}
+        yield "message_delta", {"delta": self._ended, "usage": usage}
+        yield "message_stop", {}
+
+    def answer(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.record.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.chat.model.name,
+            "content": [dict(block) for block in self._blocks],
+            **self._ended,
+            "usage": {
+                "input_tokens": self.record.prompt_tokens,
+                "output_tokens": self.record.generated_tokens,
+            },
+        }
+
+    def trouble(self, error: ApiError) -> dict[str, Any]:
+        return error.body()
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        """Begin a block after the one that was open."""
+        yield from self._close()
+        self._blocks.append(block)
+        yield "content_block_start", {**self._place, "content_block": dict(block)}
+
+    def _grow(self, text: str) -> Iterator[Event]:
+        self._grown += text
+        kind, name = _DELTAS[self._blocks[-1]["type"]]
+        yield "content_block_delta", {**self._place, "delta": {"type": kind, name: text}}
+
+    def _close(self) -> Iterator[Event]:
+        """End the block that is open, if there is one."""
+        if not self._blocks:
+            return
+        block, text, self._grown = self._blocks[-1], self._grown, ""
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
+        yield "content_block_stop", self._place
+
+    @property
+    def _place(self) -> dict[str, int]:
+        return {"index": len(self._blocks) - 1}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; those that were cut off, or are no object, as a text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = text
+    return value if isinstance(value, dict) else {"arguments": text}

@@ -1,0 +1,94 @@
+"""A chat's answer as another interface than /v1/chat/completions tells it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+from pydantic_core import to_json
+
+from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.completions import Chat
+from launcher_scripts.gateway.schemas import StrictBody
+
+Body = TypeVar("Body", bound=StrictBody)
+Event = tuple[str, dict[str, Any]]  # its type and what it says
+
+
+class Retelling(ABC, Generic[Body]):
+    """One request on its way to its answer. Subclasses know the interface."""
+
+    def __init__(self, body: Body, chat: Chat) -> None:
+        self.body = body
+        self.chat = chat
+        self.record = chat.generation.record
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer. Raises ApiError."""
+        answer = await self.chat.whole()
+        (choice,) = answer["choices"]
+        for _ in self.take(choice["message"]):
+            pass  # events, for which nobody waits
+        for _ in self.end(choice["finish_reason"], choice["stop_reason"]):
+            pass
+        return self.answer()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events. Raises ApiError before the first one or, as the last
+        event, says it.
+        """
+        begun, finish_reason, stop_reason = False, None, None
+        try:
+            async with aclosing(self.chat.generation.pieces()) as pieces:
+                async for choice, piece in pieces:
+                    if not begun:
+                        begun = True
+                        yield self._said(self.begin())
+                    finish_reason, stop_reason = piece.finish_reason, piece.stop_reason
+                    finished = finish_reason is not None
+                    deltas: Sequence[Mapping[str, Any]]
+                    deltas = self.chat.deltas(choice, piece.text, finished=finished)
+                    if events := self._said(each for delta in deltas for each in self.take(delta)):
+                        yield events
+        except ApiError as error:
+            if not begun:
+                raise
+            yield self.failed(error)
+            return
+        yield self._said(self.end(finish_reason, stop_reason))
+
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a stream that has begun and cannot go on."""
+        return self._said([("error", self.trouble(error))])
+
+    def _said(self, events: Iterator[Event] | Sequence[Event]) -> bytes:
+        return b"".join(
+            b"event: " + kind.encode() + b"\ndata: " + to_json(self.event(kind, said)) + b"\n\n"
+            for kind, said in events
+        )
+
+    def event(self, kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of an event."""
+        return {"type": kind, **said}
+
+    @abstractmethod
+    def begin(self) -> Iterator[Event]:
+        """The events before the first delta."""
+
+    @abstractmethod
+    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+        """Take a chat's delta or message in; the events that it is."""
+
+    @abstractmethod
+    def end(self, finish_reason: str | None, stop_reason: str | int | None) -> Iterator[Event]:
+        """End the answer; the events that this is. The reasons are those of chats."""
+
+    @abstractmethod
+    def answer(self) -> dict[str, Any]:
+        """All of the answer, once it has ended."""
+
+    @abstractmethod
+    def trouble(self, error: ApiError) -> dict[str, Any]:
+        """What the event of an error says."""
