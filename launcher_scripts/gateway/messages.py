@@ -26,6 +26,7 @@ from launcher_scripts.gateway.served_model import ServedModel
 # Parameters of a chat, by which errors name them -> what they are called here.
 _NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS: dict[str | None, str] = {"max": "xhigh"}
 # Blocks of an answer: the delta that each grows by, and where in it and in the block its text is.
 _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
@@ -42,13 +43,10 @@ def chat_body(body: ConversationBody) -> ChatBody:
         "model": body.model,
         "messages": [*system, *turns],
         "continue_final_message": body.messages[-1].role == "assistant",
-        "chat_template_kwargs": {},
+        "reasoning_effort": _EFFORTS.get(body.output_config.effort, body.output_config.effort),
     }
     if body.thinking is not None:
         values["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
-    elif body.output_config.effort is not None:
-        effort = body.output_config.effort
-        values["reasoning_effort"] = "xhigh" if effort == "max" else effort
     if body.output_config.format is not None:
         schema = {"schema": body.output_config.format.json_schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}

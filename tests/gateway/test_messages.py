@@ -173,6 +173,7 @@ def test_the_last_answer_is_continued(asking: Asking) -> None:
         ({"thinking": {"type": "disabled"}}, " False"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, " True"),
         ({"output_config": {"effort": "max"}}, "xhigh True"),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "low False"),
     ],
 )
 def test_a_template_gets_whether_to_think(more: dict[str, Any], told: str) -> None:

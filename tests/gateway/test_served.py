@@ -409,9 +409,15 @@ def test_there_are_no_embeddings(client: Any) -> None:
         client.embeddings.create(model="gpt", input="a")
 
 
-def test_the_documents_program(served: RunningGateway) -> None:
+def doc_programs() -> list[str]:
+    """The Python of the documentation that imports a client."""
     text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^((?:    (?:from|client|print).*\n)+)", text, re.MULTILINE)
+    lines = r"^(    (?:from|import) .*\n(?:    (?:client|message|print).*\n)+)"
+    return re.findall(lines, text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", doc_programs(), ids=["openai", "anthropic"])
+def test_the_documents_programs(served: RunningGateway, program: str) -> None:
     program = textwrap.dedent(program).replace("http://127.0.0.1:8080", served.address)
     program = program.replace('model="tiny"', 'model="gpt"')
     program = program.replace('api_key="none"', f'api_key="{KEY}"')
