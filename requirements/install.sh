@@ -68,7 +68,13 @@ install_packages() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input -qq "$@"
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-compile -qq "$@"
+}
+
+# pip would compile one module after the other, those of the packages' tests as well.
+compile_modules() {
+    packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    .venv/bin/python -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$packages" >/dev/null || true
 }
 
 install_torch() {
@@ -115,6 +121,7 @@ pip_install --no-deps -r requirements/server.txt -r requirements/no-deps.txt
 if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     pip_install -c requirements/constraints.txt -r requirements/triton.txt
 fi
+compile_modules
 if [ -n "${TORCH:-}" ]; then
     echo "$TORCH" >"$own_torch"
 fi

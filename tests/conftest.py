@@ -41,6 +41,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on Slurm wait most of the time: they come first, beside others that compute."""
+    items.sort(key=lambda item: not item.path.is_relative_to(CHECKOUT / "tests" / "slurm"))
+
+
 @pytest.fixture(scope="session")
 def checkout() -> Path:
     """The root of this checkout."""
