@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.completions import Chat, Limits
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
     MessagesBody,
@@ -110,22 +109,17 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
 class MessageAnswer(Retelling[MessagesBody]):
     """One request of /v1/messages on its way to its answer."""
 
+    names = _NAMES
+
     def __init__(self, body: MessagesBody, chat: Chat) -> None:
         super().__init__(body, chat)
         self._blocks: list[dict[str, Any]] = []
         self._grown = ""  # the text of the block that is open, which is the last one
         self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
-    @classmethod
-    async def of(
-        cls, model: ServedModel, body: MessagesBody, record: Record, limits: Limits
-    ) -> MessageAnswer:
-        """Raises ApiError for what cannot be done."""
-        try:
-            return cls(body, await Chat.of(model, chat_body(body), record, limits))
-        except ApiError as error:
-            error.param = _NAMES.get(str(error.param), error.param)
-            raise
+    @staticmethod
+    def as_chat(body: MessagesBody) -> ChatBody:
+        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         yield "message_start", {"message": self.answer()}

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.completions import Chat, Limits
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
     FunctionOutput,
@@ -21,7 +20,6 @@ from launcher_scripts.gateway.responses_schemas import (
 )
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import ChatBody, validated
-from launcher_scripts.gateway.served_model import ServedModel
 
 _SYSTEM = ("system", "developer")
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
@@ -182,22 +180,18 @@ class _Output:
 class Responding(Retelling[ResponsesBody]):
     """One request of /v1/responses on its way to its answer."""
 
+    names = _NAMES
+
     def __init__(self, body: ResponsesBody, chat: Chat) -> None:
         super().__init__(body, chat)
         self._output = _Output(self.record.request_id)
         self._status = "in_progress"
+        self._thought = 0
         self._number = 0
 
-    @classmethod
-    async def of(
-        cls, model: ServedModel, body: ResponsesBody, record: Record, limits: Limits
-    ) -> Responding:
-        """Raises ApiError for what cannot be done."""
-        try:
-            return cls(body, await Chat.of(model, chat_body(body), record, limits))
-        except ApiError as error:
-            error.param = _NAMES.get(str(error.param), error.param)
-            raise
+    @staticmethod
+    def as_chat(body: ResponsesBody) -> ChatBody:
+        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
@@ -208,6 +202,7 @@ class Responding(Retelling[ResponsesBody]):
 
     def end(self, finish_reason: str | None, _stop_reason: str | int | None) -> Iterator[Event]:
         self._status = "incomplete" if finish_reason == "length" else "completed"
+        self._thought = self._thought_tokens()
         yield from self._output.end(self._status)
         yield f"response.{self._status}", {"response": self.answer()}
 
@@ -221,7 +216,7 @@ class Responding(Retelling[ResponsesBody]):
                 "input_tokens": self.record.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": self.record.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": self._thought_tokens()},
+                "output_tokens_details": {"reasoning_tokens": self._thought},
                 "total_tokens": self.record.prompt_tokens + self.record.generated_tokens,
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None

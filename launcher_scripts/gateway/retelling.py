@@ -5,25 +5,48 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic_core import to_json
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.completions import Chat
-from launcher_scripts.gateway.schemas import StrictBody
+from launcher_scripts.gateway.completions import Chat, Limits
+from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.schemas import ChatBody, StrictBody
+from launcher_scripts.gateway.served_model import ServedModel
 
 Body = TypeVar("Body", bound=StrictBody)
 Event = tuple[str, dict[str, Any]]  # its type and what it says
 
 
 class Retelling(ABC, Generic[Body]):
-    """One request on its way to its answer. Subclasses know the interface."""
+    """One request on its way to its answer. Subclasses know the interface.
+
+    names: parameters of a chat, by which errors name them -> what they are called here
+    """
+
+    names: ClassVar[Mapping[str, str]]
 
     def __init__(self, body: Body, chat: Chat) -> None:
         self.body = body
         self.chat = chat
         self.record = chat.generation.record
+
+    @classmethod
+    async def of(
+        cls, model: ServedModel, body: Body, record: Record, limits: Limits
+    ) -> Retelling[Body]:
+        """Raises ApiError for what cannot be done."""
+        try:
+            return cls(body, await Chat.of(model, cls.as_chat(body), record, limits))
+        except ApiError as error:
+            error.param = cls.names.get(str(error.param), error.param)
+            raise
+
+    @staticmethod
+    @abstractmethod
+    def as_chat(body: Body) -> ChatBody:
+        """The same request as a chat. Raises ApiError."""
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
