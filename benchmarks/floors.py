@@ -73,7 +73,7 @@ def exchange_of(tp_size: int) -> Callable[[int], float]:
         return between_nodes(*BETWEEN_NODES)
     rows = result("tensor-parallel")["sums"]
     sums = {row["tp_size"]: row["microseconds_by_bytes"] for row in rows}
-    return within_node(sums[min(max(sums), max(2, tp_size))]["one-shot"])
+    return within_node(sums[min(max(sums), max(2, tp_size))]["shared memory"])
 
 
 def _gpt(config: GPTConfig, case: Case, rates: Rates) -> tuple[float, float]:

@@ -37,8 +37,8 @@ from launcher_scripts.engine.distributed.communicator import (
     open_store,
 )
 from launcher_scripts.engine.distributed.interfaces import LOOPBACK
-from launcher_scripts.engine.distributed.symmetric_memory import BUFFER_BYTES, Route, SymmetricSums
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
+from launcher_scripts.kernels import kernels_for
 
 TIMEOUT = 300.0
 CONTEXT = 80
@@ -46,6 +46,7 @@ BATCHES = (1, 8, 32)
 SOURCES = (60, 225)
 SUMS_PER_GRAPH = 32
 SUM_BYTES = tuple(4096 << (2 * step) for step in range(6))
+WIDEST_ROW = 8192  # numbers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,19 +116,19 @@ def _rank(results: SimpleQueue, function, rank: int, *arguments) -> None:
 
 
 def time_sums(rank: int, tp_size: int, ports: list[int], _: argparse.Namespace) -> dict:
-    """Microseconds of a float32 sum in a CUDA graph, by route and size."""
+    """Microseconds of a float32 sum in a CUDA graph, by way and size."""
     device = torch.device("cuda", rank)
-    communicator = join(rank, tp_size, ports[0])
-    sums = SymmetricSums(communicator.tp_group, device)
-    times: dict[str, dict[int, float]] = {route.value: {} for route in Route}
-    for size in (size for size in SUM_BYTES if size <= BUFFER_BYTES):
-        tensor = torch.randn(1, size // 4, device=device)
-        for route in Route:
-            if route is Route.PROCESS_GROUP:
-                seconds = graph_seconds(lambda tensor=tensor: communicator.tp_sum(tensor))
-            else:
-                seconds = graph_seconds(lambda tensor=tensor, via=route: sums.sum(tensor, via))
-            times[route.value][size] = round(seconds * 1e6, 1)
+    communicator, kernels = join(rank, tp_size, ports[0]), kernels_for("cuda")
+    times: dict[str, dict[int, float]] = {}
+    for way in ("NCCL", "shared memory"):
+        if way != "NCCL":
+            communicator.use_peer_memory()
+        times[way] = {}
+        for size in SUM_BYTES:
+            x = torch.randn(size // 4, device=device)
+            x = x.view(-1, min(len(x), WIDEST_ROW))
+            seconds = graph_seconds(lambda x=x: kernels.sum_over_ranks(x, communicator))
+            times[way][size] = round(seconds * 1e6, 1)
     torch.cuda.synchronize()
     communicator.close()
     return {"tp_size": tp_size, "microseconds_by_bytes": times}

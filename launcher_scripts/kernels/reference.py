@@ -120,6 +120,11 @@ def partial_product(x: Tensor, linear: Linear) -> Tensor:
     return logits(x, replace(linear, bias=None, norm=None))
 
 
+def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of every rank's float32 x [N, hidden]."""
+    return ranks.tp_sum(x)
+
+
 def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
     """linear(x) without its bias where every rank has a part of x [N, in] and of the weight's
     columns: [N, hidden] in float32, or in the compute type.

@@ -9,13 +9,7 @@ import torch
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.symmetric_memory import (
-    BUFFER_BYTES,
-    ONE_SHOT_BYTES,
-    Route,
-    choose_route,
-    unsupported_reason,
-)
+from launcher_scripts.engine.distributed.symmetric_memory import unsupported_reason
 from launcher_scripts.engine.model.decode_step import unsupported_reasons
 from launcher_scripts.kernels.reference import largest_of_ranks
 from tests.engine.small_models import engine_for, random_tensors, small_config
@@ -62,14 +56,6 @@ def test_the_lowest_id_of_equal_logits_wins():
     ids = largest_of_ranks(mine, torch.tensor([7, 8, 9, 0]), TwoRanks(other))
     assert ids.tolist() == [60, 8, 9, 16777215]
     assert ids.dtype == torch.int64
-
-
-def test_how_a_sum_travels():
-    assert choose_route(torch.empty(ONE_SHOT_BYTES // 4)) is Route.ONE_SHOT
-    assert choose_route(torch.empty(ONE_SHOT_BYTES // 4 + 1)) is Route.TWO_SHOT
-    assert choose_route(torch.empty(BUFFER_BYTES // 4 + 1)) is Route.PROCESS_GROUP
-    assert choose_route(torch.empty(8, dtype=torch.bfloat16)) is Route.PROCESS_GROUP
-    assert choose_route(torch.empty(0)) is Route.PROCESS_GROUP
 
 
 def test_ranks_that_cannot_share_memory():

@@ -15,7 +15,7 @@ from launcher_scripts.common.parallelism import Parallelism  # noqa: E402
 from launcher_scripts.engine.distributed.communicator import Communicator  # noqa: E402
 from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers  # noqa: E402
+from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers, peer_rows  # noqa: E402
 from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     EmbeddingTables,
@@ -406,7 +406,7 @@ def test_sums_through_peer_buffers(ranks, kind, dtype):
         for rank, weight in enumerate(whole.weight.chunk(ranks, 1)):
             linear = Linear(weight.contiguous(), whole.bias)
             part = x[:, rank * size[0] : (rank + 1) * size[0]].contiguous()
-            assert peer_buffers.fits_buffers(1, size[1], buffers[rank])
+            assert peer_rows.fits_buffers(1, size[1], buffers[rank])
             peer_buffers.send_product(part, linear, buffers[rank])
         got = [peer_buffers.receive_sum(whole.bias, mine, norm, buffer) for buffer in buffers]
         want = reference.accumulate(x, whole, theirs, norm)
@@ -419,58 +419,38 @@ def test_sums_through_peer_buffers(ranks, kind, dtype):
                 assert_for_norm(found, want, norm, dtype)
 
 
-class OneOfRanks(Communicator):
-    """A rank whose peers have sent what it waits for."""
-
-    def __init__(self, buffers: PeerBuffers):
-        super().__init__(Parallelism(buffers.ranks), buffers.rank)
-        self.buffers = buffers
-
-    @property
-    def peer_buffers(self):
-        return self.buffers
-
-    def receive_from(self, other: int, part: torch.Tensor) -> None:
-        """The next exchange's words of another rank, for its part [N, size] of a sum."""
-        rows, size = part.shape
-        shares = -(-size // peer_buffers.SHARE)
-        padded = torch.zeros(rows, shares * peer_buffers.SHARE, device=DEVICE)
-        padded[:, :size] = part
-        counts = self.buffers.exchanges[: rows * shares] + 1
-        number = counts.long().repeat_interleave(peer_buffers.SHARE)
-        words = number << 32 | padded.view(-1).view(torch.int32).long() & 0xFFFFFFFF
-        self.buffers.own[number % 2, other, torch.arange(len(words), device=DEVICE)] = words
-
-
-@pytest.mark.parametrize(("ranks", "rank", "kind"), [(2, 1, "layernorm"), (3, 0, "rmsnorm")])
-def test_sums_of_several_rows_through_peer_buffers(ranks, rank, kind):
-    """Exchange after exchange of other rows; each share of a lane counts its own. What is summed
-    goes onto hidden states, or is left alone."""
-    dtype, inner = DOT_TYPES[1], 48
-    own = OneOfRanks(make_peer_buffers(ranks, 512)[rank])
-    for rows, size, shares in ((3, 70, 6), (2, 130, 6), (4, 128, 8), (2, 40, 2)):
-        norm = make_norm(kind, size)
-        whole = make_linear(size, ranks * inner, None, rows != 4, dtype)
-        x, exact = random(rows, ranks * inner, dtype=dtype), random(rows, size)
-        onto, theirs = (side.hidden(exact, norm, dtype) for side in (fused, reference))
-        before = own.buffers.exchanges.clone()
-        parts = [part.contiguous() for part in x.chunk(ranks, 1)]
-        linears = [
-            Linear(weight.contiguous(), whole.bias) for weight in whole.weight.chunk(ranks, 1)
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "layernorm"), (3, "rmsnorm"), (4, None)])
+def test_sums_of_several_rows_through_peer_buffers(ranks, kind):
+    """Exchange after exchange of other rows; each share of a lane counts its own, and all ranks
+    find the same to the last bit."""
+    dtype, buffers = DOT_TYPES[1], make_peer_buffers(ranks, 2048)
+    for rows, size, shares in ((3, 70, 6), (2, 600, 20), (4, 512, 32), (1, 1100, 18), (2, 40, 2)):
+        norm = None if kind is None else make_norm(kind, size)
+        whole = random(ranks, 2, rows, size)
+        bias = None if rows == 4 else random(size)
+        exact = random(rows, size)
+        before = buffers[0].exchanges.clone()
+        for parts, buffer in zip(whole, buffers, strict=True):
+            assert peer_rows.fits_buffers(rows, size, buffer)
+            peer_rows.send_parts(parts, buffer)
+        for buffer in buffers:
+            peer_rows.send_sums(rows, size, buffer)
+        got = [
+            fused.add_parts(parts, bias, exact, norm, dtype, buffer)
+            for parts, buffer in zip(whole, buffers, strict=True)
         ]
-        products = list(map(reference.partial_product, parts, linears))
-        for other in {*range(ranks)} - {rank}:
-            own.receive_from(other, products[other])
-        if size == 40:
-            got = fused.product_over_ranks(parts[rank], linears[rank], own)
-            assert_close(got, sum(products), dtype)
-            continue
-        got = fused.accumulate_over_ranks(parts[rank], linears[rank], onto, norm, own)
-        want = reference.accumulate(x, whole, theirs, norm)
-        assert_close(got.exact, want.exact, dtype)
-        assert_for_norm(got, want, norm, dtype)
-        counted = (own.buffers.exchanges - before).tolist()
-        assert counted == [1] * shares + [0] * (512 - shares)
+        total = exact + whole.sum((0, 1)) + (0 if bias is None else bias)
+        want = reference.hidden(total, norm, dtype)
+        for found in got:
+            assert torch.equal(found.exact, got[0].exact)
+            assert_close(found.exact, want.exact, torch.float32)
+            if norm is None:
+                assert_close(found.operand, want.operand, dtype)
+            else:
+                assert_for_norm(found, want, norm, dtype)
+        for buffer in buffers:
+            counted = (buffer.exchanges - before).tolist()
+            assert counted == [2] * shares + [0] * (2048 - shares)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

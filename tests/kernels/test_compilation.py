@@ -25,6 +25,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     many_rows,
     norm,
     peer_buffers,
+    peer_rows,
     penalties,
     prompt_attention,
     rotary,
@@ -166,13 +167,30 @@ def test_dot_rows(dtype, held, splits):
 def test_add_and_normalize(ranks):
     vectors = ("parts", "offsets", "residual", "gain", "bias", "exact", "operand", "row_stats")
     pointers = dict.fromkeys(vectors, "fp32")
-    pointers |= dict.fromkeys(("buffer", "addresses"), "i64") | {"exchanges": "i32"}
-    numbers = dict.fromkeys(("count", "size", "rank", "lane_words"), "i32") | {"eps": "fp32"}
-    constants = {"PARTS": 4, "RESIDUAL": True, "OFFSET": True, "NORM": 1}
+    pointers |= {"buffer": "i64", "exchanges": "i32"}
+    numbers = dict.fromkeys(("count", "size", "lane_words"), "i32") | {"eps": "fp32"}
+    constants = {"PARTS": 0 if ranks else 4, "RESIDUAL": True, "OFFSET": True, "NORM": 1}
     constants |= {"STATS_PARTS": 0 if ranks else 64}
-    constants |= {"RANKS": ranks, "SHARE": 64, "USE_PDL": True, "BLOCK": 1024}
+    constants |= {"RANKS": ranks, "SHARE": 64, "OWNED": 256, "USE_PDL": True, "BLOCK": 1024}
     ptx = compile_kernel(norm.add_and_normalize, pointers, numbers, constants)
     assert ("ld.volatile.global" in ptx) == (ranks > 0)
+
+
+@pytest.mark.parametrize("kernel", [peer_rows.parts_to_owner, peer_rows.sums_to_peers])
+def test_sums_of_rows(kernel):
+    pointers = dict.fromkeys(("buffer", "addresses"), "i64") | {"parts": "fp32"}
+    pointers |= {"exchanges": "i32"}
+    numbers = dict.fromkeys(("rank", "lane_words", "count", "size"), "i32")
+    constants = {"RANKS": 3, "SHARE": 64, "USE_PDL": True, "BLOCK": 256, "PARTS": 4, "LANES": 4}
+    taken = [
+        {name: kind for name, kind in each.items() if name in kernel.arg_names}
+        for each in (pointers, numbers, constants)
+    ]
+    ptx = compile_kernel(kernel, *taken)
+    waits, launches = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    sends_parts = kernel is peer_rows.parts_to_owner
+    assert (ptx.index(waits) < ptx.index(launches)) == sends_parts
+    assert ("ld.volatile.global" in ptx) != sends_parts
 
 
 def test_begin_rows():

@@ -17,13 +17,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.heartbeat import Progress
 from launcher_scripts.engine.distributed.interfaces import LOOPBACK, interface_towards
 from launcher_scripts.engine.distributed.listeners import drop_connections, listening_ports
-from launcher_scripts.engine.distributed.symmetric_memory import (
-    BUFFER_BYTES,
-    Route,
-    SymmetricSums,
-    choose_route,
-    unsupported_reason,
-)
+from launcher_scripts.engine.distributed.symmetric_memory import SymmetricMemory, unsupported_reason
 from launcher_scripts.kernels.operands import PeerBuffers
 
 # Which network interface the libraries below open their connections on. Within a node NCCL knows
@@ -148,7 +142,7 @@ class ProcessGroupCommunicator(Communicator):
             device_id=device if cuda else None,
         )
         self.device = device
-        self._symmetric: SymmetricSums | None = None
+        self._shared: SymmetricMemory | None = None
         self.tp_group = self._own_group(
             [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
         )
@@ -170,19 +164,14 @@ class ProcessGroupCommunicator(Communicator):
         )
 
     def tp_sum(self, tensor: Tensor) -> Tensor:
-        if self.tp_size == 1:
-            return tensor
-        route = Route.PROCESS_GROUP if self._symmetric is None else choose_route(tensor)
-        if self._symmetric is not None and route is not Route.PROCESS_GROUP:
-            return self._symmetric.sum(tensor, route)
-        if tensor.numel():
+        if self.tp_size > 1 and tensor.numel():
             with self.progress.exchange("all_reduce", tensor.nbytes):
                 dist.all_reduce(tensor, group=self.tp_group)
         return tensor
 
     @property
     def peer_buffers(self) -> PeerBuffers | None:
-        return None if self._symmetric is None else self._symmetric.peer_buffers
+        return None if self._shared is None else self._shared.peer_buffers
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
         if self.tp_size == 1:
@@ -204,11 +193,11 @@ class ProcessGroupCommunicator(Communicator):
         reason = unsupported_reason(self._peer_devices())
         if self._all_agree(reason is None):
             try:
-                self._symmetric = SymmetricSums(self.tp_group, self.device)
+                self._shared = SymmetricMemory(self.tp_group, self.device)
             except RuntimeError as error:
                 reason = f"sharing memory failed: {error}"
             if not self._all_agree(reason is None):
-                self._symmetric = None
+                self._shared = None
         if self.rank == 0:
             print(f"enable_custom_all_reduce: {self._sums_are_over(reason)}", flush=True)
 
@@ -228,12 +217,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def _sums_are_over(self, reason: str | None) -> str:
         group = "NCCL" if self.device.type == "cuda" else "gloo"
-        if self._symmetric is None:
+        if self._shared is None:
             return f"ranks sum over {group}: {reason or 'another rank cannot share its memory'}"
-        return (
-            f"ranks sum up to {BUFFER_BYTES >> 20} MiB of float32 through each other's memory, "
-            f"and over {group} what is larger"
-        )
+        return f"ranks sum decode steps through each other's memory, and prompts over {group}"
 
     def to_next_stage(self, tensor: Tensor) -> None:
         to = self.parallelism.rank(self.tp_rank, self.pp_rank + 1)

@@ -109,7 +109,7 @@ class DecodeStep:
         elif self.communicator.tp_size == 1 and embedding.norm is None and embedding.scale is None:
             return x
         else:
-            exact = self.communicator.tp_sum(x.exact)
+            exact = self.kernels.sum_over_ranks(x.exact, self.communicator)
             if embedding.scale is not None:
                 exact = exact * embedding.scale
             if embedding.norm is not None:

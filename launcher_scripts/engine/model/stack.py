@@ -50,7 +50,8 @@ class Stack:
             shape = ids.shape[0], self._hidden_size
             received = torch.empty(shape, dtype=torch.float32, device=self._device)
             return self._communicator.from_previous_stage(received)
-        x = self._communicator.tp_sum(kernels.embed(ids, embedding.tokens, embedding.first_id))
+        own = kernels.embed(ids, embedding.tokens, embedding.first_id)
+        x = kernels.sum_over_ranks(own, self._communicator)
         x = x if embedding.scale is None else x * embedding.scale
         x = with_virtual_tokens(x, ids, rows, self._prompt_tables)
         if embedding.positions is not None:

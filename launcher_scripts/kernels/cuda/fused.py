@@ -51,11 +51,11 @@ from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm
 from launcher_scripts.kernels.cuda.peer_buffers import (
     exchange_largest,
-    fits_buffers,
     most_rows,
     receive_sum,
     send_product,
 )
+from launcher_scripts.kernels.cuda.peer_rows import fits_buffers, send_parts, send_sums
 from launcher_scripts.kernels.cuda.penalties import process as process
 from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
 from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
@@ -329,7 +329,7 @@ def accumulate_over_ranks(
         return receive_sum(linear.bias, onto, norm_of_next, buffers)
     parts = _summands(x, linear) if buffers else product_over_ranks(x, linear, ranks)[None]
     dtype = onto.operand.dtype
-    return add_parts(parts, linear.bias, onto.exact, norm_of_next, dtype, buffers)
+    return _add_over_ranks(parts, linear.bias, onto.exact, norm_of_next, dtype, buffers)
 
 
 def accumulate_parts(
@@ -341,7 +341,30 @@ def accumulate_parts(
     if ranks.tp_size > 1 and buffers is None:
         total = parts.sum(0)
         parts = ranks.tp_sum(total.to(dtype) if rows > MOST_ROWS else total)[None]
-    return add_parts(parts, None, onto.exact, norm_of_next, dtype, buffers)
+    return _add_over_ranks(parts, None, onto.exact, norm_of_next, dtype, buffers)
+
+
+def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
+    """See reference.sum_over_ranks."""
+    buffers = _buffers_for(x.shape[0], x.shape[1], ranks)
+    if buffers is None:
+        return ranks.tp_sum(x)
+    return _add_over_ranks(x[None], None, None, None, torch.float32, buffers).exact
+
+
+def _add_over_ranks(
+    parts: Tensor,
+    bias: Tensor | None,
+    onto: Tensor | None,
+    norm_of_next: Norm | None,
+    dtype: torch.dtype,
+    buffers: PeerBuffers | None,
+) -> Hidden:
+    """add_parts, over the ranks where there are peer buffers."""
+    if buffers is not None:
+        send_parts(parts, buffers)
+        send_sums(parts.shape[1], parts.shape[2], buffers)
+    return add_parts(parts, bias, onto, norm_of_next, dtype, buffers)
 
 
 def _buffers_for(rows: int, size: int, ranks: Ranks) -> PeerBuffers | None:
@@ -385,7 +408,8 @@ def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
         return ranks.tp_sum(many_rows(x, replace(linear, bias=None)))
     buffers = _buffers_for(x.shape[0], linear.weight.shape[0], ranks)
     if buffers is not None:
-        return add_parts(_summands(x, linear), None, None, None, torch.float32, buffers).exact
+        parts = _summands(x, linear)
+        return _add_over_ranks(parts, None, None, None, torch.float32, buffers).exact
     return ranks.tp_sum(partial_product(x, linear))
 
 

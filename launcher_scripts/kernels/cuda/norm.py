@@ -30,7 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.peer_words import SHARE, add_rank_sums
+from launcher_scripts.kernels.cuda.peer_rows import OWNED, receive_row
+from launcher_scripts.kernels.cuda.peer_words import SHARE
 from launcher_scripts.kernels.operands import (
     FoldedNorm,
     Hidden,
@@ -215,7 +216,7 @@ def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.const
     tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
 def add_and_normalize(
     parts,
     offsets,
@@ -226,15 +227,14 @@ def add_and_normalize(
     operand,
     row_stats,
     buffer,
-    addresses,
     exchanges,
-    rank,
     lane_words,
     count,
     size,
     eps,
     RANKS: tl.constexpr,
     SHARE: tl.constexpr,
+    OWNED: tl.constexpr,
     PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -246,7 +246,7 @@ def add_and_normalize(
     """One program: one row of residual + the sum of parts + offsets, and the same normalized (or,
     with NORM 0, in the operand's type). STATS_PARTS: the only row's is the operand that
     this file's head describes, without the norm's bias; its statistics go to row_stats. With RANKS
-    the parts of all ranks are summed, through peer buffers."""
+    it is the sum over the ranks, which comes to the buffer: PARTS is 0."""
     if USE_PDL:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -260,34 +260,23 @@ def add_and_normalize(
         shift = tl.load(bias + columns, mask=inside, other=0.0)
     if OFFSET:
         added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
-    if USE_PDL:
+    if USE_PDL and RANKS == 0:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     values = added
     if RESIDUAL:
         values += tl.load(residual + row * size + columns, mask=inside, other=0.0)
+    if RANKS > 0:
+        values += receive_row(
+            row, columns, inside, size, buffer, exchanges, lane_words, RANKS, SHARE, OWNED
+        )
+        if USE_PDL:
+            gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         place = parts + (part * count + row) * size + columns
         total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    if RANKS > 0:
-        values = add_rank_sums(
-            values,
-            total,
-            row,
-            columns,
-            inside,
-            size,
-            buffer,
-            addresses,
-            exchanges,
-            rank,
-            lane_words,
-            RANKS,
-            SHARE,
-        )
-    else:
-        values += total
+    values += total
     tl.store(exact + row * size + columns, values, mask=inside)
     if NORM > 0:
         values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
@@ -373,7 +362,7 @@ def add_parts(
 ) -> Hidden:
     """onto [N, hidden] plus the sum of parts [P, N, hidden] and a bias, as a projection behind the
     norm wants it in its type: normalized, but one row without the norm's bias. With peer buffers
-    it is the sum of all ranks' parts."""
+    it is the sum of all ranks' parts, which come to them (see peer_rows.py)."""
     _, count, size = parts.shape
     exact = torch.empty(count, size, device=parts.device)
     operand = torch.empty_like(exact, dtype=dtype)
@@ -395,16 +384,15 @@ def add_parts(
         operand,
         exact if row_stats is None else row_stats,
         exact if buffers is None else buffers.own,
-        exact if buffers is None else buffers.addresses,
         exact if buffers is None else buffers.exchanges,
-        0 if buffers is None else buffers.rank,
         0 if buffers is None else buffers.lane_words,
         count,
         size,
         0.0 if norm_of_next is None else norm_of_next.eps,
         RANKS=0 if buffers is None else buffers.ranks,
         SHARE=SHARE,
-        PARTS=parts.shape[0],
+        OWNED=OWNED,
+        PARTS=parts.shape[0] if buffers is None else 0,
         RESIDUAL=onto is not None,
         OFFSET=bias is not None,
         NORM=code,

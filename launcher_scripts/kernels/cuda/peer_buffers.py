@@ -33,7 +33,7 @@ from launcher_scripts.kernels.cuda.norm import (
     part_eps,
     prescale,
 )
-from launcher_scripts.kernels.cuda.peer_words import SHARE, missing, receive, send
+from launcher_scripts.kernels.cuda.peer_words import SHARE, add_lanes, missing, send
 from launcher_scripts.kernels.cuda.tiles import row_tile
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm, PeerBuffers
 
@@ -60,7 +60,9 @@ def gemv_to_peers(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W x of this rank's part of x, to the buffers at the addresses. LORA: see lora_arguments."""
+    """W x of this rank's part of x, to the buffers at the addresses. LORA: see lora_arguments.
+
+    """
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -137,16 +139,12 @@ def add_from_peers(
     added += tl.load(residual + columns, mask=inside, other=0.0)
     shift, unit = load_expected(residual_stats, PRESCALED)
     number = tl.load(exchanges + part, cache_modifier=".cg") + 1
-    lanes = tl.arange(0, LANES)[:, None]
-    awaited = (lanes < RANKS) & inside[None, :]
-    words = buffer + ((number & 1) * RANKS + lanes) * lane_words + columns[None, :]
-    value = receive(words, number, awaited)
-    value = added + tl.sum(tl.where(awaited, value, 0.0), 0)
+    added += add_lanes(buffer, number, columns, inside, lane_words, RANKS, LANES)
     tl.store(exchanges + part, number)
-    tl.store(exact + columns, value, mask=inside)
+    tl.store(exact + columns, added, mask=inside)
     if PRESCALED > 0:
-        value = prescale(value, inside, held, shift, unit, row_stats, part_eps)
-    tl.store(operand + columns, value.to(operand.dtype.element_ty), mask=inside)
+        added = prescale(added, inside, held, shift, unit, row_stats, part_eps)
+    tl.store(operand + columns, added.to(operand.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -194,12 +192,6 @@ def exchange_best(
     _, winner = tl.max(value, 0, return_indices=True)
     tl.store(exchanges + row, number)
     tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))
-
-
-def fits_buffers(rows: int, size: int, buffers: PeerBuffers) -> bool:
-    """Whether the buffers hold sums [rows, size]: rows begin with whole shares."""
-    shares = triton.cdiv(size, SHARE) * (rows - 1)
-    return bool(shares * SHARE + size <= buffers.lane_words)
 
 
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:

@@ -13,14 +13,20 @@ SHARE = 64
 
 
 @triton.jit
-def send(value, number, inside, places, addresses, rank, lane_words, RANKS: tl.constexpr):
-    """Write values to these places of this rank's lane, in every rank's buffer."""
+def send_to(value, number, inside, places, address, rank, lane_words, RANKS: tl.constexpr):
+    """Write values to these places of this rank's lane, in the buffer whose address this is."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits
+    buffer = tl.load(address).to(tl.pointer_type(tl.int64))
     lane = ((number & 1) * RANKS + rank) * lane_words
+    tl.store(buffer + lane + places, word, mask=inside)
+
+
+@triton.jit
+def send(value, number, inside, places, addresses, rank, lane_words, RANKS: tl.constexpr):
+    """Write values to these places of this rank's lane, in every rank's buffer."""
     for receiver in tl.static_range(RANKS):
-        buffer = tl.load(addresses + receiver).to(tl.pointer_type(tl.int64))
-        tl.store(buffer + lane + places, word, mask=inside)
+        send_to(value, number, inside, places, addresses + receiver, rank, lane_words, RANKS)
 
 
 @triton.jit
@@ -39,30 +45,10 @@ def receive(words, number, awaited):
 
 
 @triton.jit
-def add_rank_sums(
-    values,
-    part,
-    row,
-    columns,
-    inside,
-    size,
-    buffer,
-    addresses,
-    exchanges,
-    rank,
-    lane_words,
-    RANKS: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """values of a row, plus this rank's part of it and then, in the ranks' order, the others'.
-
-    The program has the whole row [size]. Rows lie in whole shares of a lane.
-    """
-    places = row * ((size + SHARE - 1) // SHARE * SHARE) + columns
-    number = tl.load(exchanges + places // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
-    send(part, number, inside, places, addresses, rank, lane_words, RANKS)
-    for sender in tl.static_range(RANKS):
-        lane = ((number & 1) * RANKS + sender) * lane_words
-        values += receive(buffer + lane + places, number, inside)
-    tl.store(exchanges + places // SHARE, number, mask=inside & (columns % SHARE == 0))
-    return values
+def add_lanes(buffer, number, places, inside, lane_words, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """The sum of what all ranks sent for these places; LANES is RANKS as a power of two."""
+    lanes = tl.arange(0, LANES)[:, None]
+    awaited = (lanes < RANKS) & inside[None, :]
+    words = buffer + ((number & 1) * RANKS + lanes) * lane_words + places[None, :]
+    value = receive(words, number, awaited)
+    return tl.sum(tl.where(awaited, value, 0.0), 0)
