@@ -104,7 +104,7 @@ GUIDED_GRAMMAR = array(
     "UINT8",
     (-1,),
     "UTF-8 of a JSON object that says what the text has to be: json_schema, json_object, regex or "
-    "choice; zeros pad",
+    "choice, and maybe reasoning; zeros pad",
     extension=True,
 )
 

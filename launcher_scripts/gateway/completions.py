@@ -238,15 +238,15 @@ class Chat(Answering):
             room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
             asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
-        options = GenerationOptions(asked, body.n, top)
+        reasoning = None
+        if model.template is not None:
+            continues = body.continue_final_message
+            reasoning = Reasoning.after(text, model.template.text, continues=continues)
+        options = GenerationOptions(asked, body.n, top, reasoning=reasoning)
         prompts = [Prompt(ids, text)]
         generation = Generation(
             model, body, prompts, options, record, limits.admission, limits.timeout
         )
-        reasoning = None
-        if model.template is not None and not body.grammars:
-            continues = body.continue_final_message
-            reasoning = Reasoning.after(text, model.template.text, continues=continues)
         if body.tools or reasoning is not None:
             return ReadChat(model, body, generation, reasoning)
         return cls(model, body, generation)
@@ -299,12 +299,12 @@ class ReadChat(Chat):
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
+        text = self._new_text()
+        message |= text.take(answer.text, finished=True)
+        calls = text.calls
         if self._named is not None:
-            calls = [ToolCall(self._named, answer.text)]
-        else:
-            text = self._new_text()
-            message |= text.take(answer.text, finished=True)
-            calls = text.calls
+            calls = [ToolCall(self._named, message["content"])]
+            message["content"] = ""
         if calls:
             entries = [call.entry() for call in calls]
             message |= {"content": message["content"] or None, "tool_calls": entries}
@@ -314,7 +314,8 @@ class ReadChat(Chat):
         found = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
         if self.body.tools or not found:
             found.append({})
-        known = self._texts[choice].calls if choice in self._texts else []
+        named = [self._calls[choice]] if choice in self._calls else []
+        known = named or (self._texts[choice].calls if choice in self._texts else [])
         before = [{"delta": each, **self._rest(Piece())} for each in found[:-1]]
         return [*before, {"delta": found[-1], **self._rest(piece), **self._reason(piece, known)}]
 
@@ -324,21 +325,29 @@ class ReadChat(Chat):
                 yield to_json([{"index": choice, "delta": delta, **self._rest(Piece())}])
 
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
-        if self._named is not None:
-            first = choice not in self._calls
-            call = self._calls.setdefault(choice, ToolCall(self._named, ""))
-            entry: dict[str, Any] = call.entry(0) if first else {"index": 0}
-            said = {"name": call.name} if first else {}
-            entry["function"] = {**said, "arguments": text}
-            return [{"tool_calls": [entry]}] if text or first else []
         own = self._texts.setdefault(choice, self._new_text())
         known = len(own.calls)
         new = own.take(text, finished=finished)
-        entries = [call.entry(place) for place, call in enumerate(own.calls)][known:]
+        if self._named is not None:
+            entries = self._named_call(choice, self._named, new.pop("content", ""), finished)
+        else:
+            entries = [call.entry(place) for place, call in enumerate(own.calls)][known:]
         return [each for each in (new, {"tool_calls": entries} if entries else {}) if each]
 
+    def _named_call(
+        self, choice: int, name: str, arguments: str, finished: bool
+    ) -> list[dict[str, Any]]:
+        """What comes of the call that had to be made: its name once, its arguments as they come."""
+        first = choice not in self._calls
+        if not arguments and not (first and finished):
+            return []
+        call = self._calls.setdefault(choice, ToolCall(name, ""))
+        entry: dict[str, Any] = call.entry(0) if first else {"index": 0}
+        said = {"name": name} if first else {}
+        return [{**entry, "function": {**said, "arguments": arguments}}]
+
     def _new_text(self) -> AnswerText:
-        return AnswerText(self._reasoning, self.body.tools or ())
+        return AnswerText(self._reasoning, () if self._named else self.body.tools or ())
 
     @staticmethod
     def _reason(piece: Piece, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.merging import merged
+from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
 from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
@@ -66,12 +67,14 @@ class GenerationOptions:
     rows:      generated for every prompt; `n` of the body are shown
     log_probs: how many alternatives, None: no log-probabilities
     echo:      the answer begins with the prompt
+    reasoning: what may be thought before a text that follows a grammar
     """
 
     max_tokens: int
     rows: int
     log_probs: int | None = None
     echo: bool = False
+    reasoning: Reasoning | None = None
 
 
 class Generation:
@@ -149,6 +152,8 @@ class Generation:
         # The best of more rows than are shown are found by their log-probabilities.
         ranked = not self._beams and options.rows > body.n
         parameter, grammar = next(iter(body.grammars.items()), ("", None))
+        if grammar is not None and options.reasoning is not None:
+            grammar = {**grammar, "reasoning": options.reasoning.marks}
         name = self.record.request_id
         return RowRequest(
             request_id=name if len(self._places) == 1 else f"{name}-{number}",

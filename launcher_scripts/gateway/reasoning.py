@@ -35,6 +35,11 @@ class Reasoning:
     end: str
     begun: bool = False
 
+    @property
+    def marks(self) -> dict[str, str]:
+        """Those that are to come, as guided_grammar names them."""
+        return {"end": self.end} if self.begun else {"begin": self.begin, "end": self.end}
+
     @classmethod
     def after(cls, prompt: str, template: str, *, continues: bool = False) -> Reasoning | None:
         """Of answers to a prompt that this template wrote; None if it knows no marks.

@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Protocol
 
 from launcher_scripts.common.text_deltas import GrowingText
 from launcher_scripts.common.tokenizer import Tokenizer
+from launcher_scripts.gateway.reasoning import MARKS
 
 # How many tokens of the prompt the first generated ones are decoded with.
 _CONTEXT = 32
@@ -30,11 +32,15 @@ class TokenTexts(Protocol):
 
 
 class TextMaker:
-    """Makes the TokenTexts of a tokenizer's rows."""
+    """Makes the TokenTexts of a tokenizer's rows.
+
+    Where a text is its tokens' bytes, the marks around what a model thinks are text, even if they
+    are special tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
-        self._bytes = tokenizer.joined_bytes and cache(tokenizer.joined_bytes)
+        self._bytes = _bytes_of(tokenizer)
 
     def row(self, prompt_ids: Sequence[int]) -> TokenTexts:
         """Of a row whose text goes on after its prompt's."""
@@ -44,6 +50,14 @@ class TextMaker:
             if self._bytes is None
             else _Joined(self._bytes, context)
         )
+
+
+def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+    joined = tokenizer.joined_bytes
+    if joined is None:
+        return None
+    marks = {tokenizer.special_id(mark): mark.encode() for mark in chain(*MARKS)}
+    return cache(lambda token: marks[token] if token in marks else joined(token))
 
 
 @cache

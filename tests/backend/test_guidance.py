@@ -111,6 +111,52 @@ def test_the_end_token_comes_only_where_the_text_may_end():
     assert guide.ended
 
 
+def accepts(guide: Guide, ids: list[int]) -> bool:
+    return all(map(guide.accept, ids))
+
+
+@needs_llguidance
+@pytest.mark.parametrize(
+    ("grammar", "answer"),
+    [
+        ({"json_schema": SCHEMA}, '{"age": 3, "ok": true}'),
+        ({"regex": "a+b"}, "aab"),
+        ({"choice": ["yes", "no"]}, "no"),
+    ],
+)
+def test_the_text_comes_behind_what_is_thought(grammar, answer):
+    made, tokenizer = guidance("gpt2bpe")
+    thought = 'Is it {"age"? </thin\n Yes. '
+    for reasoning, told in (
+        ({"end": "</think>"}, {f"{thought}</think>\n\n{answer}": True, answer: False}),
+        (
+            {"begin": "<think>", "end": "</think>"},
+            {f"<think>{thought}</think>{answer}": True, answer: True, thought: False},
+        ),
+    ):
+        text = json.dumps({**grammar, "reasoning": reasoning})
+        for each, complete in told.items():
+            guide = made.guide(text)
+            ids = [*tokenizer.encode(each), tokenizer.end_id]
+            assert accepts(guide, ids) is complete, each
+    wrong = f"{thought}</think>{answer[:-1]}?"
+    assert not accepts(
+        made.guide(json.dumps({**grammar, "reasoning": {"end": "</think>"}})),
+        tokenizer.encode(wrong),
+    )
+
+
+@needs_llguidance
+def test_a_mark_may_be_a_special_token():
+    made, tokenizer = guidance("gpt2bpe")
+    mark = "<|endoftext|>"
+    assert tokenizer.special_id(mark) == tokenizer.end_id
+    guide = made.guide(json.dumps({"choice": ["no"], "reasoning": {"end": mark}}))
+    assert accepts(guide, tokenizer.encode(mark.replace("|", "!") + " so"))
+    assert accepts(guide, [tokenizer.end_id, *tokenizer.encode(" no"), tokenizer.end_id])
+    assert guide.ended
+
+
 @needs_llguidance
 def test_a_text_that_the_vocabulary_cannot_write_is_never_complete():
     made, tokenizer = guidance("sentencepiece")
@@ -144,6 +190,8 @@ def test_ids_beyond_the_tokenizers_never_come():
         ('{"json_schema": 3}', "guided_grammar"),
         ('{"json_schema": {"$ref": "file:///etc/passwd"}}', "cannot be followed: .*not present"),
         ("[" * 100_000, "guided_grammar is wrong: .*recursion"),
+        ('{"regex": "a", "reasoning": {"begin": "<"}}', "wrong: reasoning is an object with the m"),
+        ('{"regex": "a", "reasoning": {"end": ""}}', "wrong: the marks of reasoning are texts"),
     ],
 )
 def test_a_wrong_grammar_is_named(text, message):

@@ -111,7 +111,9 @@ def test_a_text_of_a_given_form(asking: Asking) -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     config = {"effort": "max", "format": {"type": "json_schema", "schema": schema}}
     assert asking("{}", output_config=config).content[0].text == "{}"
-    assert json.loads(asking.backend.requests[-1].grammar) == {"json_schema": schema}
+    grammar = json.loads(asking.backend.requests[-1].grammar)
+    assert grammar.pop("reasoning") == {"begin": "<think>", "end": "</think>"}
+    assert grammar == {"json_schema": schema}
 
 
 def test_a_conversation_becomes_messages() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
+from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.reasoning import Reasoning, ReasoningText
+from launcher_scripts.gateway.token_texts import text_maker
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend
 from tests.gateway.test_chat import HI, chat_client
 from tests.gateway.test_completions import events
@@ -17,6 +22,7 @@ from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
 # As Qwen 3's: an answer of the conversation is shown without what was thought before it.
 HYBRID = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 OPENED = HYBRID.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as DeepSeek R1's
+CHATS = "/v1/chat/completions"
 THOUGHT = "They say hi. I say hi."
 ANSWER = "Hi!"
 WHOLE = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
@@ -43,7 +49,7 @@ def client_of(template: str, text: str) -> tuple[FakeBackend, Any]:
 def message(template: str, text: str, **body: Any) -> dict[str, Any]:
     _, client = client_of(template, text)
     request = {"messages": HI, "max_tokens": 500, **body}
-    answer = client.post("/v1/chat/completions", json=request)
+    answer = client.post(CHATS, json=request)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["message"]
 
@@ -103,7 +109,7 @@ def test_a_stream_has_its_reasoning_apart(at_once: int, more: dict[str, Any]) ->
     request = {"messages": HI, "stream": True, "max_tokens": 500, **more}
     found = {"reasoning": "", "reasoning_content": "", "content": ""}
     entries, reasons = 0, []
-    for event in events(client, "/v1/chat/completions", **request):
+    for event in events(client, CHATS, **request):
         (choice,) = event["choices"]
         for name in found:
             found[name] += choice["delta"].get(name) or ""
@@ -124,9 +130,56 @@ def test_what_is_thought_calls_no_tool() -> None:
     assert only["function"] == {"name": "clock", "arguments": "{}"}
 
 
-def test_a_text_of_a_given_form_is_all_answer() -> None:
-    given = message(OPENED, '{"a": 1}', response_format={"type": "json_object"})
-    assert given["content"] == '{"a": 1}' and "reasoning" not in given
+@pytest.mark.parametrize(
+    ("template", "first", "marks"),
+    [
+        (HYBRID, "<think>", {"begin": "<think>", "end": "</think>"}),
+        (OPENED, "", {"end": "</think>"}),
+        (CHATML, None, None),
+    ],
+)
+def test_a_text_of_a_given_form_comes_behind_what_is_thought(template, first, marks) -> None:
+    text = '{"a": 1}' if first is None else f'{first}{THOUGHT}</think>\n\n{{"a": 1}}'
+    backend, client = client_of(template, text)
+    request = {"messages": HI, "max_tokens": 500, "response_format": {"type": "json_object"}}
+    (choice,) = client.post(CHATS, json=request).json()["choices"]
+    assert choice["message"]["content"] == '{"a": 1}'
+    assert choice["message"].get("reasoning") == (None if first is None else THOUGHT)
+    grammar = {"json_object": True} | ({} if marks is None else {"reasoning": marks})
+    assert json.loads(backend.requests[0].grammar) == grammar
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_is_called_behind_what_is_thought(stream: bool) -> None:
+    _, client = client_of(OPENED, f'{THOUGHT}</think>\n\n{{"zone": 1}}')
+    named = {"type": "function", "function": {"name": "clock"}}
+    request = {"messages": HI, "max_tokens": 500, "tools": TOOLS, "tool_choice": named}
+    thought, name, arguments = "", "", ""
+    if stream:
+        found = [each["choices"][0] for each in events(client, CHATS, **request, stream=True)]
+        said = [choice["delta"] for choice in found]
+        reason = found[-1]["finish_reason"]
+    else:
+        (choice,) = client.post(CHATS, json=request).json()["choices"]
+        said, reason = [choice["message"]], choice["finish_reason"]
+    for each in said:
+        assert not each.get("content")
+        thought += each.get("reasoning") or ""
+        for call in each.get("tool_calls") or ():
+            name += call["function"].get("name") or ""
+            arguments += call["function"]["arguments"]
+    assert (thought, name, arguments) == (THOUGHT, "clock", '{"zone": 1}')
+    assert reason == "tool_calls"
+
+
+def test_marks_that_are_special_tokens_are_text(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_str(GPT2.to_json())
+    library.add_special_tokens(["<think>", "</think>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(WHOLE)
+    assert "think" not in tokenizer.decode(ids)
+    assert "".join(text_maker(tokenizer).row(()).take(ids, finished=True)) == WHOLE
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -136,7 +189,7 @@ def test_a_template_gets_what_was_thought_before(name: str) -> None:
         backend, client = client_of(template, ANSWER)
         turn = {"role": "assistant", "content": ANSWER, name: THOUGHT}
         body = {"messages": [*HI, turn, *HI]}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert client.post(CHATS, json=body).status_code == 200
         assert GPT2.decode(backend.requests[0].prompt_ids) == f"[][{THOUGHT}][]"
 
 
@@ -149,9 +202,9 @@ def test_a_template_gets_the_effort() -> None:
         ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 3}}, "low 3"),
     ):
         backend, client = client_of(template, ANSWER)
-        client.post("/v1/chat/completions", json={"messages": HI, **body})
+        client.post(CHATS, json={"messages": HI, **body})
         assert GPT2.decode(backend.requests[0].prompt_ids) == text
-    said = client.post("/v1/chat/completions", json={"messages": HI, "reasoning_effort": "much"})
+    said = client.post(CHATS, json={"messages": HI, "reasoning_effort": "much"})
     assert said.status_code == 400 and "'none', 'minimal'" in said.json()["error"]["message"]
 
 

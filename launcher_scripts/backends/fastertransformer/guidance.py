@@ -1,6 +1,7 @@
 """Guides for rows whose text has to follow a grammar, made by llguidance.
 
-A request's guided_grammar is a JSON object with one of the keys of _GRAMMARS.
+A request's guided_grammar is a JSON object with one of the keys of _GRAMMARS. With `reasoning`
+beside it the text that follows the grammar comes behind what the model thinks.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Guidance:
 
     def guide(self, text: str) -> Guide:
         """A guide for one row. Raises RequestError."""
-        grammar = _grammar(text)
-        matcher = _library().LLMatcher(self._tokenizer, grammar, log_level=0)
+        grammar = self._grammar(text)
+        matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(
                 problem(f"guided_grammar cannot be followed: {matcher.get_error()}", got=text[:200])
@@ -71,13 +72,16 @@ class Guidance:
         return _MatcherGuide(matcher)
 
     @cached_property
-    def _tokenizer(self) -> Any:
-        """llguidance's own tokenizer; it is made once, which takes a while."""
+    def _tokenizer(self) -> Tokenizer:
         try:
-            tokenizer = load_tokenizer(self._folder)
+            return load_tokenizer(self._folder)
         except TokenizerError as error:
             raise RequestError(f"guided_grammar needs the model's tokenizer: {error}") from error
-        end = self._config.end_id
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """llguidance's own tokenizer; it is made once, which takes a while."""
+        tokenizer, end = self._tokenizer, self._config.end_id
         if end >= self._config.vocab_size:
             end = -1 if tokenizer.end_id is None else tokenizer.end_id
         if not 0 <= end < self._config.vocab_size:
@@ -86,6 +90,52 @@ class Guidance:
             )
         ids = max(self._config.vocab_size, tokenizer.vocab_size)
         return _library().LLTokenizer(_vocabulary(tokenizer, end), ids, end)
+
+    def _grammar(self, text: str) -> str:
+        """The grammar in llguidance's own form."""
+        try:
+            given = json.loads(text)
+            marks = given.pop("reasoning", None) if isinstance(given, dict) else None
+            if (
+                not isinstance(given, dict)
+                or len(given) != 1
+                or not given.keys() <= _GRAMMARS.keys()
+            ):
+                raise ValueError("it is a JSON object with one key, and maybe reasoning")
+            ((key, value),) = given.items()
+            grammar = _GRAMMARS[key](value)
+            return grammar if marks is None else self._behind_reasoning(marks, grammar)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                problem(
+                    f"guided_grammar is wrong: {error}", got=text[:200], choices=list(_GRAMMARS)
+                )
+            ) from error
+
+    def _behind_reasoning(self, marks: Any, grammar: str) -> str:
+        """A grammar's text behind what is thought, whose first mark may have come already."""
+        if not isinstance(marks, dict) or not {"end"} <= marks.keys() <= {"begin", "end"}:
+            raise ValueError("reasoning is an object with the mark `end`, and maybe `begin`")
+        if not all(isinstance(mark, str) and mark for mark in marks.values()):
+            raise ValueError("the marks of reasoning are texts")
+        begin, end = marks.get("begin"), self._symbol(marks["end"])
+        opened = "thought" if begin is None else f"({self._symbol(begin)} thought)?"
+        within = f"[suffix={end}]: TEXT" if end.startswith('"') else f": TEXT {end}"
+        rules = [
+            f"start: {opened} @answer",
+            "thought: within BLANKS",
+            f"within{within}",
+            r"TEXT: /(.|\n)*/",
+            r"BLANKS: /\s*/",
+        ]
+        own = json.loads(grammar)["grammars"][0] if grammar[0] == "{" else {"lark_grammar": grammar}
+        both = [{"lark_grammar": "\n".join(rules)}, {**own, "name": "answer"}]
+        return json.dumps({"grammars": both})
+
+    def _symbol(self, mark: str) -> str:
+        """A mark in llguidance's grammars: its text, or a special token's id, which has no text."""
+        special = self._tokenizer.special_id(mark)
+        return json.dumps(mark, ensure_ascii=False) if special is None else f"<[{special}]>"
 
 
 class _MatcherGuide:
@@ -103,20 +153,6 @@ class _MatcherGuide:
 
     def accept(self, token: int) -> bool:
         return bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
-
-
-def _grammar(text: str) -> str:
-    """The grammar in llguidance's own form."""
-    try:
-        given = json.loads(text)
-        if not isinstance(given, dict) or len(given) != 1 or not _GRAMMARS.keys() >= given.keys():
-            raise ValueError("it is a JSON object with one key")
-        ((key, value),) = given.items()
-        return _GRAMMARS[key](value)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(
-            problem(f"guided_grammar is wrong: {error}", got=text[:200], choices=list(_GRAMMARS))
-        ) from error
 
 
 def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:

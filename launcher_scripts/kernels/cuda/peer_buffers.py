@@ -60,9 +60,7 @@ def gemv_to_peers(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """W x of this rank's part of x, to the buffers at the addresses. LORA: see lora_arguments.
-
-    """
+    """W x of this rank's part of x, to the buffers at the addresses. LORA: see lora_arguments."""
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
