@@ -103,8 +103,8 @@ GUIDED_GRAMMAR = array(
     "guided_grammar",
     "UINT8",
     (-1,),
-    "UTF-8 of a JSON object that says what the text has to be: json_schema, json_object, regex or "
-    "choice, and maybe reasoning; zeros pad",
+    "UTF-8 of a JSON object that says what the text has to be: json_schema, json_object, regex, "
+    "choice or grammar, and maybe reasoning; zeros pad",
     extension=True,
 )
 

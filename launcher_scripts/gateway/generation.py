@@ -293,8 +293,8 @@ def _check(
         raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {options.rows}", "n")
     if len(body.grammars) > 1:
         raise bad_request(
-            "a text follows one of response_format, guided_json, guided_regex, guided_choice and a "
-            "tool_choice that asks for a call",
+            "a text follows one of response_format, structured_outputs, guided_json and the like, "
+            "and a tool_choice that asks for a call",
             "response_format",
         )
     if body.use_beam_search and body.grammars:

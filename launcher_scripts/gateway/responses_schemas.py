@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from launcher_scripts.gateway.schemas import Effort, StrictBody
+from launcher_scripts.gateway.schemas import ClientNotes, Effort, StrictBody
 
 
 class _Item(BaseModel):
@@ -121,11 +121,14 @@ class NamedFunction(StrictBody):
 
 
 class ReasoningOptions(StrictBody):
+    """summary: what is thought is shown whole, whichever is asked for."""
+
     effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(StrictBody):
-    """POST /v1/responses"""
+class ResponsesBody(ClientNotes):
+    """POST /v1/responses. include: nothing here is encrypted"""
 
     model: str | None = None
     input: str | list[Item]
@@ -139,7 +142,5 @@ class ResponsesBody(StrictBody):
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
-    store: Literal[False] = False
+    include: list[Literal["reasoning.encrypted_content"]] = Field([])
     truncation: Literal["disabled"] = "disabled"
-    metadata: dict[str, str] = Field({})
-    user: str | None = Field(None, max_length=512)

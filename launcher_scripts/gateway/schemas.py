@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
 
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
@@ -22,7 +22,16 @@ _MOST_NUMBER = 1 << 31
 
 Prompt = str | list[int]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_NUMBER)]
+Expression = Annotated[str, Field(min_length=1, max_length=16384)]
+Choice = Annotated[list[str], Field(min_length=1, max_length=1024)]
 Body = TypeVar("Body", bound=BaseModel)
+# What vLLM's clients called structured_outputs before -> as guided_grammar says it.
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
 class StrictBody(BaseModel):
@@ -58,7 +67,39 @@ class ResponseFormat(StrictBody):
         return self
 
 
-class SamplingBody(StrictBody):
+class StructuredOutputs(StrictBody):
+    """What the text has to be, as vLLM's clients say it: one of these."""
+
+    json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(None, alias="json")
+    regex: Expression | None = None
+    choice: Choice | None = None
+    grammar: Expression | None = None
+    json_object: Literal[True] | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """As guided_grammar says it."""
+        return self.model_dump(exclude_none=True)
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self.wanted) != 1:
+            raise ValueError("it has one of json, regex, choice, grammar and json_object")
+        return self
+
+
+class ClientNotes(StrictBody):
+    """What clients tell OpenAI about themselves: it is taken, and not used."""
+
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    store: Literal[False] = False
+    metadata: dict[str, str] = {}
+
+
+class SamplingBody(ClientNotes):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -79,9 +120,11 @@ class SamplingBody(StrictBody):
     min_tokens: int = Field(0, ge=0, lt=_MOST_NUMBER)
     n: int = Field(1, ge=1, le=MOST_ROWS)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | None = None
-    guided_regex: str | None = Field(None, min_length=1, max_length=16384)
-    guided_choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    guided_regex: Expression | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: Expression | None = None
     use_beam_search: bool = False
     length_penalty: float = Field(1.0, ge=-32, le=32)
     stream: bool = False
@@ -90,7 +133,6 @@ class SamplingBody(StrictBody):
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
     num_speculative_tokens: int = Field(0, ge=0, le=MOST_SPECULATIVE_TOKENS)
-    user: str | None = Field(None, max_length=512)
 
     @field_validator("stop")
     @classmethod
@@ -103,17 +145,16 @@ class SamplingBody(StrictBody):
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
         """Parameter -> what the text has to be; one at most can be followed."""
+        said = {name: (kind, getattr(self, name)) for name, kind in _GUIDED.items()}
+        found = {name: {kind: value} for name, (kind, value) in said.items() if value is not None}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.wanted
         form = self.response_format
-        wanted: dict[str, tuple[str, Any]] = {
-            "guided_json": ("json_schema", self.guided_json),
-            "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("choice", self.guided_choice),
-        }
         if form is not None and form.json_schema is not None:
-            wanted["response_format"] = ("json_schema", form.json_schema.json_schema)
+            found["response_format"] = {"json_schema": form.json_schema.json_schema}
         elif form is not None and form.type == "json_object":
-            wanted["response_format"] = ("json_object", True)
-        return {name: {kind: value} for name, (kind, value) in wanted.items() if value is not None}
+            found["response_format"] = {"json_object": True}
+        return found
 
     @field_validator("logit_bias")
     @classmethod

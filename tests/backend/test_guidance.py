@@ -83,6 +83,22 @@ def test_a_regular_expression_matches(folder):
 
 
 @needs_llguidance
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "(" root ")" | "x" [0-9]',
+        'start: "(" start ")" | "x" DIGIT\nDIGIT: /[0-9]/',
+    ],
+)
+def test_a_grammar_may_nest(grammar):
+    found = texts("gpt2bpe", {"grammar": grammar})
+    assert len(found) > 10
+    for text in found:
+        depth = text.index("x")
+        assert re.fullmatch(r"\(+x[0-9]\)+|x[0-9]", text) and len(text) == 2 * depth + 2
+
+
+@needs_llguidance
 def test_json_has_the_schemas_keys_and_types():
     for text in texts("gpt2bpe", {"json_schema": SCHEMA}):
         value = json.loads(text)
@@ -180,7 +196,7 @@ def test_ids_beyond_the_tokenizers_never_come():
         ("[1]", "it is a JSON object with one key"),
         ("{}", "it is a JSON object with one key"),
         ('{"regex": "a", "choice": ["b"]}', "one key"),
-        ('{"grammar": "a"}', "one key"),
+        ('{"ebnf": "a"}', "one key"),
         ('{"regex": 3}', "regex is a text"),
         ('{"choice": []}', "choice is a list of texts"),
         ('{"choice": [1]}', "choice is a list of texts"),
@@ -191,6 +207,9 @@ def test_ids_beyond_the_tokenizers_never_come():
         ('{"json_schema": {"$ref": "file:///etc/passwd"}}', "cannot be followed: .*not present"),
         ("[" * 100_000, "guided_grammar is wrong: .*recursion"),
         ('{"regex": "a", "reasoning": {"begin": "<"}}', "wrong: reasoning is an object with the m"),
+        ('{"grammar": 1}', "wrong: grammar is a text"),
+        ('{"grammar": "root ::= ("}', "wrong: the grammar cannot be read"),
+        ('{"grammar": "start: A"}', "guided_grammar cannot be followed: .*A"),
         ('{"regex": "a", "reasoning": {"end": ""}}', "wrong: the marks of reasoning are texts"),
     ],
 )

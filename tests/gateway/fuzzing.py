@@ -81,6 +81,8 @@ LIKELY: dict[str, Sequence[Any]] = {
     "guided_json": SCHEMAS,
     "guided_regex": ["a+", "(", "(a*)*b", "[a-z]{1,100000}", "\\p{L}", "(?=a)", "\0", "x{0}"],
     "guided_choice": [["yes", "no"], [""], ["a"] * 1025, ["\ud800"], ["a", "ab", "abc"]],
+    "guided_grammar": ["start: A", 'root ::= "a" root | "b"', "root ::= b", "a" * 16385],
+    "structured_outputs": [{}, {"json": "{}"}, {"json": {}, "regex": "a"}, {"grammar": "("}],
     "stream": [True, True, False],
     "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}, {"x": 1}],
     "timeout": [0.001, 0.05, 1, 5],

@@ -139,6 +139,13 @@ def test_sampling_reaches_the_engine() -> None:
         ({"guided_json": {"type": "array"}}, {"json_schema": {"type": "array"}}),
         ({"guided_regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ({"guided_choice": ["yes", "né"]}, {"choice": ["yes", "né"]}),
+        ({"guided_grammar": "root ::= a"}, {"grammar": "root ::= a"}),
+        ({"structured_outputs": {"json": {"type": "array"}}}, {"json_schema": {"type": "array"}}),
+        ({"structured_outputs": {"json": '{"type": "null"}'}}, {"json_schema": {"type": "null"}}),
+        ({"structured_outputs": {"regex": "a+", "choice": None}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ],
 )
 def test_grammars_reach_the_engine(body: dict[str, Any], grammar: Any) -> None:
@@ -376,7 +383,19 @@ def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
     ("body", "param", "code"),
     [
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"guided_grammar": "a"}, "guided_grammar", "unsupported_parameter"),
+        ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_value"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "invalid_value",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
+            "response_format",
+            "invalid_value",
+        ),
+        ({"store": True}, "store", "invalid_value"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "response_format", "invalid_value"),
         ({"guided_choice": []}, "guided_choice", "invalid_value"),
         (

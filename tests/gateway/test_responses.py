@@ -56,6 +56,16 @@ def test_an_answer_whole() -> None:
     assert GPT2.decode(request.prompt_ids) == text + "<|im_start|>assistant\n"
 
 
+def test_what_agents_send_beside_the_conversation_is_taken() -> None:
+    notes = {"store": False, "prompt_cache_key": "a", "safety_identifier": "b"}
+    notes |= {"service_tier": "auto", "metadata": {"a": "b"}}
+    more = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+    assert asked(saying("Hi"), **notes, **more).metadata == {"a": "b"}
+    client = chat_client(saying("Hi"), max_len=1000)
+    body = {"messages": [{"role": "user", "content": "Hi"}], **notes}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
 def test_an_answer_that_was_cut_off() -> None:
     answer = asked(FakeBackend(), max_output_tokens=2)
     assert answer.status == "incomplete"

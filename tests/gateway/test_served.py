@@ -288,6 +288,10 @@ def test_text_follows_what_it_has_to_be(client: Any) -> None:
     )
     assert answer.choices[0].text in ("people", "the word")
     assert answer.choices[0].finish_reason == "stop"
+    grammar = 'root ::= "the " noun ("s" | "")\nnoun ::= "word" | "song"'
+    structured = {"structured_outputs": {"grammar": grammar}}
+    answer = client.completions.create(**asked, prompt="a", extra_body=structured)
+    assert answer.choices[0].text in ("the word", "the words", "the song", "the songs")
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "found", "schema": schema}}

@@ -45,12 +45,23 @@ def _choice(value: Any) -> str:
     return str(_library().grammar_from("choice", json.dumps(value)))
 
 
+def _lark(value: Any) -> str:
+    """A context-free grammar in Lark's syntax or in GBNF's (EBNF with ::=)."""
+    if not isinstance(value, str):
+        raise ValueError("grammar is a text")
+    try:
+        return str(_library().grammar_from("grammar", value))
+    except Exception as error:  # the library raises what its parts do
+        raise ValueError(f"the grammar cannot be read: {error}") from error
+
+
 # key of guided_grammar -> llguidance's grammar from its value; ValueError for a wrong one
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
+    "grammar": _lark,
 }
 
 
