@@ -106,6 +106,7 @@ class ConversationBody(StrictBody):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     cache_control: dict[str, Any] | None = None  # prompts are shared anyway, or not at all
+    context_management: dict[str, Any] | None = None  # a conversation is taken whole
 
 
 class Metadata(_Block):

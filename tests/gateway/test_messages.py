@@ -58,7 +58,8 @@ def asking() -> Iterator[Asking]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer(asking: Asking, stream: bool) -> None:
-    message = asking(WORDS, stream=stream, system="Be short.", extra_body={"temperature": 0.5})
+    more = {"temperature": 0.5, "context_management": {"edits": []}}
+    message = asking(WORDS, stream=stream, system="Be short.", extra_body=more)
     assert [(block.type, block.text) for block in message.content] == [("text", WORDS)]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert (message.role, message.model) == ("assistant", "tiny")
