@@ -1,6 +1,6 @@
 """A pytest plugin for kernel checks under the interpreter, which takes most of its time away.
 
-With --half every check runs with half of its parameters, which half is told by their names.
+With --quarter every check runs with a quarter of its parameters; their names tell which.
 
 The interpreter replaces the language's builtins at every launch and call of a helper, describes
 the shape of every value anew, and adds tuples of numbers one after the other. None of that changes
@@ -21,16 +21,16 @@ from triton.runtime import interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--half", action="store_true")
+    parser.addoption("--quarter", action="store_true")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--half"):
+    if config.getoption("--quarter"):
         seen: set[str] = set()
         kept = []
         for item in items:
             check = item.nodeid.partition("[")[0]
-            if check not in seen or zlib.crc32(item.nodeid.encode()) % 2:
+            if check not in seen or not zlib.crc32(item.nodeid.encode()) % 4:
                 seen.add(check)
                 kept.append(item)
         items[:] = kept

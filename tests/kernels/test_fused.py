@@ -29,7 +29,7 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @needs_triton
 @pytest.mark.parametrize(
     "which",
-    [pytest.param(["--half"], id="half"), pytest.param([], marks=pytest.mark.slow, id="all")],
+    [pytest.param(["--quarter"], id="quarter"), pytest.param([], marks=pytest.mark.slow, id="all")],
 )
 @pytest.mark.parametrize("checks", CHECKS)
 def test_interpreted_kernels_equal_the_reference(checkout, checks, which):
