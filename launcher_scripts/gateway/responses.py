@@ -21,7 +21,6 @@ from launcher_scripts.gateway.responses_schemas import (
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import ChatBody, validated
 
-_SYSTEM = ("system", "developer")
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reasoning": ("reasoning_text", "rs", {}),
@@ -77,9 +76,8 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         return [*found, {"role": "user", "content": body.input}]
     for item in body.input:
         if item.type == "message":
-            role = "system" if item.role in _SYSTEM else item.role
-            thought = found.pop() if role == "assistant" and _is_thought(found) else {}
-            found.append({**thought, "role": role, "content": item.plain})
+            thought = found.pop() if item.role == "assistant" and _is_thought(found) else {}
+            found.append({**thought, "role": item.role, "content": item.plain})
         elif isinstance(item, ReasoningItem):
             found.append({"role": "assistant", "content": None, NAMES[0]: item.plain})
         elif isinstance(item, FunctionOutput):

@@ -19,6 +19,7 @@ from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.gateway.token_texts import TextMaker, text_maker
 
+_DEVELOPER = "developer"  # what OpenAI's clients call the system's role
 _LONG = 1 << 14  # characters or tokens, of which a tokenizer takes some milliseconds
 Result = TypeVar("Result")
 
@@ -121,6 +122,8 @@ class ServedModel:
         ]
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
+        if _DEVELOPER not in self.template.text:
+            messages = [_from_system(message) for message in messages]
         return self.template.render(
             messages,
             tools=chat.tools,
@@ -172,6 +175,11 @@ def _with_values(call: Any) -> Any:
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": values}}
+
+
+def _from_system(message: dict[str, Any]) -> dict[str, Any]:
+    """A message under the name that templates have for what OpenAI's clients call developer."""
+    return {**message, "role": "system"} if message["role"] == _DEVELOPER else message
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,17 @@ def test_parts_are_one_text_for_a_template_that_knows_texts_alone(template: str)
     assert GPT2.decode(backend.requests[0].prompt_ids) == expected
 
 
+@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_to_a_template_that_knows_none(known: str, role: str) -> None:
+    backend = FakeBackend()
+    text = known + "{% for m in messages %}[{{ m.role }}]{% endfor %}"
+    template = ChatTemplate({"default": text}, {})
+    client = chat_client(backend, max_len=100, template=template)
+    messages = [{"role": "developer", "content": "Be short."}, *HI]
+    assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert GPT2.decode(backend.requests[0].prompt_ids) == f"[{role}][user]"
+
+
 def test_a_chat_that_does_not_say_how_long_is_bounded() -> None:
     backend = FakeBackend()
     for max_len in (ROOM, None):
