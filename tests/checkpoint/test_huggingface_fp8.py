@@ -96,7 +96,8 @@ def made(tmp_path: Path) -> Made:
         for name in [name for name in state if "proj" in name]:
             stem = name.removesuffix("weight")
             state[name], state[stem + scale_name], meant[name] = in_fp8(state[name], block)
-            state[stem + "input_scale"] = torch.ones(())
+            for scale in ("input_scale", "activation_scale"):
+                state[stem + scale] = torch.ones(())
         save_file(state | tensors, folder / "model.safetensors")
         save_file(meant, wide / "model.safetensors")
         raw = json.loads((folder / "config.json").read_text())

@@ -257,6 +257,22 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **UNTIED,
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                **YARN,
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "olmo": ("Olmo", {**NO_END, **UNTIED}),
     "arcee": ("Arcee", {**UNTIED, "bos_token_id": 1, "eos_token_id": 2}),
     "seed_oss": ("SeedOss", {**UNTIED, "head_dim": 6}),

@@ -133,7 +133,7 @@ class HuggingFaceCheckpoint(WholeTensors):
             check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
-        notes = [*check_keys(values), *([FP8_NOTE] if scheme else [])]
+        notes = [*values.notes, *check_keys(values), *([FP8_NOTE] if scheme else [])]
         notes += [IMAGES_NOTE] if reads_images else []
         notes += [PREDICTORS_NOTE] if predicts else []
         _check_heads(config, tensors, values.problems)

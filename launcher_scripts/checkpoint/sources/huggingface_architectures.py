@@ -14,6 +14,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
+from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
 from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
@@ -154,9 +155,9 @@ ARCHITECTURES = {
     "mistral": _llama(decoders.mistral),
     "qwen2": _llama(decoders.qwen2),
     "qwen3": _llama(decoders.qwen3),
-    "gemma": _llama(decoders.gemma, ties=True),
-    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
-    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "gemma": _llama(gemma.gemma, ties=True),
+    "gemma2": _llama(gemma.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(gemma.gemma3, "gemma2", ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
     "smollm3": _llama(decoders.smollm3, ties=True),
@@ -169,6 +170,7 @@ ARCHITECTURES = {
     "helium": _interleaved(decoders.helium),
     "ernie4_5": _interleaved(decoders.ernie4_5, ties=True),
     "ministral": _llama(decoders.mistral),
+    "ministral3": _llama(decoders.ministral3),
     "olmo": _llama(decoders.olmo, "olmo"),
     "olmo2": _llama(decoders.olmo2, "branch_norms"),
     "olmo3": _llama(decoders.olmo3, "branch_norms"),
@@ -177,7 +179,7 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "vaultgemma": _llama(decoders.vaultgemma, "vaultgemma", ties=True),
+    "vaultgemma": _llama(gemma.vaultgemma, "vaultgemma", ties=True),
     "jais2": _llama(decoders.jais2, "nemotron"),
     "internlm3": _llama(decoders.internlm3),
     "iquestcoder": _llama(decoders.iquestcoder),

@@ -6,12 +6,18 @@ config classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, rope_of, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import (
+    Fields,
+    original_positions,
+    rope,
+    rope_of,
+    two_ropes,
+    windows,
+)
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -67,6 +73,24 @@ def mistral(raw: RawConfig) -> GPTConfig:
     return decoder(raw, **windows(raw))
 
 
+def ministral3(raw: RawConfig) -> GPTConfig:
+    """Mistral with YaRN, which makes queries behind the original positions longer: a model has
+    none of those.
+    """
+    section = raw.section("rope_parameters", "rope_scaling")
+    section.unused("max_position_embeddings")
+    fields = rope_of(raw, section, head_size_of(raw))
+    if section.real("llama_4_scaling_beta", 0.0):
+        whole, original = raw.size("max_position_embeddings"), original_positions(raw, section)
+        fields["max_positions"] = min(whole, original)
+        if original < whole:
+            raw.notes.append(
+                f"of {whole} positions the first {original} are served: queries behind them would "
+                "be scaled by their position"
+            )
+    return decoder(raw, **windows(raw), **fields)
+
+
 def qwen2(raw: RawConfig) -> GPTConfig:
     return decoder(raw, attention_bias=True, attention_dense_bias=False, **qwen_windows(raw))
 
@@ -82,68 +106,6 @@ def qwen_windows(raw: RawConfig) -> Fields:
         return {}
     first = raw.size("max_window_layers", default=raw.layers("num_hidden_layers"))
     return windows(raw, lambda layer: layer < first)
-
-
-def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
-    raw.only("use_bidirectional_attention", False)
-    old = raw.text("hidden_act", "gelu_pytorch_tanh")
-    activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
-    return decoder(
-        raw,
-        zero_centered_norm=True,
-        embedding_scale=math.sqrt(raw.size("hidden_size")),
-        activation=activation,
-        **fields,
-    )
-
-
-def gemma2(raw: RawConfig) -> GPTConfig:
-    return gemma(raw, **_gemma2(raw), **windows(raw, lambda layer: layer % 2 == 1))
-
-
-def gemma3(raw: RawConfig) -> GPTConfig:
-    """Gemma 3's text model: layers with a window turn by a base of their own."""
-    head_size = raw.size("head_dim", default=256)
-    turns, local_base = two_ropes(raw, head_size, 1e6, 10000.0)
-    if local_base is None:
-        local_base = raw.real("rope_local_base_freq", 10000.0)
-    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    return gemma(
-        raw,
-        qk_norm=True,
-        rotary_local_base=local_base,
-        **turns,
-        **_gemma2(raw),
-        **windows(raw, lambda layer: (layer + 1) % pattern == 0),
-    )
-
-
-def two_ropes(
-    raw: RawConfig, head_size: int, base: float, local_base: float
-) -> tuple[Fields, float | None]:
-    """How layers without a window turn, and the base of those with one; None: it is not said.
-
-    base, local_base: where the file does not say them
-    """
-    said = raw.section("rope_parameters")
-    if not said.raw.keys() & {"full_attention", "sliding_attention"}:
-        return rope(raw, head_size, rope_theta=base), None
-    turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=base)
-    local = said.section("sliding_attention")
-    local.only("rope_type", "default")
-    return turns, local.real("rope_theta", local_base)
-
-
-def _gemma2(raw: RawConfig) -> Fields:
-    """What Gemma 2 and 3 have beyond Gemma 1."""
-    raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
-    return {
-        "norm_placement": "sandwich",
-        "softmax_scale": raw.size("query_pre_attn_scalar", default=256) ** -0.5,
-        "attention_softcap": raw.real("attn_logit_softcapping", 0.0) or None,
-        "logits_softcap": raw.real("final_logit_softcapping", 0.0) or None,
-    }
 
 
 def phi3(raw: RawConfig) -> GPTConfig:
@@ -176,12 +138,6 @@ def stablelm(raw: RawConfig) -> GPTConfig:
         start_id=raw.token("bos_token_id", 0),
         end_id=raw.token("eos_token_id", 0),
     )
-
-
-def vaultgemma(raw: RawConfig) -> GPTConfig:
-    """A Gemma 2 without the norms of what its branches add."""
-    fields = {**_gemma2(raw), "norm_placement": "pre"}
-    return gemma(raw, **fields, **windows(raw, lambda layer: layer % 2 == 1))
 
 
 def smollm3(raw: RawConfig) -> GPTConfig:

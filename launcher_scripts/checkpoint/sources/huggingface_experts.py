@@ -13,10 +13,9 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     granite,
     head_size_of,
     qwen_windows,
-    two_ropes,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, two_ropes, windows
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 

@@ -25,7 +25,10 @@ KEY = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
 SCALES = ("weight_scale", "weight_scale_inv")  # beside a weight; both are multiplied
 # Endings of scales that round inputs and keys and values, which the engine does in its own way.
-OF_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+OF_ACTIVATIONS = (
+    *(".input_scale", ".output_scale", ".activation_scale"),
+    *(".q_scale", ".k_scale", ".v_scale"),
+)
 NOTE = "weights stored in fp8 are widened; scales of activations are left out"
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 

@@ -27,12 +27,15 @@ class RawConfig:
     """config.json with the names of its tensors; wrong and missing keys are reported at once.
 
     It remembers which keys were asked for: huggingface_keys.check_keys reports the others.
+
+    notes: what has to be known of the model that is exported
     """
 
     def __init__(self, raw: Mapping[str, Any], keys: Collection[str], path: Path) -> None:
         self.raw = raw
         self.keys = keys
         self.problems = Problems(str(path))
+        self.notes: list[str] = []
         self.asked: set[str] = set()
         self.sections: dict[str, RawConfig] = {}
 

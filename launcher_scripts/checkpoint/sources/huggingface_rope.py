@@ -58,6 +58,22 @@ def rope_of(
     return {**fields, **_SCALINGS[kind](raw, section, pairs, fields["rotary_base"])}
 
 
+def two_ropes(
+    raw: RawConfig, head_size: int, base: float, local_base: float
+) -> tuple[Fields, float | None]:
+    """How layers without a window turn, and the base of those with one; None: it is not said.
+
+    base, local_base: where the file does not say them
+    """
+    said = raw.section("rope_parameters")
+    if not said.raw.keys() & {"full_attention", "sliding_attention"}:
+        return rope(raw, head_size, rope_theta=base), None
+    turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=base)
+    local = said.section("sliding_attention")
+    local.only("rope_type", "default")
+    return turns, local.real("rope_theta", local_base)
+
+
 def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:
     """The fields of `sliding_window`.
 
@@ -89,7 +105,7 @@ def _llama3(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fi
         "rotary_scaling_factor": section.real("factor", 0.0),
         "rotary_low_frequency_factor": section.real("low_freq_factor", 0.0),
         "rotary_high_frequency_factor": section.real("high_freq_factor", 0.0),
-        "rotary_original_positions": _original(raw, section),
+        "rotary_original_positions": original_positions(raw, section),
     }
 
 
@@ -102,7 +118,7 @@ def _dynamic(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> F
 
 
 def _yarn(raw: RawConfig, section: RawConfig, pairs: int, base: float) -> Fields:
-    original = _original(raw, section)
+    original = original_positions(raw, section)
     factor = section.real("factor", raw.size("max_position_embeddings") / original)
 
     def place(turns: float) -> float:
@@ -137,7 +153,7 @@ def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
 
 
 def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> Fields:
-    original, longest = _original(raw, section), raw.size("max_position_embeddings")
+    original, longest = original_positions(raw, section), raw.size("max_position_embeddings")
     short, long = (section.numbers(name, pairs) for name in ("short_factor", "long_factor"))
     factor = section.real("factor", longest / original)
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
@@ -150,7 +166,7 @@ def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> F
     }
 
 
-def _original(raw: RawConfig, section: RawConfig) -> int:
+def original_positions(raw: RawConfig, section: RawConfig) -> int:
     """The positions before they were stretched; Phi-3 says them outside of the section."""
     name = "original_max_position_embeddings"
     return raw.size(name, default=section.size(name, default=raw.size("max_position_embeddings")))
