@@ -30,7 +30,7 @@ lint: setup
 tests: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONDONTWRITEBYTECODE= MAKEFLAGS= \
 		$(BIN)/python3 -m pytest -m "not slow and not gpu" \
-		-n 4 --dist worksteal --timeout 900
+		-n 3 --dist worksteal --timeout 900
 
 cluster:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) \

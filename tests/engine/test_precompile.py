@@ -159,7 +159,11 @@ def test_neither_the_number_of_layers_nor_that_of_tokens_matters(
 
 
 @pytest.mark.parametrize(
-    ("name", "data_type"), [*((name, "bf16") for name in SMALL), ("windows", "fp32")]
+    ("name", "data_type"),
+    [
+        *(("experts", "bf16"), ("LoRA adapters", "bf16"), ("BART", "bf16"), ("windows", "fp32")),
+        *(pytest.param(name, "bf16", marks=pytest.mark.slow) for name in SMALL),
+    ],
 )
 @pytest.mark.usefixtures("hopper")
 def test_all_kinds_of_models(name: str, data_type: str) -> None:
