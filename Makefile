@@ -1,6 +1,5 @@
 # make quickstart   set up everything and run the main job on a real model
 # make check        set up everything and run what CI runs: format, lint, types, tests
-# make lint, make tests   the two halves of it, which make check does at the same time
 # make setup        .venv in this checkout (make setup TORCH=... for a machine's own torch)
 # make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4: of four
 #                   nodes; ACCOUNTING=1: with slurmdbd); make cluster-stop ends it
@@ -10,7 +9,7 @@
 BIN = .venv/bin
 CLUSTER = $(CURDIR)/results/cluster
 
-.PHONY: setup quickstart check lint tests cluster cluster-stop image-check format clean
+.PHONY: setup quickstart check cluster cluster-stop image-check format clean
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
@@ -18,17 +17,12 @@ setup:
 quickstart: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
 
+# Tests start a thousand processes. Where bytecode may not be written, each compiles all modules anew.
 check: setup
-	@$(MAKE) --no-print-directory --jobs=2 lint tests
-
-lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python3 -m mypy
-
-# Tests start a thousand processes. Where bytecode may not be written, each compiles all modules anew.
-tests: setup
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONDONTWRITEBYTECODE= MAKEFLAGS= \
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONDONTWRITEBYTECODE= \
 		$(BIN)/python3 -m pytest -m "not slow and not gpu" \
 		-n 3 --dist worksteal --timeout 900
 
