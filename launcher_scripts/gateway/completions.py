@@ -295,7 +295,7 @@ class ReadChat(Chat):
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
         self._reasoning = reasoning
         self._texts: dict[int, AnswerText] = {}
-        self._calls: dict[int, ToolCall] = {}
+        self._named_begun: set[int] = set()
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -308,16 +308,15 @@ class ReadChat(Chat):
         if calls:
             entries = [call.entry() for call in calls]
             message |= {"content": message["content"] or None, "tool_calls": entries}
-        return {"message": message, **self._rest(answer), **self._reason(answer, calls)}
+        return {"message": message, **self._rest(answer), **self._reason(answer, bool(calls))}
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
         found = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
         if self.body.tools or not found:
             found.append({})
-        named = [self._calls[choice]] if choice in self._calls else []
-        known = named or (self._texts[choice].calls if choice in self._texts else [])
+        called = choice in self._named_begun or bool(self._texts[choice].calls)
         before = [{"delta": each, **self._rest(Piece())} for each in found[:-1]]
-        return [*before, {"delta": found[-1], **self._rest(piece), **self._reason(piece, known)}]
+        return [*before, {"delta": found[-1], **self._rest(piece), **self._reason(piece, called)}]
 
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
         for text in texts:
@@ -338,11 +337,11 @@ class ReadChat(Chat):
         self, choice: int, name: str, arguments: str, finished: bool
     ) -> list[dict[str, Any]]:
         """What comes of the call that had to be made: its name once, its arguments as they come."""
-        first = choice not in self._calls
+        first = choice not in self._named_begun
         if not arguments and not (first and finished):
             return []
-        call = self._calls.setdefault(choice, ToolCall(name, ""))
-        entry: dict[str, Any] = call.entry(0) if first else {"index": 0}
+        self._named_begun.add(choice)
+        entry: dict[str, Any] = ToolCall(name, "").entry(0) if first else {"index": 0}
         said = {"name": name} if first else {}
         return [{**entry, "function": {**said, "arguments": arguments}}]
 
@@ -350,9 +349,9 @@ class ReadChat(Chat):
         return AnswerText(self._reasoning, () if self._named else self.body.tools or ())
 
     @staticmethod
-    def _reason(piece: Piece, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def _reason(piece: Piece, called: bool) -> dict[str, Any]:
         """An answer that ended by itself with calls ended because of them."""
-        ended = piece.finish_reason == "stop" and bool(calls)
+        ended = piece.finish_reason == "stop" and called
         return {"finish_reason": "tool_calls"} if ended else {}
 
 

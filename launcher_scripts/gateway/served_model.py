@@ -123,7 +123,7 @@ class ServedModel:
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
         if _DEVELOPER not in self.template.text:
-            messages = [_from_system(message) for message in messages]
+            messages = [_as_system(message) for message in messages]
         return self.template.render(
             messages,
             tools=chat.tools,
@@ -177,8 +177,8 @@ def _with_values(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": values}}
 
 
-def _from_system(message: dict[str, Any]) -> dict[str, Any]:
-    """A message under the name that templates have for what OpenAI's clients call developer."""
+def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the developer as one of the system, which every template knows."""
     return {**message, "role": "system"} if message["role"] == _DEVELOPER else message
 
 
