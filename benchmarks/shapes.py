@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -113,6 +114,27 @@ QWEN3_30B_A3B = replace(
     normalized_experts=True,
 )
 
+# The sizes of gpt-oss-20b: of 32 experts a token goes through 4.
+GPT_OSS_20B = replace(
+    modern(Shape(2880, 24, 64).config()),
+    vocab_size=201088,
+    end_id=201088,
+    num_kv_heads=8,
+    head_size=64,
+    ffn_size=2880,
+    activation="clamped_swiglu",
+    attention_bias=True,
+    attention_sinks=True,
+    mlp_bias=True,
+    num_experts=32,
+    experts_per_token=4,
+    normalized_experts=True,
+    router_bias=True,
+    sliding_window=128,
+    full_attention_layers=layer_list(range(1, 24, 2)),
+    tied_embeddings=False,
+)
+
 # The sizes of NeMo's GPT of 43 billion weights, but for its activation.
 GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
 GPT_175B = Shape(12288, 96, 96).config()  # of Brown et al. 2020
@@ -123,6 +145,7 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "5b-modern": modern(SHAPES["5b"].config()),
     "8b-modern": LLAMA_8B,
     "30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
     "70b": LLAMA_70B,
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),

@@ -21,6 +21,7 @@ from launcher_scripts.gateway.generation import (
     Record,
     check_rows,
 )
+from launcher_scripts.gateway.harmony import THOUGHT, HarmonyText, writes_harmony
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
 from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import Piece
@@ -239,7 +240,10 @@ class Chat(Answering):
             asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
         reasoning = None
-        if model.template is not None:
+        harmony = model.template is not None and writes_harmony(model.template.text)
+        if harmony:
+            reasoning = THOUGHT
+        elif model.template is not None:
             continues = body.continue_final_message
             reasoning = Reasoning.after(text, model.template.text, continues=continues)
         options = GenerationOptions(asked, body.n, top, reasoning=reasoning)
@@ -248,7 +252,7 @@ class Chat(Answering):
             model, body, prompts, options, record, limits.admission, limits.timeout
         )
         if body.tools or reasoning is not None:
-            return ReadChat(model, body, generation, reasoning)
+            return ReadChat(model, body, generation, reasoning, text if harmony else None)
         return cls(model, body, generation)
 
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -289,12 +293,15 @@ class ReadChat(Chat):
         body: ChatBody,
         generation: Generation,
         reasoning: Reasoning | None,
+        harmony: str | None,
     ) -> None:
+        """harmony: the prompt of a model that writes it"""
         super().__init__(model, body, generation)
         choice = body.tool_choice
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
         self._reasoning = reasoning
-        self._texts: dict[int, AnswerText] = {}
+        self._harmony = harmony
+        self._texts: dict[int, AnswerText | HarmonyText] = {}
         self._named_begun: set[int] = set()
 
     def choice(self, answer: Piece) -> dict[str, Any]:
@@ -345,8 +352,12 @@ class ReadChat(Chat):
         said = {"name": name} if first else {}
         return [{**entry, "function": {**said, "arguments": arguments}}]
 
-    def _new_text(self) -> AnswerText:
-        return AnswerText(self._reasoning, () if self._named else self.body.tools or ())
+    def _new_text(self) -> AnswerText | HarmonyText:
+        tools = () if self._named else self.body.tools or ()
+        if self._harmony is None:
+            return AnswerText(self._reasoning, tools)
+        must_call = self.body.tool_choice == "required"
+        return HarmonyText(self._harmony, tools, must_call=must_call)
 
     @staticmethod
     def _reason(piece: Piece, called: bool) -> dict[str, Any]:

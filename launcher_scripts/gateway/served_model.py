@@ -15,7 +15,7 @@ from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
-from launcher_scripts.gateway.reasoning import with_both_names
+from launcher_scripts.gateway.reasoning import with_all_names
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.gateway.token_texts import TextMaker, text_maker
 
@@ -117,7 +117,7 @@ class ServedModel:
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
         messages = [
-            with_both_names(_with_arguments(message.model_dump(exclude_unset=True)))
+            with_all_names(_with_arguments(message.model_dump(exclude_unset=True)))
             for message in chat.messages
         ]
         if not self.template.takes_parts:

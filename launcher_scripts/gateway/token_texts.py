@@ -14,6 +14,7 @@ from typing import Protocol
 
 from launcher_scripts.common.text_deltas import GrowingText
 from launcher_scripts.common.tokenizer import Tokenizer
+from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.reasoning import MARKS
 
 # How many tokens of the prompt the first generated ones are decoded with.
@@ -35,7 +36,7 @@ class TextMaker:
     """Makes the TokenTexts of a tokenizer's rows.
 
     Where a text is its tokens' bytes, the marks around what a model thinks are text, even if they
-    are special tokens.
+    are special tokens; and so are those of the format harmony.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -56,7 +57,10 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
     joined = tokenizer.joined_bytes
     if joined is None:
         return None
-    marks = {tokenizer.special_id(mark): mark.encode() for mark in chain(*MARKS)}
+    texts = list(chain(*MARKS))
+    if tokenizer.special_id(harmony.CHANNEL) is not None:
+        texts += harmony.MARKS
+    marks = {tokenizer.special_id(mark): mark.encode() for mark in texts}
     return cache(lambda token: marks[token] if token in marks else joined(token))
 
 

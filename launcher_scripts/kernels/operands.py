@@ -144,8 +144,8 @@ class Router:
 
 @dataclass(frozen=True)
 class ExpertMLPs:
-    """One rank's parts of a layer's experts: weights [experts, out, in], and scales [experts, out]
-    of those in bytes. Norms are not looked at.
+    """One rank's parts of a layer's experts: weights [experts, out, in], biases [experts, out], and
+    scales [experts, out] of weights in bytes. Norms are not looked at.
     """
 
     up: Linear

@@ -98,6 +98,7 @@ class Ops(Protocol):
         relative: RelativeBias | None = None,
         window: int = 0,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def prompt_attention(
@@ -111,6 +112,7 @@ class Ops(Protocol):
         relative: RelativeBias | None = None,
         window: int = 0,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def decode_attention(
@@ -126,6 +128,7 @@ class Ops(Protocol):
         relative: RelativeBias | None = None,
         positions: Tensor | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         fresh: bool | None = None,
     ) -> Tensor: ...
 
@@ -238,6 +241,7 @@ class Ops(Protocol):
         scale: float | None = None,
         relative: RelativeBias | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor: ...
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
 from launcher_scripts.kernels import reference_attention, reference_beams, reference_sampling
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
@@ -45,12 +46,14 @@ sample = reference_sampling.sample
 
 EXACT_IDS = 1 << 24  # float32 holds every smaller integer; ids travel beside the logits
 FEW_TOKENS = 64  # that experts take all together
+CLAMPED_SWIGLU = "clamped_swiglu"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu_erf": functional.gelu,
     "relu": functional.relu,
     "silu": functional.silu,
     "squared_relu": lambda x: functional.relu(x).square(),
+    CLAMPED_SWIGLU: lambda x: x * torch.sigmoid(SLOPE * x),
 }
 
 
@@ -150,8 +153,15 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
     """act(up(norm(x))), times gate(norm(x)) where the MLP is gated: [N, ffn]."""
     normalized = _normalized(x, up)
     inner, *factors = products(normalized, (up,) if gate is None else (up, gate))
-    hidden = ACTIVATIONS[activation](inner)
-    return hidden * factors[0] if factors else hidden
+    return activated(inner, factors[0] if factors else None, activation)
+
+
+def activated(x: Tensor, gate: Tensor | None, activation: str) -> Tensor:
+    """act(x), times the gate where there is one."""
+    if activation == CLAMPED_SWIGLU and gate is not None:
+        x, gate = x.clamp(max=CLAMP), gate.clamp(-CLAMP, CLAMP) + 1
+    hidden = ACTIVATIONS[activation](x)
+    return hidden if gate is None else hidden * gate
 
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -191,8 +201,8 @@ def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> 
 
 def _expert(linear: Linear, expert: int) -> Linear:
     """One expert's part of a linear of all, without its norm."""
-    scale = None if linear.scale is None else linear.scale[expert]
-    return replace(linear, weight=linear.weight[expert], scale=scale, norm=None)
+    bias, scale = (None if part is None else part[expert] for part in (linear.bias, linear.scale))
+    return replace(linear, weight=linear.weight[expert], bias=bias, scale=scale, norm=None)
 
 
 def accumulate_parts(
@@ -373,6 +383,7 @@ def attend_own(
     scale: float | None = None,
     relative: RelativeBias | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size].
@@ -391,6 +402,7 @@ def attend_own(
         relative=relative,
         positions=rows.positions,
         softcap=softcap,
+        sinks=sinks,
     )
 
 

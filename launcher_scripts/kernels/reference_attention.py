@@ -30,6 +30,7 @@ def context_attention(
     relative: RelativeBias | None = None,
     window: int = 0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of one row's new tokens: [n, heads * head_size].
 
@@ -37,7 +38,8 @@ def context_attention(
     already in the cache from token `start` on. `slopes` float32 [heads]: ALiBi (Press et al.
     2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5. With a `window`
     each token attends to itself and the window - 1 before it; 0: to all. A `softcap` c turns a
-    scaled score s to c * tanh(s / c) before anything is added.
+    scaled score s to c * tanh(s / c) before anything is added. `sinks` float32 [heads]: a score of
+    each head's softmax that belongs to no token (Xiao et al. 2024; OpenAI's gpt-oss).
     """
     at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
     outputs = []
@@ -49,7 +51,7 @@ def context_attention(
             _for_heads(part[:, start + first : start + whole], query)
             for part in (cache.keys, cache.values)
         )
-        outputs.append(_attended(piece, key, value, bias, scale, softcap))
+        outputs.append(_attended(piece, key, value, bias, scale, softcap, sinks))
         past = whole
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -88,10 +90,11 @@ def _attended(
     bias: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Causal where there is no bias; key and value [heads, T, head_size]: [n, heads * size]."""
     new, heads, size = query.shape
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key[None],
@@ -102,11 +105,22 @@ def _attended(
         )[0]
     else:
         scores = query.transpose(0, 1).float() @ key.float().transpose(-1, -2)
-        scores = softcap * torch.tanh(scores * _scale(scale, size) / softcap)
+        scores = scores * _scale(scale, size)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if bias is None:
             bias = torch.full((new, new), float("-inf"), device=query.device).triu(1)
-        out = ((scores + bias).softmax(-1) @ value.float()).to(query.dtype)
+        beside = None if sinks is None else sinks[:, None, None]
+        out = (_softmax(scores + bias, beside) @ value.float()).to(query.dtype)
     return out.transpose(0, 1).reshape(new, -1)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of float32 scores [..., T], where there are sinks [..., 1] beside them."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def prompt_attention(
@@ -119,6 +133,7 @@ def prompt_attention(
     relative: RelativeBias | None = None,
     window: int = 0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
 
@@ -139,6 +154,7 @@ def prompt_attention(
             relative=relative,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
     return out
 
@@ -275,13 +291,14 @@ def decode_attention(
     relative: RelativeBias | None = None,
     positions: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     fresh: bool | None = None,  # noqa: ARG001 - of interest to kernels that overlap
 ) -> Tensor:
     """Attention of one new token per row: [B, heads * head_size].
 
     query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
-    its own included where they are its own. `longest` bounds the lengths. `scale` and `softcap` as
-    in context_attention; `relative` counts from the row's positions [B].
+    its own included where they are its own. `longest` bounds the lengths. `scale`, `softcap` and
+    `sinks` as in context_attention; `relative` counts from the row's positions [B].
 
     `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
     stored in it. Everything else was there before: a kernel can read it before the one before it
@@ -307,7 +324,8 @@ def decode_attention(
         bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
         scores = scores + bias.unflatten(0, (-1, group)).transpose(1, 2)
     scores = scores.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
-    out = scores.softmax(-1) @ value  # [kv, B, g, D]
+    beside = None if sinks is None else sinks.view(-1, 1, group, 1)
+    out = _softmax(scores, beside) @ value  # [kv, B, g, D]
     return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
 
 

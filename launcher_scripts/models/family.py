@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import Parallelism, divisors
 
 NORMALIZATIONS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu")
+ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu", "clamped_swiglu")
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}

@@ -46,7 +46,8 @@ class GPTConfig(AdapterSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
-    "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2). rotary positions turn the
+    "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2), with "clamped_swiglu" as
+    common/clamped_swiglu.py says. rotary positions turn the
     first head_size * rotary_percentage dimensions by halves, at speeds that rotary_scaling changes
     (see engine/model/rotary.py). alibi_scale multiplies the ALiBi bias, alibi_layer_scaling by the
     1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys
@@ -58,7 +59,8 @@ class GPTConfig(AdapterSizes):
     With parallel_residual attention and MLP read the same hidden states. zero_centered_norm: norms
     multiply by their weight plus 1. Embeddings of tokens are multiplied by embedding_scale, scores
     q.k by softmax_scale (head_size ** -0.5 where it is not said), logits by logits_scale before
-    their bias is added. A softcap c turns a score or a logit x to c * tanh(x / c).
+    their bias is added. A softcap c turns a score or a logit x to c * tanh(x / c). With
+    attention_sinks every head has a score of no token beside those of the tokens.
 
     A layer attends to the last sliding_window tokens, the token's own included, and to all if
     full_attention_layers names it (numbers with commas between; every layer has the window where it
@@ -70,7 +72,8 @@ class GPTConfig(AdapterSizes):
     weighed by a gate unless shared_expert_gate is False. Layers that dense_layers names have one
     MLP of dense_ffn_size instead. Experts are chosen and weighed by router_score_function
     ("softmax" where it is not said), expert_bias, normalized_experts and router_scaling_factor, as
-    kernels/operands.py says of a Router.
+    kernels/operands.py says of a Router, whose linear has a bias with router_bias. mlp_bias is of
+    every expert, too.
     """
 
     vocab_size: int
@@ -116,6 +119,7 @@ class GPTConfig(AdapterSizes):
     logits_scale: float | None = None
     logits_bias: bool | None = None
     attention_softcap: float | None = None
+    attention_sinks: bool | None = None
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
@@ -124,6 +128,7 @@ class GPTConfig(AdapterSizes):
     normalized_experts: bool | None = None
     router_score_function: str | None = None
     router_scaling_factor: float | None = None
+    router_bias: bool | None = None
     expert_bias: bool | None = None
     dense_layers: str | None = None
     dense_ffn_size: int | None = None
@@ -155,6 +160,8 @@ class GPTConfig(AdapterSizes):
         self._check_experts(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
+        if self.activation == "clamped_swiglu" and not self.gated:
+            problems.add("activation clamped_swiglu needs gated", got=self.gated, choices=(True,))
         self.check_divides(problems, "num_kv_heads", "num_heads")
         check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
@@ -223,10 +230,10 @@ class GPTConfig(AdapterSizes):
                 got=self.norm_placement,
                 choices=("pre",),
             )
-        if self.mlp_bias:
-            problems.add("experts with biases are not supported", got="mlp_bias = True")
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
             problems.add("IA3 and adapters of models with experts are not supported")
+        if self.mlp_bias and self.shared_expert_size is not None:
+            problems.add("shared experts with biases are not supported", got="mlp_bias = True")
         if any(stem.startswith("mlp.") for stem in self.parts.lora_targets):
             problems.add("LoRA of experts can only be merged", got=self.parts.lora_targets)
 
@@ -320,6 +327,9 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
             specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
         else:
             specs += _norm(config, name, "head_size")
+    if config.attention_sinks:
+        parallel = Partition.COLUMN_PARALLEL
+        specs.append(_spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",)))
     specs += _linear(
         "layers.*.attention.dense",
         ("q_size", "hidden_size"),
@@ -342,6 +352,8 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
 
 def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
     specs = [_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts"))]
+    if config.router_bias:
+        specs.append(_spec("layers.*.mlp.router.bias", ("num_experts",)))
     if config.expert_bias:
         specs.append(_spec(gpt_dialects.EXPERT_BIAS, ("3", "num_experts")))
     if config.shared_expert_size is not None:

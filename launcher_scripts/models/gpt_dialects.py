@@ -149,6 +149,20 @@ STARCODER2 = {
 }
 NEMOTRON = {"layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.up_proj",), "transposed")}
 
+
+def _gated(mlp: str, theirs: str) -> dict[str, Source]:
+    """One of a layer's MLPs, by its name there and here."""
+    names = {
+        "dense_h_to_4h": "gate_proj",
+        "dense_h_to_4h_2": "up_proj",
+        "dense_4h_to_h": "down_proj",
+    }
+    return {
+        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{theirs}.{key}",), "transposed")
+        for name, key in names.items()
+    }
+
+
 # Layers of experts; # stands for an expert's number.
 MIXTRAL = {
     "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.gate",), "transposed"),
@@ -161,6 +175,11 @@ MIXTRAL = {
     "layers.*.mlp.experts.#.dense_4h_to_h": Source(
         ("layers.*.block_sparse_moe.experts.#.w2",), "transposed"
     ),
+}
+GPT_OSS = {
+    "layers.*.attention.sinks": Source(("layers.*.self_attn.sinks",)),
+    "layers.*.mlp.router": Source(("layers.*.mlp.router",), "transposed"),
+    **_gated("experts.#", "experts.#"),
 }
 GRANITEMOE = MIXTRAL | {
     "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.router.layer",), "transposed"),
@@ -177,19 +196,6 @@ GRANITEMOE = MIXTRAL | {
 MINIMAX_M2 = MIXTRAL | {
     EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
 }
-
-
-def _gated(mlp: str, theirs: str) -> dict[str, Source]:
-    """One of a layer's MLPs, by its name there and here."""
-    names = {
-        "dense_h_to_4h": "gate_proj",
-        "dense_h_to_4h_2": "up_proj",
-        "dense_4h_to_h": "down_proj",
-    }
-    return {
-        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{theirs}.{key}",), "transposed")
-        for name, key in names.items()
-    }
 
 
 QWEN_MOE = {
@@ -329,6 +335,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "olmo": OLMO,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
+    "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
     "mixtral": MIXTRAL,
     "mixtral_in_memory": QWEN_MOE,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
@@ -21,6 +22,7 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.evaluation.tensors import request_tensors
+from launcher_scripts.gateway import harmony
 from tests.engine.small_models import small_config
 
 needs_llguidance = pytest.mark.skipif(
@@ -171,6 +173,28 @@ def test_a_mark_may_be_a_special_token():
     assert accepts(guide, tokenizer.encode(mark.replace("|", "!") + " so"))
     assert accepts(guide, [tokenizer.end_id, *tokenizer.encode(" no"), tokenizer.end_id])
     assert guide.ended
+
+
+@needs_llguidance
+def test_marks_may_be_texts_between_special_tokens(tmp_path):
+    """As those of gpt-oss."""
+    library = tokenizers.Tokenizer.from_str(load_tokenizer(TOKENIZERS / "gpt2bpe").to_json())
+    library.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    sizes = {"vocab_size": tokenizer.vocab_size, "end_id": tokenizer.end_id}
+    made = Guidance(tmp_path, small_config(start_id=0, **sizes))
+    text = json.dumps({"choice": ["no"], "reasoning": harmony.THOUGHT.marks})
+    begin, end = harmony.THOUGHT.begin, harmony.THOUGHT.end
+    for each, complete in (
+        (f"{begin}Is it? No.{end}no", True),
+        (f"{begin}no", False),
+        (f"{begin}Is it?{end}yes", False),
+        (f"{begin}Is it?<|end|>no", False),
+        ("no", True),
+    ):
+        ids = [*tokenizer.encode(each), tokenizer.end_id]
+        assert accepts(made.guide(text), ids) is complete, each
 
 
 @needs_llguidance

@@ -4,12 +4,15 @@ experts, and what an export leaves out."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from launcher_scripts.checkpoint.convert.manifest import read_manifest
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import LATER_DECODERS
 
@@ -29,6 +32,44 @@ def test_a_state_dict_gives_what_the_saved_model_gives(tmp_path: Path, name: str
     want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
     assert want
     assert got == want
+
+
+def test_experts_in_mxfp4_are_widened(tmp_path: Path) -> None:
+    """As transformers widens them, bit by bit; of a file that is stored so or so."""
+    tiny = LATER_DECODERS["gpt_oss"]
+    model = replace(tiny, values=tiny.values | {"hidden_size": 32, "intermediate_size": 64}).make()
+    model.save_pretrained(tmp_path / "wide")
+    stored = load_file(tmp_path / "wide" / "model.safetensors")
+    packed = {}
+    for name, values in stored.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            packed[name] = values
+            continue
+        experts, inputs, outputs = values.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 135, blocks.shape[:3], dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        stored[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert stored[name].shape == values.shape
+    save_file(stored, tmp_path / "wide" / "model.safetensors")
+    (tmp_path / "packed").mkdir()
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    folders = [
+        export_folder(tmp_path / kind, tmp_path / "of" / kind) for kind in ("wide", "packed")
+    ]
+    want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
+    assert len(want) > 60
+    assert got == want
+    assert "weights stored in mxfp4 are widened" in read_manifest(folders[1]).source["notes"]
+    name = next(name for name in packed if name.endswith("_scales"))
+    save_file(
+        {**packed, name: packed[name][:, 1:].contiguous()},
+        tmp_path / "packed" / "model.safetensors",
+    )
+    refused_export(tmp_path / "packed", tmp_path / "refused", "_scales do not fit")
 
 
 @pytest.mark.parametrize("data_type", ["fp32", "bf16", "fp16"])

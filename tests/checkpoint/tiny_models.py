@@ -404,6 +404,21 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 500000.0,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **UNTIED,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "max_position_embeddings": 96,
+            "rope_parameters": {**YARN, "truncate": False},
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         {

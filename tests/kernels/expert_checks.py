@@ -32,12 +32,15 @@ HIDDEN, FFN = (40, 24) if INTERPRETED else (1000, 344)
 MANY = 70 if INTERPRETED else 1500
 
 
-def make_experts(count: int, gated: bool, dtype: torch.dtype) -> ExpertMLPs:
-    up, gate, down = (
-        Linear(torch.stack([make_linear(*size, None, False, dtype).weight for _ in range(count)]))
-        for size in ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))
-    )
-    return ExpertMLPs(up, gate if gated else None, down, "silu")
+def make_experts(count: int, gated: bool, dtype: torch.dtype, *, biased: bool = False):
+    """With biases as gpt-oss has them, and its activation."""
+    linears = []
+    for size in ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)):
+        each = [make_linear(*size, None, True, dtype) for _ in range(count)]
+        bias = torch.stack([linear.bias for linear in each]) if biased else None
+        linears.append(Linear(torch.stack([linear.weight for linear in each]), bias))
+    up, gate, down = linears
+    return ExpertMLPs(up, gate if gated else None, down, "clamped_swiglu" if biased else "silu")
 
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
@@ -51,6 +54,7 @@ def test_route(rows, dtype):
         Router(linear, 2, normalized=False),
         Router(linear, 3),
         Router(linear, 3, bias=bias),
+        Router(replace(linear, bias=random(5, dtype=dtype)), 3),
         Router(linear, 2, "sigmoid", normalized=False, scaling_factor=2.5),
         Router(linear, 2, "sigmoid", bias=bias, scaling_factor=0.5),
     ):
@@ -68,7 +72,8 @@ def test_route(rows, dtype):
 def test_mixture(rows, count, per_token, dtype):
     """Few tokens' experts have a block each, many tokens' as many as they need; some have none."""
     gated = count != 4
-    mlps, x = make_experts(count, gated, dtype), random(rows, HIDDEN, dtype=dtype)
+    mlps = make_experts(count, gated, dtype, biased=per_token == 3)
+    x = 3 * random(rows, HIDDEN, dtype=dtype)
     weights, chosen = random(rows, count - 1).softmax(-1).topk(per_token, -1)
     got, want = (side.mixture(x, chosen + 1, weights, mlps).sum(0) for side in (fused, reference))
     assert_close(got, want, dtype)
@@ -78,7 +83,8 @@ def test_mixture(rows, count, per_token, dtype):
 @pytest.mark.parametrize("rows", [3, MANY])
 def test_mixture_of_bytes(rows, quantization):
     dtype = DOT_TYPES[1]
-    mlps, x = make_experts(4, True, torch.float32), random(rows, HIDDEN, dtype=dtype)
+    mlps = make_experts(4, True, torch.float32, biased=True)
+    x = random(rows, HIDDEN, dtype=dtype)
     linears = (in_bytes(each, dtype, quantization) for each in (mlps.up, mlps.gate, mlps.down))
     mlps = ExpertMLPs(*linears, mlps.activation)
     weights, chosen = random(rows, 4).softmax(-1).topk(2, -1)
@@ -87,12 +93,12 @@ def test_mixture_of_bytes(rows, quantization):
 
 
 def in_bytes(linear: Linear, dtype: torch.dtype, quantization: str) -> Linear:
-    """Every expert's weight quantized alone."""
+    """Every expert's weight quantized alone; its bias is as it was, of the compute type."""
     parts = [quantized(Linear(weight), dtype, quantization) for weight in linear.weight]
     weight, scale = (
         torch.stack([getattr(part, name) for part in parts]) for name in ("weight", "scale")
     )
-    return replace(parts[0], weight=weight, scale=scale)
+    return replace(parts[0], weight=weight, bias=linear.bias.to(dtype), scale=scale)
 
 
 def test_many_tokens_are_taken_in_pieces(monkeypatch):

@@ -224,9 +224,10 @@ def test_decode_attention(dtype, kept, longest, alibi):
     query = random(3, 6, 12, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
     arguments = (query, cache, starts, lengths, longest, slopes)
-    got, want = fused.decode_attention(*arguments), reference.decode_attention(*arguments)
-    assert not got.isnan().any()
-    assert_close(got, want, dtype)
+    for sinks in (None, 3 * random(6)):
+        got = fused.decode_attention(*arguments, sinks=sinks)
+        assert not got.isnan().any()
+        assert_close(got, reference.decode_attention(*arguments, sinks=sinks), dtype)
 
 
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
@@ -570,9 +571,10 @@ def test_attend_own(rows, dtype, kept, longest, rotary_size):
         rotary = reference.rotary_table(torch.arange(400, device=DEVICE), frequencies)
     mine, theirs = hidden_pair(rows, linear)
     caches = equal_caches(heads, 400, starts, positions, kept)
-    more = (heads, rotary, step)
-    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], longest, None)
-    want = reference.attend_own(theirs, linear, *more, caches[1], longest, None)
+    more, sinks = (heads, rotary, step), 3 * random(4) if rotary_size else None
+    prepared = fused.prepare(linear)
+    got = fused.attend_own(mine, prepared, *more, caches[0], longest, None, sinks=sinks)
+    want = reference.attend_own(theirs, linear, *more, caches[1], longest, None, sinks=sinks)
     assert_close(got, want, coarser(dtype, kept))
     assert_alike(*caches, (starts + positions).tolist(), coarser(dtype, kept))
 

@@ -26,7 +26,7 @@ from tests.kernels.kernel_checks import (
 # First cache token, tokens there before, new tokens: short and long rows, begun and new ones.
 SPANS = ((300, 0, 70), (2, 130, 3), (500, 0, 1), (150, 63, 65), (380, 0, 64))
 
-KINDS = ("plain", "alibi", "relative", "window", "wide window", "softcap")
+KINDS = ("plain", "alibi", "relative", "window", "wide window", "softcap", "sinks")
 GROUPED, OTHERS = (Heads(4, 2, 12),), (Heads(2, 2, 16), Heads(2, 1, 160))
 
 
@@ -62,6 +62,8 @@ def test_prompt_attention(types, heads, kind):
         more = {"scale": 0.7, "relative": RelativeBias(random(heads.num_heads, 2 * 9 + 1))}
     if kind.endswith("window"):
         more = {"window": 40 if kind == "window" else 100, "softcap": 3.0}
+    if kind == "sinks":
+        more = {"sinks": 3 * random(heads.num_heads), "window": 40}
     if kind == "softcap":
         more = {"scale": 0.7, "softcap": 1.5}
     arguments = (slopes if kind == "alibi" else None,)

@@ -322,11 +322,13 @@ def test_rotate_and_store(dtype, kept, half):
 def test_attention(dtype, kept, splits, relative):
     pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
-    pointers |= dict.fromkeys(("slopes", "bias", "partial", "weights", "cosines", "sines"), "fp32")
+    others = ("slopes", "sinks", "bias", "partial", "weights", "cosines", "sines")
+    pointers |= dict.fromkeys(others, "fp32")
     shape = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "SPLITS": splits}
     constants = shape | {
         "GROUP": 4,
         "ALIBI": splits > 1,
+        "SINKS": splits > 1,
         "RELATIVE": relative,
         "TILE": 16,
         "PTX": True,
@@ -351,8 +353,9 @@ def test_attention(dtype, kept, splits, relative):
 def test_attention_of_prompts(dtype, kept, relative, size):
     pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers["tiles"] = "i64"
-    pointers |= dict.fromkeys(("slopes", "bias"), "fp32")
-    constants = {"HEADS": 8, "GROUP": 4, "SIZE": size, "ALIBI": not relative}
+    pointers |= dict.fromkeys(("slopes", "sinks", "bias"), "fp32")
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": size}
+    constants |= {"ALIBI": not relative, "SINKS": not relative}
     exact, wide = dtype == "fp32", size > prompt_attention.WIDE_HEAD
     constants |= {"TILE": (16 if wide else 32) if exact else 64}
     constants |= {"BLOCK": triton.next_power_of_2(size)}

@@ -7,6 +7,7 @@ beside it the text that follows the grammar comes behind what the model thinks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +64,10 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "choice": _choice,
     "grammar": _lark,
 }
+
+
+# What may be a special token within a mark.
+_TOKENS = re.compile(r"(<\|[^|<>]*\|>)")
 
 
 class Guidance:
@@ -129,9 +134,10 @@ class Guidance:
             raise ValueError("reasoning is an object with the mark `end`, and maybe `begin`")
         if not all(isinstance(mark, str) and mark for mark in marks.values()):
             raise ValueError("the marks of reasoning are texts")
-        begin, end = marks.get("begin"), self._symbol(marks["end"])
-        opened = "thought" if begin is None else f"({self._symbol(begin)} thought)?"
-        within = f"[suffix={end}]: TEXT" if end.startswith('"') else f": TEXT {end}"
+        begin, end = marks.get("begin"), self._symbols(marks["end"])
+        opened = "thought" if begin is None else f"({' '.join(self._symbols(begin))} thought)?"
+        plain = len(end) == 1 and end[0].startswith('"')
+        within = f"[suffix={end[0]}]: TEXT" if plain else f": TEXT {' '.join(end)}"
         rules = [
             f"start: {opened} @answer",
             "thought: within BLANKS",
@@ -143,10 +149,18 @@ class Guidance:
         both = [{"lark_grammar": "\n".join(rules)}, {**own, "name": "answer"}]
         return json.dumps({"grammars": both})
 
-    def _symbol(self, mark: str) -> str:
-        """A mark in llguidance's grammars: its text, or a special token's id, which has no text."""
-        special = self._tokenizer.special_id(mark)
-        return json.dumps(mark, ensure_ascii=False) if special is None else f"<[{special}]>"
+    def _symbols(self, mark: str) -> list[str]:
+        """A mark in llguidance's grammars: its texts, and the ids of special tokens, which have no
+        text."""
+        special_id = self._tokenizer.special_id
+        parts = [mark] if special_id(mark) is not None else filter(None, _TOKENS.split(mark))
+        found = [(part, special_id(part)) for part in parts]
+        if all(special is None for _, special in found):
+            return [json.dumps(mark, ensure_ascii=False)]
+        return [
+            json.dumps(part, ensure_ascii=False) if special is None else f"<[{special}]>"
+            for part, special in found
+        ]
 
 
 class _MatcherGuide:

@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import plain
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.sources import huggingface_fused, huggingface_gpt_oss
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     CONFIG_NAME,
     HEAD,
@@ -26,12 +27,9 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     KEY,
     MODELOPT_FILE,
-    Fp8Scheme,
     check_no_weight_is_left,
-    fp8_scheme,
+    weight_scheme,
 )
-from launcher_scripts.checkpoint.sources.huggingface_fp8 import NOTE as FP8_NOTE
-from launcher_scripts.checkpoint.sources.huggingface_fused import expert_tensors
 from launcher_scripts.checkpoint.sources.huggingface_keys import (
     PREDICTORS,
     check_keys,
@@ -111,8 +109,8 @@ class HuggingFaceCheckpoint(WholeTensors):
         tensors, reads_images = _read_weights(archive), whole.get("model_type") in MULTIMODAL
         if reads_images:
             tensors = text_tensors(tensors)
-        scheme = _widened(tensors, raw, archive)
-        tensors, predicts = _without_predictors(expert_tensors(tensors), raw)
+        widened = _widened(tensors, raw, archive)
+        tensors, predicts = _without_predictors(_own_experts(tensors, raw), raw)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -133,7 +131,7 @@ class HuggingFaceCheckpoint(WholeTensors):
             check_keys(values)
             values.problems.raise_if_any(CheckpointError)
             raise
-        notes = [*values.notes, *check_keys(values), *([FP8_NOTE] if scheme else [])]
+        notes = [*values.notes, *check_keys(values), *widened]
         notes += [IMAGES_NOTE] if reads_images else []
         notes += [PREDICTORS_NOTE] if predicts else []
         _check_heads(config, tensors, values.problems)
@@ -244,16 +242,28 @@ def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
 
 def _widened(
     tensors: dict[str, SourceTensor], raw: Mapping[str, Any], archive: Archive
-) -> Fp8Scheme | None:
-    """The tensors' scheme, if some are in FP8, which now are wide. Raises CheckpointError."""
+) -> list[str]:
+    """Put tensors as wide as they are in place of quantized ones: a note of it, if there are such.
+
+    Raises CheckpointError.
+    """
     problems = Problems(f"the quantized weights of {archive.path}")
     there = MODELOPT_FILE in archive.names()
-    scheme = fp8_scheme(raw, read_mapping(archive, MODELOPT_FILE) if there else None, problems)
+    scheme = weight_scheme(raw, read_mapping(archive, MODELOPT_FILE) if there else None, problems)
     if scheme and not problems.messages:
         scheme.applied(tensors, problems)
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
-    return scheme
+    return [scheme.note] if scheme else []
+
+
+def _own_experts(
+    tensors: Mapping[str, SourceTensor], raw: Mapping[str, Any]
+) -> dict[str, SourceTensor]:
+    """The tensors, those of all experts of a layer replaced by those of each."""
+    if raw["model_type"] == "gpt_oss":
+        return huggingface_gpt_oss.own_experts(tensors)
+    return huggingface_fused.own_experts(tensors)
 
 
 def _without_predictors(

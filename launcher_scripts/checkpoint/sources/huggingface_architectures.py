@@ -196,6 +196,10 @@ ARCHITECTURES = {
     "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
     "mellum": _llama(experts.mellum, "qwen_moe"),
     "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
+    "gpt_oss": replace(
+        _llama(experts.gpt_oss, "gpt_oss"),
+        may_be=lambda config: bool(config.attention_sinks),
+    ),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(
         "gpt",

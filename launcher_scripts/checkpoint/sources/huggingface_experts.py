@@ -16,6 +16,7 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, two_ropes, windows
+from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -31,6 +32,30 @@ def _experts(raw: RawConfig, *names: str, normalized: bool) -> Fields:
         "experts_per_token": raw.size("num_experts_per_tok"),
         "normalized_experts": normalized,
     }
+
+
+def gpt_oss(raw: RawConfig) -> GPTConfig:
+    """OpenAI's gpt-oss: a score of no token for every head, biases everywhere."""
+    raw.only("swiglu_alpha", SLOPE)
+    raw.only("swiglu_limit", CLAMP)
+    raw.only("hidden_act", "silu")
+    raw.unused("initial_context_length")  # the rope's original positions
+    raw.only("experts_per_token", raw("num_experts_per_tok"))  # another name of it
+    turns = rope(raw, head_size_of(raw), rope_theta=150000.0)
+    return decoder(
+        raw,
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        activation="clamped_swiglu",
+        attention_bias=raw.flag("attention_bias", True),
+        attention_sinks=True,
+        mlp_bias=True,
+        router_bias=True,
+        start_id=raw.token("bos_token_id", 199998),
+        end_id=raw.token("eos_token_id", 200002),
+        **turns,
+        **_experts(raw, "num_local_experts", "num_experts", normalized=True),
+        **windows(raw, lambda layer: layer % 2 == 1),
+    )
 
 
 def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:

@@ -1,6 +1,7 @@
-"""Weights that a Hugging Face checkpoint stores in FP8 (e4m3), widened as they are read.
+"""Weights that a Hugging Face checkpoint stores in FP8 (e4m3), widened as they are read; and which
+scheme it says at all.
 
-Three schemes say so, in config.json's quantization_config or in ModelOpt's own file:
+Three schemes of FP8 say so, in config.json's quantization_config or in ModelOpt's own file:
 https://huggingface.co/docs/transformers/quantization/finegrained_fp8 (fp8, of DeepSeek and Qwen),
 https://github.com/vllm-project/compressed-tensors (compressed-tensors), and
 https://github.com/NVIDIA/Model-Optimizer (modelopt). In all of them a weight is its numbers times
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 KEY = "quantization_config"
@@ -29,13 +31,14 @@ OF_ACTIVATIONS = (
     *(".input_scale", ".output_scale", ".activation_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
-NOTE = "weights stored in fp8 are widened; scales of activations are left out"
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 @dataclass(frozen=True)
 class Fp8Scheme:
     """How a checkpoint stores weights in FP8.  block: rows and columns that share a scale"""
+
+    note = "weights stored in fp8 are widened; scales of activations are left out"
 
     block: tuple[int, int] | None = None
 
@@ -95,9 +98,9 @@ class ScaledTensor(SourceTensor):
         return found
 
 
-def fp8_scheme(
+def weight_scheme(
     config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, problems: Problems
-) -> Fp8Scheme | None:
+) -> Fp8Scheme | Mxfp4Scheme | None:
     """What the checkpoint says of quantized weights; problems note what is not such a scheme.
 
     config:   config.json
@@ -177,10 +180,16 @@ def _modelopt(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:
     return Fp8Scheme()
 
 
-_METHODS: dict[Any, Callable[[Mapping[str, Any], Problems], Fp8Scheme]] = {
+def _mxfp4(said: Mapping[str, Any], problems: Problems) -> Mxfp4Scheme:
+    _nothing_else(said, ("quant_method", "modules_to_not_convert"), problems)
+    return Mxfp4Scheme()
+
+
+_METHODS: dict[Any, Callable[[Mapping[str, Any], Problems], Fp8Scheme | Mxfp4Scheme]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }
 
 

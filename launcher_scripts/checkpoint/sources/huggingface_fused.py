@@ -20,7 +20,7 @@ _PARTS = {
 }
 
 
-def expert_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def own_experts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
     """The tensors, those of all experts replaced by those of each."""
     found = dict(tensors)
     for (module, end), parts in _PARTS.items():

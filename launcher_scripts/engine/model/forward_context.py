@@ -41,6 +41,7 @@ class StepContext(ForwardContext[Hidden]):
             min(self.bounds.own, layer.window or self.bounds.own),
             layer.slopes,
             norms=layer.head_norms,
+            sinks=layer.sinks,
             **layer.scores,
         )
 
@@ -78,7 +79,13 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
         """Attention of queries [N, heads, head_size] whose keys and values are in the cache."""
         if not self.windowed:
             return layer.kernels.prompt_attention(
-                query, layer.cache, self.spans, layer.slopes, window=layer.window, **layer.scores
+                query,
+                layer.cache,
+                self.spans,
+                layer.slopes,
+                window=layer.window,
+                sinks=layer.sinks,
+                **layer.scores,
             )
         parts = query.split([chunk.count for chunk in self.chunks])
         outputs = [
@@ -89,6 +96,7 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
                 chunk.past,
                 layer.slopes,
                 window=min(filter(None, (chunk.window, layer.window)), default=0),
+                sinks=layer.sinks,
                 **layer.scores,
             )
             for part, chunk in zip(parts, self.chunks, strict=True)
@@ -135,6 +143,7 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
             *self._within(layer.window),
             layer.slopes,
             positions=self.positions,
+            sinks=layer.sinks,
             **layer.scores,
         )
 

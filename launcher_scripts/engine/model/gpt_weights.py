@@ -77,6 +77,7 @@ class GPTWeightLoader(WeightLoader):
             output_norm=self._output_norm(stem, layer),
             norm=input_norm if after else None,
             head_norms=self._head_norms(layer),
+            sinks=self._sinks(stem, layer),
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
             lora_in=self._lora("attention.query_key_value", layer),
@@ -132,13 +133,21 @@ class GPTWeightLoader(WeightLoader):
             stem = "layers.*.mlp.experts"
             parts = (self._linear(f"{stem}.{each}.{name}", layer) for each in range(count))
             first = next(parts)
-            weight = first.weight.new_empty(count, *first.weight.shape)
-            scale = None if first.scale is None else first.scale.new_empty(count, len(first.scale))
+            room = first.weight.new_empty(count, *first.weight.shape)
+            whole = replace(first, weight=room, norm=norm)
+            for kind in ("bias", "scale"):
+                one = getattr(first, kind)
+                if one is not None:
+                    whole = replace(whole, **{kind: one.new_empty(count, *one.shape)})
             for expert, part in enumerate(itertools.chain([first], parts)):
-                weight[expert] = part.weight
-                if scale is not None and part.scale is not None:
-                    scale[expert] = part.scale
-            return replace(first, weight=weight, scale=scale, norm=norm)
+                for kind in ("weight", "bias", "scale"):
+                    if getattr(whole, kind) is not None:
+                        getattr(whole, kind)[expert] = getattr(part, kind)
+            return whole
+
+        down = stacked("dense_4h_to_h")
+        if down.bias is not None and self.tp_rank:  # the sum over the ranks has it once
+            down = replace(down, bias=torch.zeros_like(down.bias))
 
         shared = None
         if config.shared_expert_size is not None:
@@ -150,7 +159,7 @@ class GPTWeightLoader(WeightLoader):
             router=self._router(layer),
             in_proj=stacked("dense_h_to_4h", norm),
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
-            out_proj=stacked("dense_4h_to_h"),
+            out_proj=down,
             shared=shared,
         )
 
@@ -166,6 +175,11 @@ class GPTWeightLoader(WeightLoader):
             scaling_factor=config.router_scaling_factor or 1.0,
             bias=bias,
         )
+
+    def _sinks(self, stem: str, layer: int) -> Tensor | None:
+        if not self.config.attention_sinks:
+            return None
+        return self._tensor(f"{stem}.sinks", torch.float32, layer)
 
     def _head_norms(self, layer: int) -> HeadNorms | None:
         if not self.config.qk_norm:

@@ -277,6 +277,7 @@ class SelfAttention(Attention):
     ) -> None:
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
+        self.sinks = weights.sinks
         self.slopes = slopes
         self.window = window
         self.local = local

@@ -66,10 +66,12 @@ class AttentionWeights(SublayerWeights):
 
     head_norms: of every head's queries and keys, where there are such
     relative:   what a score gains by distance
+    sinks:      a score of every head that is of no token, float32 [heads]
     ia3:        of queries (ones), keys and values
     """
 
     head_norms: HeadNorms | None = None
+    sinks: Tensor | None = None
     relative: RelativeBias | None = None
 
 

@@ -10,7 +10,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 
-ACTIVATION_CODES = {None: 0, "gelu": 1, "gelu_erf": 2, "relu": 3, "silu": 4, "squared_relu": 5}
+ACTIVATION_CODES = {
+    None: 0,
+    "gelu": 1,
+    "gelu_erf": 2,
+    "relu": 3,
+    "silu": 4,
+    "squared_relu": 5,
+    "clamped_swiglu": 6,
+}
 GATE_BLOCK = 2048
 
 
@@ -29,7 +37,18 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == 5:
         x = tl.maximum(x, 0.0)
         x = x * x
+    elif ACTIVATION == 6:
+        x = x / (1.0 + tl.exp(-1.702 * x))
     return x
+
+
+@triton.jit
+def activate_gated(x, gate, ACTIVATION: tl.constexpr):
+    """See reference.activated."""
+    if ACTIVATION == 6:
+        x = tl.minimum(x, 7.0)
+        gate = tl.minimum(tl.maximum(gate, -7.0), 7.0) + 1.0
+    return activate(x, ACTIVATION) * gate
 
 
 @triton.jit
@@ -48,8 +67,8 @@ def multiply_gate(
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     value = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    value = activate(value, ACTIVATION)
-    value *= tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    value = activate_gated(value, factor, ACTIVATION)
     tl.store(up + places, value.to(up.dtype.element_ty), mask=inside)
 
 

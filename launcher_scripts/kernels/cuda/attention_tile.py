@@ -54,6 +54,15 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def add_sink(m, total, acc, sink):
+    """An online softmax with one score more, which is of no token."""
+    m_new = tl.maximum(m, sink)
+    alpha = tl.exp(m - m_new)
+    total = total * alpha + tl.exp(sink - m_new)
+    return m_new, total, acc * (alpha[:, None] if len(acc.shape) == 2 else alpha)
+
+
+@triton.jit
 def add_tile(m, total, acc, key, value, scaled, bonus, SOFTCAP: tl.constexpr):
     scores = capped(tl.sum(key.to(tl.float32) * scaled[None, :], 1), SOFTCAP) + bonus
     m_new = tl.maximum(m, tl.max(scores, 0))

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.attention_tile import (
     SMALLEST_SIDE,
+    add_sink,
     add_tile,
     apply_rotary,
     bonus_of,
@@ -176,6 +177,7 @@ def attend(
     starts,
     lengths,
     slopes,
+    sinks,
     positions,
     bias,
     out,
@@ -195,6 +197,7 @@ def attend(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     RELATIVE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -267,46 +270,50 @@ def attend(
         HALF,
         BLOCK,
     )
+    if SINKS and split == 0:
+        m, total, acc = add_sink(m, total, acc, tl.load(sinks + head))
     key, value = in_halves(key, PTX), in_halves(value, PTX)
     for _ in range(first, last, TILE):
         later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
         bonus = bonus_of(tokens, slope, length, bias, pos, reach, last, ALIBI, RELATIVE)
         m, total, acc = add_tile(m, total, acc, key, value, q, bonus, SOFTCAP)
         tokens, key, value = tokens + TILE, in_halves(later[0], PTX), in_halves(later[1], PTX)
-    if SPLITS == 1:
-        store_head(out, place, acc / total, SIZE, BLOCK)
-    else:
-        _store_part(partial, weights, place * SPLITS + split, acc, m, total, SIZE, BLOCK)
-        _merge_if_last(
-            partial, weights, arrivals, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
-        )
+    _finish(
+        *(partial, weights, arrivals, out, place, split, parts, acc, m, total),
+        *(SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
+    )
 
 
 @triton.jit
-def _store_part(partial, weights, part, acc, m, total, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    store_head(partial, part, acc, SIZE, BLOCK)
-    tl.store(weights + part * 2, m)
-    tl.store(weights + part * 2 + 1, total)
-
-
-@triton.jit
-def _merge_if_last(
+def _finish(
     partial,
     weights,
     arrivals,
     out,
-    group,
+    place,
+    split,
     parts,
+    acc,
+    m,
+    total,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
 ):
-    tl.debug_barrier()
-    before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
-    if before == parts - 1:
-        merge_parts(partial, weights, out, group, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
-        tl.store(arrivals + group, 0)
+    """Store the outputs; those of parts, which the last one to end merges."""
+    if SPLITS == 1:
+        store_head(out, place, acc / total, SIZE, BLOCK)
+    else:
+        part = place * SPLITS + split
+        store_head(partial, part, acc, SIZE, BLOCK)
+        tl.store(weights + part * 2, m)
+        tl.store(weights + part * 2 + 1, total)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
+        if before == parts - 1:
+            merge_parts(partial, weights, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+            tl.store(arrivals + place, 0)
 
 
 def decode_attention(
@@ -321,6 +328,7 @@ def decode_attention(
     relative: RelativeBias | None = None,
     positions: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     fresh: bool | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
@@ -339,6 +347,7 @@ def decode_attention(
         fresh=bool(fresh),
         launch=NO_PDL if fresh is None else pdl_options(query),
         softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -375,6 +384,7 @@ def attention_launch(
     state: Hidden | None = None,
     norm: Norm | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
@@ -405,6 +415,7 @@ def attention_launch(
         starts,
         lengths,
         weights if slopes is None else slopes,
+        weights if sinks is None else sinks,
         lengths if positions is None else positions,
         weights if relative is None else relative.table,
         out,
@@ -424,6 +435,7 @@ def attention_launch(
         SPLITS=splits,
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         ALIBI=slopes is not None,
+        SINKS=sinks is not None,
         RELATIVE=relative is not None,
         SOFTCAP=softcap or 0.0,
         FRESH=fresh,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
+from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
@@ -153,7 +153,6 @@ def dot_rows(
     value = add_deltas(
         value, lora_up, lora_inner, adapters, row, split, count, LORA, SPLITS, own, BATCH
     )
-    value = activate(value, ACTIVATION)
     if GATED:
         gate *= scales_of(gate_scales, gate_weight, rows, OUT)[:, None]
         if OFFSET:
@@ -161,7 +160,9 @@ def dot_rows(
         gate = add_deltas(
             gate, lora_up, lora_inner, adapters, OUT + row, split, count, LORA, SPLITS, own, BATCH
         )
-        value = value * gate
+        value = activate_gated(value, gate, ACTIVATION)
+    else:
+        value = activate(value, ACTIVATION)
     if LARGEST:
         value = tl.where((rows < OUT)[:, None], value, -float("inf"))
         top, at = tl.max(value, 0, return_indices=True)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
+from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS, SMALLEST_BATCH, add_pieces, halves
@@ -32,6 +32,7 @@ MANY_TILE = DotTile(128, 64, 4, 3, 1)
 @triton.jit
 def choose_experts(
     logits,
+    offsets,
     bias,
     chosen,
     weights,
@@ -40,6 +41,7 @@ def choose_experts(
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SIGMOID: tl.constexpr,
+    OFFSET: tl.constexpr,
     BIASED: tl.constexpr,
     NORMALIZED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -49,7 +51,7 @@ def choose_experts(
 ):
     """One program: a token's best experts and their weights, of PARTS of logits that are summed.
 
-    LANES is PER_TOKEN as a power of two.
+    offsets are added to the logits, bias to the scores.  LANES is PER_TOKEN as a power of two.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -58,6 +60,8 @@ def choose_experts(
     experts = tl.arange(0, BLOCK)
     inside = experts < EXPERTS
     total = tl.zeros([BLOCK], tl.float32)
+    if OFFSET:
+        total += tl.load(offsets + experts, inside, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(logits + (part * count + token) * EXPERTS + experts, inside, other=0.0)
     if SIGMOID:
@@ -130,6 +134,8 @@ def expert_rows(
     gate_weight,
     scales,
     gate_scales,
+    bias,
+    gate_bias,
     factors,
     experts,
     choices,
@@ -141,6 +147,7 @@ def expert_rows(
     DOWN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -148,6 +155,7 @@ def expert_rows(
 ):
     """act(W x) * (W2 x) of the block's expert and its choices' tokens: out [choices, OUT].
 
+    BIASED: each product plus its expert's bias.
     With DOWN the inputs are the choices' own, and what W makes of them is multiplied by the
     choices' factors: out [PER_TOKEN, count, OUT].
     """
@@ -179,9 +187,14 @@ def expert_rows(
         value, gate = halves(value, ROWS, BATCH)
         gate *= scales_of(gate_scales, gate_weight, scaled, ends)[:, None]
         value *= scales_of(scales, weight, scaled, ends)[:, None]
-        value = activate(value, ACTIVATION) * gate
+        if BIASED:
+            value += tl.load(bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+            gate += tl.load(gate_bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+        value = activate_gated(value, gate, ACTIVATION)
     else:
         value *= scales_of(scales, weight, scaled, ends)[:, None]
+        if BIASED:
+            value += tl.load(bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
         value = activate(value, ACTIVATION)
     target = choice
     if DOWN:
@@ -193,12 +206,14 @@ def expert_rows(
 
 
 def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """reference.route of the router's logits in parts, float32 [P, N, experts]."""
-    parts, count, experts = logits.shape
+    """reference.route of the router's logits in parts and without its linear's bias, float32
+    [P, N, experts]."""
+    (parts, count, experts), offsets = logits.shape, router.linear.bias
     chosen = torch.empty(count, router.per_token, dtype=torch.int64, device=logits.device)
     weights = torch.empty(count, router.per_token, device=logits.device)
     launcher(choose_experts, (count,))(
         logits,
+        logits if offsets is None else offsets,
         logits if router.bias is None else router.bias,
         chosen,
         weights,
@@ -207,6 +222,7 @@ def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         EXPERTS=experts,
         PER_TOKEN=router.per_token,
         SIGMOID=router.score_function == "sigmoid",
+        OFFSET=offsets is not None,
         BIASED=router.bias is not None,
         NORMALIZED=router.normalized,
         PARTS=parts,
@@ -262,6 +278,8 @@ def _launch(
         linear.weight if gate is None else gate.weight,
         x if linear.scale is None else linear.scale,
         x if gate is None or gate.scale is None else gate.scale,
+        x if linear.bias is None else linear.bias,
+        x if gate is None or gate.bias is None else gate.bias,
         x if factors is None else factors,
         experts,
         choices,
@@ -273,6 +291,7 @@ def _launch(
         DOWN=factors is not None,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
+        BIASED=linear.bias is not None,
         ROWS=tile.rows,
         BLOCK=tile.block,
         BATCH=batch,

@@ -114,8 +114,7 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
         return expand(Hidden(x, _normalized(x, up)), up, gate, activation)
     linears = (up,) if gate is None else (up, gate)
     inner, *factors = products(_normalized(x, up), linears)
-    hidden = ACTIVATIONS[activation](inner)
-    return hidden * factors[0] if factors else hidden
+    return reference.activated(inner, factors[0] if factors else None, activation)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
@@ -135,7 +134,7 @@ def logits(x: Tensor, head: Linear) -> Tensor:
 
 def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """See reference.route."""
-    linear = router.linear
+    linear = replace(router.linear, bias=None)
     if fits(x):
         found = dot_summands(x, linear, "router")
     elif x.shape[0] == 1:
@@ -197,6 +196,7 @@ def attend_own(
     scale: float | None = None,
     relative: RelativeBias | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
@@ -226,6 +226,7 @@ def attend_own(
         parts=parts,
         rotary=None if stored else rotary,
         softcap=softcap,
+        sinks=sinks,
         state=x if alone else None,
         norm=linear.norm if alone else None,
     )

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate
+from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
@@ -133,11 +133,13 @@ def gemv(
     )
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
-    value = activate(add_delta(value, up, inner, LORA), ACTIVATION)
+    value = add_delta(value, up, inner, LORA)
     if GATED:
         gate = normalized(gate * gate_scale, gate_row_sums, mean, scale, NORM)
         gate = add_delta(gate, gate_up, gate_inner, LORA)
-        value = value * (gate + gate_offset)
+        value = activate_gated(value, gate + gate_offset, ACTIVATION)
+    else:
+        value = activate(value, ACTIVATION)
     value = value + added
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < OUT)
     if ROUNDED:

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.attention_tile import (
+    add_sink,
     capped,
     load_keys_values,
     merge_parts,
@@ -112,6 +113,7 @@ def attend_grouped(
     starts,
     lengths,
     slopes,
+    sinks,
     positions,
     bias,
     out,
@@ -131,6 +133,7 @@ def attend_grouped(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     RELATIVE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -171,9 +174,8 @@ def attend_grouped(
     if USE_PDL:
         prefetch_both(keys, values, pool + first * SIZE, (last - first) * SIZE, PREFETCH * BLOCK)
         gdc_wait()
-    beside: tl.constexpr = 2 * (HEADS // GROUP) if STORE else 0
-    asked = query + (row * (HEADS + beside)) * SIZE
-    stride = tl.num_programs(0) * (HEADS + beside) * SIZE
+    width: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
+    asked, stride = query + row * width, tl.num_programs(0) * width
     held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
     source = asked + heads[:, None] * SIZE
     exact = apply_rotary_heads(source, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK)
@@ -191,6 +193,8 @@ def attend_grouped(
             m += tl.load(own_bias + _reached(old - pos, reach))
         total += 1.0
         acc += value[None, :]
+    if SINKS and split == 0:
+        m, total, acc = add_sink(m, total, acc, tl.load(sinks + heads))
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
         gains = _gains(tokens, slope, length, own_bias, pos, reach, last, ALIBI, RELATIVE)
@@ -207,9 +211,9 @@ def attend_grouped(
         tl.store(partial + part[:, None] * SIZE + features[None, :], acc, mask=held)
         tl.store(weights + part * 2, m, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
-        pair = row * (HEADS // GROUP) + group
         _merge_if_last(
-            partial, weights, arrivals, out, pair, parts, GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK
+            *(partial, weights, arrivals, out, row * (HEADS // GROUP) + group, parts),
+            *(GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
         )
 
 

@@ -30,6 +30,7 @@ def attend_prompts(
     values,
     tiles,
     slopes,
+    sinks,
     bias,
     out,
     pool_tokens,
@@ -40,6 +41,7 @@ def attend_prompts(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     RELATIVE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -75,6 +77,8 @@ def attend_prompts(
     bias += head * (2 * reach + 1) if RELATIVE else 0
     m = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        m, total = m * 0 + tl.load(sinks + head) * 1.4426950408889634, total + 1
     acc = tl.zeros([QUERIES, BLOCK], tl.float32)
     seen_by_any = tl.maximum(past + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
     seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
@@ -181,6 +185,7 @@ def prompt_attention(
     relative: RelativeBias | None = None,
     window: int = 0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See reference.prompt_attention."""
     tokens, num_heads, size = query.shape
@@ -194,6 +199,7 @@ def prompt_attention(
             relative=relative,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
     out = query.new_empty(tokens, num_heads * size)
     wide = size > WIDE_HEAD
@@ -205,6 +211,7 @@ def prompt_attention(
         cache.values,
         spans.tiles,
         nothing if slopes is None else slopes,
+        nothing if sinks is None else sinks,
         nothing if relative is None else relative.table,
         out,
         cache.keys.shape[1],
@@ -215,6 +222,7 @@ def prompt_attention(
         SIZE=size,
         BLOCK=max(SMALLEST_SIDE, triton.next_power_of_2(size)),
         ALIBI=slopes is not None,
+        SINKS=sinks is not None,
         RELATIVE=relative is not None,
         WINDOW=window,
         SOFTCAP=softcap or 0.0,

@@ -1,0 +1,107 @@
+"""The experts of OpenAI's gpt-oss, as if each had tensors of its own.
+
+The experts of a layer lie in one tensor, in which gate and up alternate: as float with the inputs
+first, or in MXFP4 with the outputs first. There 32 numbers of four bits (e2m1) share a power of
+two (e8m0): https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.common.errors import Problems
+
+_EXPERTS = ".mlp.experts."
+# A tensor of all experts -> what its outputs belong to in turn.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 without its sign, by their bits
+_BLOCK_BYTES, _BLOCK = 16, 32  # that share a power of two
+_EXPONENT_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Mxfp4Scheme:
+    """How gpt-oss stores its experts."""
+
+    note = "weights stored in mxfp4 are widened"
+
+    def applied(self, tensors: dict[str, SourceTensor], problems: Problems) -> None:
+        """Put the weights of each expert in place of those of all in MXFP4."""
+        for name in [name for name in tensors if name.endswith("_blocks")]:
+            stem = name.removesuffix("_blocks")
+            blocks, scales = tensors.pop(name), tensors.pop(f"{stem}_scales", None)
+            layer, _, part = stem.rpartition(_EXPERTS)
+            fits = len(blocks.shape) == 4 and blocks.shape[3] == _BLOCK_BYTES
+            if part not in _PARTS or not fits or {blocks.dtype} != {np.dtype("u1")}:
+                problems.add(f"{name} is not in mxfp4", got=(blocks.shape, str(blocks.dtype)))
+            elif scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], blocks.dtype):
+                got = None if scales is None else scales.shape
+                problems.add(f"{stem}_scales do not fit", got=got, choices=[blocks.shape[:3]])
+            else:
+                every = zip(blocks.read(), scales.read(), strict=True)
+                for expert, (own, exponents) in enumerate(every):
+                    for number, target in enumerate(_PARTS[part]):
+                        rows = slice(number, None, len(_PARTS[part]))
+                        tensors[f"{layer}{_EXPERTS}{expert}.{target}.weight"] = Mxfp4Tensor.of(
+                            own[rows], exponents[rows]
+                        )
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor(SourceTensor):
+    """A weight [out, in] computed when it is read, of bytes [out, in / 32, 16] and the exponents
+    [out, in / 32] of their powers of two. The lower half of a byte is the first of its numbers."""
+
+    blocks: SourceTensor | None = None
+    exponents: SourceTensor | None = None
+
+    @classmethod
+    def of(cls, blocks: NDArray[Any], exponents: NDArray[Any]) -> Mxfp4Tensor:
+        stored = SourceTensor.whole(blocks)
+        shape = (blocks.shape[0], blocks.shape[1] * _BLOCK)
+        dtype = np.dtype("<f4")
+        return cls(shape, dtype, stored.pieces, stored, SourceTensor.whole(exponents))
+
+    def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
+        if self.blocks is None or self.exponents is None:
+            return super().read(workspace, name)
+        found = (workspace or Workspace()).array(name, self.shape, self.dtype)
+        stored = self.blocks.read()
+        np.take(_pairs(), stored, axis=0, out=found.reshape(*stored.shape, 2), mode="wrap")
+        powers = np.ldexp(np.float32(1), self.exponents.read().astype(np.int32) - _EXPONENT_BIAS)
+        groups = found.reshape(*stored.shape[:2], _BLOCK)
+        groups *= powers[:, :, None]
+        return found
+
+
+@cache
+def _pairs() -> NDArray[Any]:
+    """The two numbers of every byte, float32 [256, 2]."""
+    numbers = np.array([*_NUMBERS, *(-number for number in _NUMBERS)], np.float32)
+    every = np.arange(256)
+    return np.stack([numbers[every & 15], numbers[every >> 4]], axis=1)
+
+
+def own_experts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors, weights and biases of all experts replaced by those of each."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(_EXPERTS)
+        stem, biased = part.removesuffix("_bias"), part.endswith("_bias")
+        if stem not in _PARTS or len(tensor.shape) != (2 if biased else 3):
+            continue
+        del found[name]
+        targets, kind = _PARTS[stem], "bias" if biased else "weight"
+        for expert, own in enumerate(tensor.read()):
+            for number, target in enumerate(targets):
+                values = own.T[number :: len(targets)]
+                found[f"{layer}{_EXPERTS}{expert}.{target}.{kind}"] = SourceTensor.whole(values)
+    return found

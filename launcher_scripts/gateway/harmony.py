@@ -1,0 +1,130 @@
+"""Answers in the format harmony, which OpenAI's gpt-oss writes.
+
+An answer is several messages, each with a header that says for what it is: the channel `analysis`
+for what is thought, `final` for the answer, `commentary` with a recipient for a call of a function.
+https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.gateway.reasoning import NAMES, Reasoning
+from launcher_scripts.gateway.stops import overlap
+from launcher_scripts.gateway.tool_calls import ToolCall, ToolText, names_of
+
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+# Special tokens that the text of an answer shows. Those behind its last message end the row.
+MARKS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
+_FUNCTIONS = "functions."
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
+_ENDS = re.compile("|".join(map(re.escape, (END, START))))
+_BEGINNINGS = (START, CHANNEL, "to=")  # of a header
+# What a text of a given form may come behind.
+THOUGHT = Reasoning(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANNEL}final{MESSAGE}")
+
+
+def writes_harmony(template: str) -> bool:
+    """Whether a model with this chat template answers so."""
+    return all(mark in template for mark in (START, CHANNEL, MESSAGE))
+
+
+@dataclass
+class _Message:
+    """One message of an answer.
+
+    thought: whether it is what was thought;  called: the function that it calls
+    begun:   whether there was text of it
+    """
+
+    thought: bool
+    called: str | None = None
+    begun: bool = False
+
+
+class HarmonyText:
+    """Reads the text of one answer as it comes; see AnswerText.
+
+    Text is held back while it may still become a mark, and a call until it is complete.
+    """
+
+    def __init__(
+        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, must_call: bool = False
+    ) -> None:
+        """prompt: what the answer goes on with, perhaps within a message
+
+        tools: that may be called;  must_call: what is answered is a list of calls
+        """
+        self._names = names_of(tools)
+        self._forced = ToolText(tools) if must_call else None
+        header, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
+        self._message = self._of_header(header) if mark else None
+        self._held = ""
+        self._seen: set[bool] = set()  # of what there was text: of thoughts, of an answer
+        self.calls: list[ToolCall] = []
+
+    def take(self, text: str, *, finished: bool) -> dict[str, Any]:
+        """What is new of a message, without its calls. finished: no more text comes"""
+        self._held += text
+        found = {True: "", False: ""}  # what is thought, and what is answered
+        while message := self._message or self._next_message(finished):
+            end = _ENDS.search(self._held)
+            complete = finished or end is not None
+            if message.called is None:
+                kept = 0 if complete else overlap(self._held, END, START)
+                text = self._cut(end.start() if end else len(self._held) - kept)
+                found[message.thought] += self._text_of(message, text)
+            elif complete:
+                text = self._cut(end.start() if end else len(self._held))
+                self.calls.append(ToolCall(message.called, text.strip()))
+            if end is None:
+                break
+            self._held = self._held.removeprefix(END)
+            self._message = None
+        content = found[False]
+        if self._forced is not None:
+            content, calls = self._forced.take(content, finished=finished)
+            self.calls += calls
+        said: dict[str, Any] = dict.fromkeys(NAMES, found[True]) if found[True] else {}
+        return {**said, "content": content} if content else said
+
+    def _cut(self, count: int) -> str:
+        """The first `count` characters that are held, which then are not any more."""
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _text_of(self, message: _Message, text: str) -> str:
+        """The next text of a message, on a line of its own behind an earlier one's."""
+        if text and not message.begun:
+            message.begun = True
+            if message.thought in self._seen:
+                text = f"\n{text}"
+            self._seen.add(message.thought)
+        return text
+
+    def _next_message(self, finished: bool) -> _Message | None:
+        """The one whose header is there as a whole. Text without a header is an answer."""
+        start = self._held.lstrip()
+        if not start:
+            return None
+        if not any(start.startswith(each) or each.startswith(start) for each in _BEGINNINGS):
+            self._message = _Message(thought=False)
+            return self._message
+        header, mark, rest = self._held.partition(MESSAGE)
+        if mark:
+            self._held, self._message = rest, self._of_header(header)
+        elif finished:
+            self._held = ""
+        return self._message
+
+    def _of_header(self, header: str) -> _Message:
+        """Calls of what is no tool of the request are shown among what is thought."""
+        channel, called = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if called is not None:
+            name = called[1].removeprefix(_FUNCTIONS)
+            return _Message(thought=True, called=name if name in self._names else None)
+        return _Message(thought=channel is not None and channel[1] == "analysis")
