@@ -33,6 +33,9 @@ FIELDS = (
     "add_qkv_bias",
     "qk_layernorm",
     "softmax_scale",
+    "softmax_type",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "window_size",
     "window_attn_skip_freq",
 )
@@ -56,6 +59,16 @@ MODEL_FIELDS = (
     "rope_scaling",
     "seq_len_interpolation_factor",
     "share_embeddings_and_output_weights",
+)
+# What GPTModel asks of its configuration although it has no such fields.
+YARN_FIELDS = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
 )
 # What the CPU needs, without a part in what is computed.
 UNFUSED = {
@@ -154,7 +167,7 @@ def _local_name(name: str) -> str:
 def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
     """The core's model, its weights of any value."""
     import torch.nn.functional as F
-    from megatron.core.activations import squared_relu
+    from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
@@ -165,6 +178,7 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
         "silu": F.silu,
         "relu": F.relu,
         "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
     }
     experts = said.get("num_moe_experts") or said.get("num_experts")  # the second is Megatron-LM's
     names = FIELDS + (EXPERT_FIELDS if experts else ())
@@ -178,6 +192,9 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
     config = TransformerConfig(
         **fields, **UNFUSED, num_moe_experts=experts or None, activation_func=activations[name]
     )
+    for name in YARN_FIELDS:
+        if name in said:
+            setattr(config, name, said[name])
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )

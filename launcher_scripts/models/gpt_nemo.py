@@ -69,6 +69,9 @@ MCORE = {
     "layers.*.attention.query_key_value": Source(
         (f"{_CORE}.self_attention.linear_qkv",), "qkv_of_groups"
     ),
+    "layers.*.attention.sinks": Source(
+        (f"{_CORE}.self_attention.core_attention.softmax_offset",), "flattened"
+    ),
     "layers.*.attention.query_norm": Source((f"{_CORE}.self_attention.q_layernorm",)),
     "layers.*.attention.key_norm": Source((f"{_CORE}.self_attention.k_layernorm",)),
     "layers.*.attention.dense": Source((f"{_CORE}.self_attention.linear_proj",), "transposed"),

@@ -112,10 +112,16 @@ def test_activations(said, activation, gated) -> None:
         ({"window_size": [128, 4]}, r"window_size is not supported; got \[128, 4\]"),
         ({"window_size": [4, 0], "window_attn_skip_freq": [1]}, r"skip_freq is not .* a list of 2"),
         (
-            {"position_embedding_type": "yarn"},
-            "position_embedding_type is not supported; got 'yarn'",
+            {"position_embedding_type": "mrope"},
+            "position_embedding_type is not supported; got 'mrope'",
         ),
-        ({"quick_geglu": True}, "quick_geglu is not supported; got True"),
+        (
+            {"position_embedding_type": "yarn"},
+            "yarn_original_max_position_embeddings must be a positive number",
+        ),
+        ({"swiglu": False, "quick_geglu": True}, "clamp_value is not supported; choices: 7.0"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is not supported; got 1.0"),
+        ({"softmax_type": "off-by-one"}, "softmax_type is not supported; got 'off-by-one'"),
         ({"num_layers": None}, "num_layers must be a positive number"),
     ],
 )
@@ -130,7 +136,6 @@ EXPERTS = {"num_experts": 8, "add_bias_linear": False}
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("add_bias_linear", True),
         ("moe_apply_probs_on_input", True),
         ("moe_latent_size", 16),
         ("moe_layer_freq", -1),

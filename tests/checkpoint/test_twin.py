@@ -139,6 +139,7 @@ def test_without_a_reference_the_note_says_why(
 CORES = {
     "bridge031_llama31_a": "checkpoint",
     "bridge_dense_a": "checkpoint",
+    "bridge_gpt_oss_a": "checkpoint",
     "bridge_qwen2moe_a": "checkpoint",
     "mcore014_mixtral_a": "checkpoint",
     "mcore016_shared_a": "checkpoint",

@@ -6,6 +6,7 @@ random models that Megatron-LM core saved and computed the logits of, on the CPU
     python3 tests/data/make_core_models.py window       # 0.16.1
     python3 tests/data/make_core_models.py shared       # 0.16.1
     python3 tests/data/make_core_models.py dense        # 0.16.1
+    python3 tests/data/make_core_models.py gpt_oss      # 0.16.1
 
 Put in by hand: what Megatron-LM, Megatron Bridge and NeMo 2 say of a model around the core's own
 tensors; the name of the norm before experts that Transformer Engine's layer specification has
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -83,6 +85,28 @@ DENSE = {
     "moe_router_topk_scaling_factor": 2.5,
     "qk_layernorm": True,
 }
+GPT_OSS = {
+    "num_layers": 3,
+    "add_bias_linear": True,
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "moe_ffn_hidden_size": 12,
+    "moe_layer_freq": [1, 1, 1],
+    "softmax_type": "learnable",
+    "window_size": [4, 0],
+    "window_attn_skip_freq": 2,
+}
+# Megatron Bridge's fields, which the core asks its configuration for.
+YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 2.0,
+    "yarn_beta_slow": 0.5,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": False,
+}
 WINDOW = {"num_layers": 4, "window_size": [4, 0], "window_attn_skip_freq": 2, "softmax_scale": 0.3}
 
 
@@ -114,6 +138,8 @@ def as_bridge(folder: Path, model: GPTModel, config: TransformerConfig) -> None:
     place = folder / "checkpoint" / "iter_0000000"
     save(place, model, {"checkpoint_version": 3.0, "iteration": 0})
     said = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider", **plain(config)}
+    if hasattr(config, "yarn_rotary_scaling_factor"):
+        said |= {**YARN, "position_embedding_type": "yarn"}
     (place / "run_config.yaml").write_text(yaml.safe_dump({"model": said}))
     (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("0")
 
@@ -135,7 +161,7 @@ def plain(config: TransformerConfig) -> dict[str, Any]:
         if isinstance(value, (str, int, float, list, type(None)))
     }
     return said | {
-        "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
+        "activation_func": {"_call_": False, "_target_": FUNCTIONS[config.activation_func]},
         "share_embeddings_and_output_weights": False,
         "position_embedding_type": "rope",
         "rotary_base": 10000,
@@ -149,12 +175,17 @@ def save(place: Path, model: GPTModel, common: dict[str, Any], prefix: str = "")
     dist_checkpointing.save({**model.sharded_state_dict(prefix), **common}, str(place))
 
 
+FUNCTIONS = {
+    F.silu: "torch.nn.functional.silu",
+    quick_gelu: "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+}
 Save = Callable[[Path, GPTModel, TransformerConfig], None]
 MODELS: dict[str, tuple[str, dict[str, Any], Save]] = {
     "mixtral": ("mcore014_mixtral_a", EXPERTS, as_megatron),
     "qwen2moe": ("bridge_qwen2moe_a", EXPERTS | QWEN, as_bridge),
     "shared": ("mcore016_shared_a", EXPERTS | SHARED, as_megatron),
     "dense": ("bridge_dense_a", EXPERTS | DENSE, as_bridge),
+    "gpt_oss": ("bridge_gpt_oss_a", EXPERTS | GPT_OSS, as_bridge),
     "window": ("nemo2_window_a", WINDOW, as_nemo),
 }
 
@@ -180,7 +211,7 @@ def layers_of(config: TransformerConfig, kind: str) -> Any:
         spec = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False, normalization="RMSNorm"
         )
-        layers = [spec] if kind == "qwen2moe" else []
+        layers = [spec] if kind in ("qwen2moe", "gpt_oss") else []
     for layer in layers:
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return spec
@@ -194,13 +225,17 @@ def main(kind: str) -> None:
     parallel_state.initialize_model_parallel()
     torch.manual_seed(15)
     config = TransformerConfig(**SIZES | UNFUSED | said)
+    positions = "rope"
+    if kind == "gpt_oss":
+        positions = "yarn"
+        vars(config).update(YARN)
     spec = layers_of(config, kind)
     model = GPTModel(
         config,
         spec,
         vocab_size=VOCAB,
         max_sequence_length=32,
-        position_embedding_type="rope",
+        position_embedding_type=positions,
         share_embeddings_and_output_weights=False,
     ).eval()
     for parameter in model.parameters():

@@ -33,6 +33,15 @@ FIXTURES = {
         "router_scaling_factor": 2.5,
         "expert_bias": True,
     },
+    "bridge_gpt_oss_a": {
+        "activation": "clamped_swiglu",
+        "attention_sinks": True,
+        "full_attention_layers": "1",
+        "mlp_bias": True,
+        "rotary_scaling": "factors",
+        "router_bias": True,
+        "sliding_window": 5,
+    },
     "mcore014_mixtral_a": {
         "num_experts": 4,
         "experts_per_token": 2,

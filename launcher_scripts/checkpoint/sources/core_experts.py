@@ -20,7 +20,6 @@ from launcher_scripts.models.gpt import SCORE_FUNCTIONS
 NO_EXPERTS: dict[str, tuple[Any, ...]] = {"num_moe_experts": (None, 0), "num_experts": (None, 0)}
 # Settings whose other values route tokens, or compute experts, in ways that the engine does not.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
-    "add_bias_linear": (False,),
     "moe_apply_probs_on_input": (None, False),
     "moe_latent_size": (None, 0),
     "moe_mlp_glu_interleave_size": (None, 0),
@@ -41,7 +40,12 @@ def read_experts(raw: Mapping[str, Any], layers: int, problems: Problems) -> dic
     if name is None:
         return {}
     _refuse(raw, problems)
-    fields = {"num_experts": size(raw, name, problems), **_router(raw, problems)}
+    biased = flag(raw, "add_bias_linear", True) or None
+    fields = {
+        "num_experts": size(raw, name, problems),
+        "router_bias": biased,
+        **_router(raw, problems),
+    }
     dense = _dense_layers(raw, layers, problems)
     if dense is not None:
         own = size(raw, "ffn_hidden_size", problems, 4 * size(raw, "hidden_size", problems))

@@ -15,12 +15,14 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import core_experts
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.sources.nemo_options import flag, real, refuse_others, size
+from launcher_scripts.checkpoint.sources.rotary_factors import yarn
 from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
+from launcher_scripts.common.clamped_swiglu import CLAMP
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
-POSITIONS = {"learned_absolute": "learned", "rope": "rope", "none": "none"}
+POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 # The last part of a function's name -> the activation; "gelu" is settled by the fused kernel.
 ACTIVATIONS = {
@@ -29,10 +31,10 @@ ACTIVATIONS = {
     "silu": "silu",
     "squared_relu": "squared_relu",
     "relu": "relu",
+    "quick_gelu": "clamped_swiglu",
 }
 # Fields whose other values change the network in ways this project does not know.
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
-    "quick_geglu": (None, False),
     "multi_query_attention": (None, False),
     "project_size": (None, 0),
     "multi_latent_attention": (None, False),
@@ -40,13 +42,11 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
     "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla"),
+    "softmax_type": (None, "vanilla", "learnable"),
     "is_hybrid_model": (None, False),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "heterogeneous_block_specs": (None, False),
-    "glu_linear_offset": (None, 0, 0.0),
-    "activation_func_clamp_value": (None,),
     "scale_embedding": (None, False),
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
@@ -57,11 +57,19 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "spec": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
+# How the others are gated, and what gpt-oss's quick_gelu needs.
+_PLAIN_GATE = {"glu_linear_offset": (None, 0, 0.0), "activation_func_clamp_value": (None,)}
+_CLAMPED_GATE = {
+    "gated_linear_unit": (True,),
+    "glu_linear_offset": (1, 1.0),
+    "activation_func_clamp_value": (CLAMP,),
+}
 # Norms that are modules of their own -> where both of a layer are; the first that is there says it.
 _NORMS_ALONE = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
 # What only layers of the core's own GPTs can have.
 CORE_ALONE: dict[str, tuple[Any, ...]] = {
     **core_experts.NO_EXPERTS,
+    "softmax_type": (None, "vanilla"),
     "window_size": (None,),
     "softmax_scale": (None,),
     "no_rope_freq": (None,),
@@ -168,12 +176,14 @@ def read_gpt(
         "rotary_base": real(raw, "rotary_base", 10000.0, problems),
         "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
         **_scaling(raw, problems),
+        **_yarn(raw, problems),
         "normalization": NORMALIZATIONS.get(normalization, "layernorm"),
         "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
         "activation": activation_of(raw, activation),
         "gated": gated,
         "attention_bias": bias or qkv_bias,
         "attention_dense_bias": False if qkv_bias and not bias else None,
+        "attention_sinks": raw.get("softmax_type") == "learnable" or None,
         "qk_norm": flag(raw, "qk_layernorm", False) or None,
         "mlp_bias": bias,
         **_attention(raw, layers, problems),
@@ -192,7 +202,9 @@ def refuse_unknown(
     raw: Mapping[str, Any], problems: Problems, known_values: Mapping[str, tuple[Any, ...]]
 ) -> None:
     """Note fields that change the network in ways this project does not know."""
-    refuse_others(raw, problems, {**_KNOWN_VALUES, **known_values})
+    clamped = raw.get("activation_func") == "quick_gelu"
+    gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
+    refuse_others(raw, problems, {**_KNOWN_VALUES, **gate, **known_values})
 
 
 def activation_of(raw: Mapping[str, Any], name: str) -> str:
@@ -224,6 +236,27 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
         "rotary_high_frequency_factor": real(said, "high_freq_factor", 4.0, problems),
         "rotary_original_positions": int(real(said, "old_context_len", 8192, problems)),
     }
+
+
+def _yarn(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """The core turns all dimensions with it."""
+    if raw.get("position_embedding_type") != "yarn":
+        return {}
+    refuse_others(raw, problems, {"rotary_percent": (None, 1, 1.0)}, " with yarn")
+    heads, hidden = (size(raw, name, problems) for name in ("num_attention_heads", "hidden_size"))
+    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
+    said = {
+        name: real(raw, f"yarn_{name}", 1.0, problems) if raw.get(f"yarn_{name}") else None
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    }
+    return yarn(
+        max(head_size // 2, 1),
+        real(raw, "rotary_base", 10000.0, problems),
+        real(raw, "yarn_rotary_scaling_factor", 1.0, problems),
+        size(raw, "yarn_original_max_position_embeddings", problems),
+        truncate=flag(raw, "yarn_correction_range_round_to_int", True),
+        **said,
+    )
 
 
 def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[str, Any]:
@@ -271,7 +304,9 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     raw["activation_func"] = "squared_relu" if args.get("squared_relu") else "gelu"
     if args.get("swiglu"):
         raw["activation_func"] = "silu"
-    raw["gated_linear_unit"] = args.get("swiglu")
+    if args.get("quick_geglu"):
+        raw["activation_func"] = "quick_gelu"
+    raw["gated_linear_unit"] = bool(args.get("swiglu") or args.get("quick_geglu"))
     raw["num_query_groups"] = (
         args.get("num_query_groups") if args.get("group_query_attention") else None
     )

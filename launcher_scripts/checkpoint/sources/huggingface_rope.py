@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.rotary_factors import as_text, yarn
 from launcher_scripts.models.family import layer_list
 
 _NAMES = {"su": "longrope"}
@@ -121,35 +122,18 @@ def _yarn(raw: RawConfig, section: RawConfig, pairs: int, base: float) -> Fields
     original = original_positions(raw, section)
     factor = section.real("factor", raw.size("max_position_embeddings") / original)
 
-    def place(turns: float) -> float:
-        """The pair, as a fraction, that turns so often within the original positions."""
-        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
-
-    low = place(section.real("beta_fast", 32.0) or 32.0)
-    high = place(section.real("beta_slow", 1.0) or 1.0)
-    if section.flag("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
-    if low == high:
-        high += 0.001
-    slowed = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
-    factors = [1 / (share / factor + 1 - share) for share in slowed]
-    return {
-        "rotary_scaling": "factors",
-        "rotary_factors": _text(factors),
-        "rotary_attention_factor": _yarn_attention_factor(section, factor),
-    }
-
-
-def _yarn_attention_factor(section: RawConfig, factor: float) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    said = section.real("attention_factor", 0.0)
-    one, other = section.real("mscale", 0.0), section.real("mscale_all_dim", 0.0)
-    if said:
-        return said
-    return scale(one) / scale(other) if one and other else scale(1.0)
+    return yarn(
+        pairs,
+        base,
+        factor,
+        original,
+        beta_fast=section.real("beta_fast", 0.0),
+        beta_slow=section.real("beta_slow", 0.0),
+        truncate=section.flag("truncate", True),
+        attention_factor=section.real("attention_factor", 0.0),
+        mscale=section.real("mscale", 0.0),
+        mscale_all_dim=section.real("mscale_all_dim", 0.0),
+    )
 
 
 def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> Fields:
@@ -159,8 +143,8 @@ def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> F
     scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
     return {
         "rotary_scaling": "longrope",
-        "rotary_factors": _text(short),
-        "rotary_long_factors": _text(long),
+        "rotary_factors": as_text(short),
+        "rotary_long_factors": as_text(long),
         "rotary_original_positions": original,
         "rotary_attention_factor": section.real("attention_factor", scale),
     }
@@ -170,10 +154,6 @@ def original_positions(raw: RawConfig, section: RawConfig) -> int:
     """The positions before they were stretched; Phi-3 says them outside of the section."""
     name = "original_max_position_embeddings"
     return raw.size(name, default=section.size(name, default=raw.size("max_position_embeddings")))
-
-
-def _text(numbers: list[float]) -> str:
-    return ",".join(repr(float(number)) for number in numbers)
 
 
 _SCALINGS = {
