@@ -33,6 +33,16 @@ def writes_harmony(template: str) -> bool:
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
+def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a chat as gpt-oss's template reads it: what was thought is its `thinking`, and
+    so is what was said before a call, beside which the template takes no other text.
+    """
+    thought, said = message.get(NAMES[0]), message.get("content")
+    if message.get("tool_calls") and thought and said:
+        return {**message, "thinking": f"{thought}\n{said}", "content": ""}
+    return {**message, **({"thinking": thought} if thought else {})}
+
+
 @dataclass
 class _Message:
     """One message of an answer.

@@ -13,15 +13,14 @@ from typing import Any
 from launcher_scripts.gateway.stops import overlap
 
 MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
-# Names of one thing: vLLM's and OpenRouter's, and DeepSeek's, which most templates read.
+# Two names of one thing: vLLM's and OpenRouter's, and DeepSeek's, which most templates read.
 NAMES = ("reasoning", "reasoning_content")
-_READ = (*NAMES, "thinking")  # by templates; the last by gpt-oss's
 
 
-def with_all_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a chat; what was thought has all names, since templates read one of them."""
+def with_both_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a chat; what was thought has both names, since templates read one of them."""
     thought = next((message[name] for name in NAMES if message.get(name) is not None), None)
-    return {**message, **({} if thought is None else dict.fromkeys(_READ, thought))}
+    return {**message, **({} if thought is None else dict.fromkeys(NAMES, thought))}
 
 
 @dataclass(frozen=True)

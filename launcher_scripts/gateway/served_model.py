@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from pydantic_core import from_json
 
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
+from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
-from launcher_scripts.gateway.reasoning import with_all_names
+from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
 from launcher_scripts.gateway.token_texts import TextMaker, text_maker
 
@@ -117,11 +118,13 @@ class ServedModel:
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
         messages = [
-            with_all_names(_with_arguments(message.model_dump(exclude_unset=True)))
+            with_both_names(_with_arguments(message.model_dump(exclude_unset=True)))
             for message in chat.messages
         ]
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
+        if harmony.writes_harmony(self.template.text):
+            messages = [harmony.with_thinking(message) for message in messages]
         if _DEVELOPER not in self.template.text:
             messages = [_as_system(message) for message in messages]
         return self.template.render(

@@ -158,7 +158,7 @@ def test_logits_and_greedy_tokens_equal_transformers(family):
         {"norm_placement": "post", "final_norm": False},
         {"embedding_norm": True, "gated": True, "tied_embeddings": False},
         {"normalization": "rmsnorm", "attention_bias": False, "mlp_bias": False},
-        *({"activation": name} for name in ACTIVATIONS),
+        *({"activation": name, "gated": True} for name in ACTIVATIONS),
     ],
     ids=str,
 )  # fmt: skip
@@ -187,7 +187,7 @@ def test_variants_differ():
         "post": {"norm_placement": "post"},
         "embedding norm": {"embedding_norm": True},
         "eps": {"norm_eps": 0.1},
-        **{name: {"activation": name} for name in ACTIVATIONS if name != "gelu"},
+        **{name: {"activation": name, "gated": True} for name in ACTIVATIONS},
     }.items():
         config = small_config(**changes)
         engine = engine_for(config, random_tensors(config))

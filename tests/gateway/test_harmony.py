@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.harmony import MARKS, HarmonyText
+from launcher_scripts.gateway.harmony import MARKS, HarmonyText, with_thinking
 from launcher_scripts.gateway.token_texts import text_maker
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
@@ -153,6 +153,20 @@ def test_an_answer_that_is_continued() -> None:
     prompt = GPT2.decode(backend.requests[0].prompt_ids)
     assert prompt.endswith(f"{thinks(THOUGHT)}{NEXT}{answers('Hi')}")
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": " you!"}
+
+
+def test_what_was_said_before_a_call_is_thought() -> None:
+    """The template refuses both beside a call."""
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    for thought, said, thinking in (
+        (THOUGHT, "I look.", f"{THOUGHT}\nI look."),
+        (THOUGHT, None, THOUGHT),
+        (None, "I look.", None),
+    ):
+        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
+        found = with_thinking({**turn, "reasoning": thought})
+        assert found.get("thinking") == thinking
+        assert found["content"] == ("" if thought and said else said)
 
 
 def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> None:

@@ -387,7 +387,9 @@ def test_text_that_is_no_text(client: Client, model: str) -> None:
         client.infer(beside(model, "ensemble"), INPUT_0=two, INPUT_1=np.array([[4]], np.uint32))
 
 
-@pytest.mark.parametrize("killed", [(0,), (1,), (1, 0)])
+@pytest.mark.parametrize(
+    "killed", [(1, 0), *(pytest.param((rank,), marks=pytest.mark.slow) for rank in (0, 1))]
+)
 def test_a_killed_rank_ends_everything_with_the_reason(
     tmp_path: Path, killed: tuple[int, ...]
 ) -> None:

@@ -128,14 +128,13 @@ class RowStates:
     def join(self, rows: Sequence[RowStart]) -> None:
         """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
         places = [(row, slot, start) for row in rows for slot, start in row.places]
-        slots = torch.tensor([slot for _, slot, _ in places])
         integers = torch.tensor(
-            [_integers(row, start) for row, _, start in places], dtype=torch.int64
-        ).t()
-        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places]).t()
-        slots = slots.to(self.device, non_blocking=True)
-        self._integers.index_copy_(1, slots, integers.to(self.device, non_blocking=True))
-        self._floats.index_copy_(1, slots, floats.to(self.device, non_blocking=True))
+            [[slot, *_integers(row, start)] for row, slot, start in places], dtype=torch.int64
+        ).to(self.device, non_blocking=True)
+        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places])
+        slots = integers[:, 0]
+        self._integers.index_copy_(1, slots, integers[:, 1:].t())
+        self._floats.index_copy_(1, slots, floats.to(self.device, non_blocking=True).t())
         self._set_lists([row for row in rows if not row.beams and row.fits_columns])
 
     def _set_lists(self, rows: Sequence[RowStart]) -> None:

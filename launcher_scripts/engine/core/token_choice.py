@@ -9,11 +9,14 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import no_scores
 from launcher_scripts.engine.core.plan import Choice
-from launcher_scripts.engine.core.results import StepResult, TokenCopy
+from launcher_scripts.engine.core.results import Arrivals, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.network import Network
+
+COPIES_PER_STEP = 3  # of prompts, of rows that decode, and of those that do so apart
+STEPS_UNDER_WAY = 3  # at most, and a step more for each further pipeline stage
 
 
 class TokenChoice:
@@ -27,6 +30,10 @@ class TokenChoice:
         self._stages = communicator.parallelism.pp_size
         self._states = states
         self._device = device
+        self._arrivals = None
+        if device.type == "cuda":
+            copies = COPIES_PER_STEP * (self._stages + STEPS_UNDER_WAY)
+            self._arrivals = Arrivals(copies, states.padding_slot + 1, device)
 
     def choose(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled:
         """One token per row of the batch; logits [B, vocab] on the last stage, else None.
@@ -54,7 +61,8 @@ class TokenChoice:
         def settle() -> None:
             arrive()
             if self._communicator.rank == 0:  # the others' hosts do not look at them
-                result.tokens.append(TokenCopy(slots, sampled, batch.scored_rows))
+                copy = TokenCopy(slots, sampled, batch.scored_rows, self._arrivals)
+                result.tokens.append(copy)
 
         if self._stages == 1:
             settle()

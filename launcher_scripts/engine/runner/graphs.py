@@ -84,7 +84,10 @@ class StepGraphs(Protocol):
     """What a runner asks of the graphs of its steps."""
 
     def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
-        """function(slots); `key` names everything else its kernels depend on."""
+        """function(slots); `key` names everything else its kernels depend on.
+
+        slots: on the device, or on the host if they change with every run
+        """
         ...
 
     def record(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
@@ -112,10 +115,11 @@ class GraphCache:
         """See StepGraphs."""
         recorded = self._recorded.get(key)
         if recorded is None:
-            self._recorded[key] = _Recorded(None, slots.clone(), None, None)
-            return function(slots)
+            own = slots.clone() if slots.is_cuda else slots.cuda()
+            self._recorded[key] = _Recorded(None, own, None, None)
+            return function(own)
         if recorded.source is not slots:
-            recorded.slots.copy_(slots)
+            recorded.slots.copy_(slots, non_blocking=True)
             recorded.source = slots
         graph = recorded.graph
         if graph is None:

@@ -19,6 +19,7 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
 # Of prompts and rows that decode together. cuBLAS takes longer for 448 than for 512.
 TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+COPIED_AT_ONCE = 1 << 16  # bytes that the driver takes from any memory without waiting
 Integers = NDArray[np.int64]
 NO_BOUNDS = Bounds()
 NOTHING: Integers = np.empty(0, dtype=np.int64)
@@ -158,6 +159,16 @@ class PackedPrompts:
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
+        packed = self.packed(nowhere, sizes)
+        if device.type == "cuda" and packed.nbytes > COPIED_AT_ONCE:
+            packed = packed.pin_memory()
+        packed = packed.to(device, non_blocking=True)
+        if self._ids is not None:
+            packed[: self.tokens] = self._ids  # which the ids are the first of
+        return packed
+
+    def packed(self, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
+        """The same vector on the host, without ids that only the device knows."""
         pieces = self.spans.pieces()
         if sizes is None:
             sizes = self.sizes
@@ -173,25 +184,19 @@ class PackedPrompts:
             place + row.dropped for place, (row, _) in zip(places, self._pairs(), strict=True)
         ]
         slots = [place + row.start for place, (row, _) in zip(places, self._pairs(), strict=True)]
-        columns = (
-            _filled(ids, sizes.tokens, 0),
-            _filled(np.concatenate([*positions, NOTHING]), sizes.tokens, 0),
-            _filled(np.concatenate([*slots, NOTHING]), sizes.tokens, nowhere.token),
-            _filled(np.array(pieces).ravel(), 4 * sizes.tiles, 0),
-            _filled([part.slot for part in self.parts], sizes.rows, nowhere.slot),
-            _filled([part.past + part.count for part in self.parts], sizes.rows, 0),
-            _filled([row.slot for row in self.decoding], sizes.decoding, nowhere.slot),
-            _filled(self.places(sizes.decoding), sizes.decoding + sizes.rows, 0),
-            _filled([row.slot for row in self.going_on], sizes.decoding + sizes.rows, nowhere.slot),
-            _filled(self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else NOTHING,
+        ending = sizes.decoding + sizes.rows
+        return _filled_up(
+            (ids, sizes.tokens, 0),
+            (np.concatenate([*positions, NOTHING]), sizes.tokens, 0),
+            (np.concatenate([*slots, NOTHING]), sizes.tokens, nowhere.token),
+            ([number for piece in pieces for number in piece], 4 * sizes.tiles, 0),
+            ([part.slot for part in self.parts], sizes.rows, nowhere.slot),
+            ([part.past + part.count for part in self.parts], sizes.rows, 0),
+            ([row.slot for row in self.decoding], sizes.decoding, nowhere.slot),
+            (self.places(sizes.decoding), ending, 0),
+            ([row.slot for row in self.going_on], ending, nowhere.slot),
+            (self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else (NOTHING, 0, 0),
         )
-        packed = torch.from_numpy(np.concatenate(columns))
-        if device.type == "cuda":
-            packed = packed.pin_memory()
-        packed = packed.to(device, non_blocking=True)
-        if self._ids is not None:
-            packed[: self.tokens] = self._ids  # which the ids are the first of
-        return packed
 
     @property
     def going_on(self) -> list[RowStart]:
@@ -243,7 +248,14 @@ def unpacked(
     )
 
 
-def _filled(values: Sequence[int] | Integers, size: int, rest: int) -> Integers:
-    filled = np.full(size, rest, dtype=np.int64)
-    filled[: len(values)] = values
-    return filled
+def _filled_up(*columns: tuple[Sequence[int] | Integers, int, int]) -> Tensor:
+    """Values one after the other, each of the columns as long as its size and filled up by what
+    stands behind that."""
+    whole = np.empty(sum(size for _, size, _ in columns), dtype=np.int64)
+    place = 0
+    for values, size, rest in columns:
+        end = place + len(values)
+        whole[place:end] = values
+        place += size
+        whole[end:place] = rest
+    return torch.from_numpy(whole)
