@@ -167,7 +167,7 @@ def test_a_row_that_loses_its_place_is_read_anew() -> None:
     [
         ("gpt", True),
         ("rope", True),
-        ("longrope", False),
+        pytest.param("longrope", False, marks=pytest.mark.slow),
         ("window", False),
         pytest.param("gpt", False, marks=pytest.mark.slow),
         pytest.param("rope", False, marks=pytest.mark.slow),

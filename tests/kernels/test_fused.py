@@ -29,7 +29,10 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @needs_triton
 @pytest.mark.parametrize(
     "which",
-    [pytest.param(["--quarter"], id="quarter"), pytest.param([], marks=pytest.mark.slow, id="all")],
+    [
+        pytest.param(["--eighth"], id="an eighth"),
+        pytest.param([], marks=pytest.mark.slow, id="all"),
+    ],
 )
 @pytest.mark.parametrize("checks", CHECKS)
 def test_interpreted_kernels_equal_the_reference(checkout, checks, which):

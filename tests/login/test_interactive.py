@@ -303,7 +303,14 @@ def test_a_dead_server_in_the_foreground_gives_its_code(run: Run, arguments: lis
     assert "failed with exit code 9" in result.stderr
 
 
-@pytest.mark.parametrize(("code", "verdict"), [(0, ""), (1, "NO-GO"), (2, "INCONCLUSIVE")])
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        (0, ""),
+        (1, "NO-GO"),
+        pytest.param(2, "INCONCLUSIVE", marks=pytest.mark.slow),
+    ],
+)
 def test_a_verdict_is_the_launchers_exit_code(
     run: Run, arguments: list[str], tmp_path: Path, code: int, verdict: str
 ) -> None:
@@ -318,7 +325,10 @@ def test_a_verdict_is_the_launchers_exit_code(
 
 @pytest.mark.parametrize(
     ("stages", "broken"),
-    [("[export]", {"EXPORT_EXITS": "1"}), ("[export,deploy,evaluate]", {"EXPORT_EXITS": "2"})],
+    [
+        ("[export]", {"EXPORT_EXITS": "1"}),
+        pytest.param("[export,deploy,evaluate]", {"EXPORT_EXITS": "2"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_broken_job_is_no_verdict(
     run: Run, arguments: list[str], stages: str, broken: dict[str, str]

@@ -74,8 +74,11 @@ def assert_clean_failure(step, *reasons: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "name"),
-    [(signal.SIGTERM, "models"), (signal.SIGINT, "a 'b' \"c\" $(touch made) `touch made` & ;")],
-    ids=["SIGTERM", "SIGINT and nasty names"],
+    [
+        (signal.SIGTERM, "a 'b' \"c\" $(touch made) `touch made` & ;"),
+        pytest.param(signal.SIGINT, "models", marks=pytest.mark.slow),
+    ],
+    ids=["SIGTERM and nasty names", "SIGINT"],
 )
 def test_ready_then_stopped(
     tmp_path: Path, number: int, name: str, monkeypatch: pytest.MonkeyPatch

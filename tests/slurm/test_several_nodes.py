@@ -62,6 +62,7 @@ def test_lambada_is_the_same_with_a_pipeline_over_two_nodes(
     assert two == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_replaced_when_restarts_are_allowed(serve: Any) -> None:
     served = serve("deploy.restarts=1")
     first = served.ready["http"]

@@ -147,7 +147,7 @@ class TokenCopy:
         self._scores = None if sampled.scores is None else ScoreCopy(sampled.scores)
         self._event: torch.cuda.Event | None
         if arrivals is not None:
-            self._tokens, self._event = arrivals.take(sampled.tokens)
+            self._tokens, self._event = arrivals.take(sampled.tokens[: len(slots)])
         else:
             self._tokens = _to_host(sampled.tokens)
             self._event = _event_behind(sampled.tokens)
