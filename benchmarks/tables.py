@@ -12,7 +12,7 @@ PEERS = {
     "ctranslate2": "CTranslate2",
     "transformers": "transformers",
 }
-NAMES = {"t5-base": "T5-base", "t5-3b": "T5-3B"}
+NAMES = {"t5-base": "T5-base", "t5-3b": "T5-3B", "gpt-oss-20b": "gpt-oss-20b"}
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
