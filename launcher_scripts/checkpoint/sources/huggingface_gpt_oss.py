@@ -40,7 +40,7 @@ class Mxfp4Scheme:
             blocks, scales = tensors.pop(name), tensors.pop(f"{stem}_scales", None)
             layer, _, part = stem.rpartition(_EXPERTS)
             fits = len(blocks.shape) == 4 and blocks.shape[3] == _BLOCK_BYTES
-            if part not in _PARTS or not fits or {blocks.dtype} != {np.dtype("u1")}:
+            if part not in _PARTS or not fits or blocks.dtype != np.dtype("u1"):
                 problems.add(f"{name} is not in mxfp4", got=(blocks.shape, str(blocks.dtype)))
             elif scales is None or (scales.shape, scales.dtype) != (blocks.shape[:3], blocks.dtype):
                 got = None if scales is None else scales.shape

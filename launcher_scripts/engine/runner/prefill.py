@@ -194,7 +194,7 @@ class Prefill:
         """The pass as a CUDA graph, up to the tokens or, where rows choose eagerly, the logits."""
         rows = prompts.going_on
         batch = SamplingBatch(rows, self._device)
-        packed = prompts.packed(self._nowhere, sizes)
+        packed = prompts.packed(self._device, self._nowhere, sizes)
         longest = bucket_tokens(prompts.longest) if prompts.longest else 0
         step = self._step_of(sizes, prompts.spans, longest, batch.choice)
         made = graphs.run(("prompts", sizes, longest, batch.choice), packed, step)

@@ -159,16 +159,13 @@ class PackedPrompts:
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""
-        packed = self.packed(nowhere, sizes)
-        if device.type == "cuda" and packed.nbytes > COPIED_AT_ONCE:
-            packed = packed.pin_memory()
-        packed = packed.to(device, non_blocking=True)
+        packed = self.packed(device, nowhere, sizes).to(device, non_blocking=True)
         if self._ids is not None:
             packed[: self.tokens] = self._ids  # which the ids are the first of
         return packed
 
-    def packed(self, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
-        """The same vector on the host, without ids that only the device knows."""
+    def packed(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
+        """The same vector on the host, for that device, without ids that only the device knows."""
         pieces = self.spans.pieces()
         if sizes is None:
             sizes = self.sizes
@@ -185,7 +182,7 @@ class PackedPrompts:
         ]
         slots = [place + row.start for place, (row, _) in zip(places, self._pairs(), strict=True)]
         ending = sizes.decoding + sizes.rows
-        return _filled_up(
+        packed = _filled_up(
             (ids, sizes.tokens, 0),
             (np.concatenate([*positions, NOTHING]), sizes.tokens, 0),
             (np.concatenate([*slots, NOTHING]), sizes.tokens, nowhere.token),
@@ -197,6 +194,8 @@ class PackedPrompts:
             ([row.slot for row in self.going_on], ending, nowhere.slot),
             (self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else (NOTHING, 0, 0),
         )
+        large = device.type == "cuda" and packed.nbytes > COPIED_AT_ONCE
+        return packed.pin_memory() if large else packed
 
     @property
     def going_on(self) -> list[RowStart]:
