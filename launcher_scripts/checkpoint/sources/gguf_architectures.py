@@ -38,7 +38,8 @@ class GGUFArchitecture:
 
     model_type: of Hugging Face
     config:     Model -> what is left to say in config.json
-    names:      tensor without its last part -> Hugging Face's, without "model." or "transformer."
+    names:      tensor without its last part -> Hugging Face's, without "model." or "transformer.";
+                or both whole
     restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
     renamed:    Model -> names that differ in this one
     experts:    the row instead of this one for a file with experts
@@ -134,6 +135,19 @@ def _qwen3moe(model: Model) -> dict[str, Any]:
         **_experts(model),
         "num_experts": _count(model),
         "norm_topk_prob": True,
+    }
+
+
+def _gpt_oss(model: Model) -> dict[str, Any]:
+    """Every other layer has the window, from the first on; YaRN does not round to whole pairs."""
+    llama, experts = _llama(model), _experts(model)
+    return {
+        **llama,
+        **experts,
+        "intermediate_size": experts.get("moe_intermediate_size"),
+        "num_local_experts": _count(model),
+        "rope_parameters": {**llama["rope_parameters"], "truncate": False},
+        "sliding_window": model.fields.size("attention.sliding_window"),
     }
 
 
@@ -347,6 +361,13 @@ _QWEN_MOE_NAMES = {
     **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
     **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
 }
+_GPT_OSS_NAMES = {
+    **_LLAMA_NAMES,
+    "blk.*.attn_sinks.weight": "layers.*.self_attn.sinks",
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
+    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
+}
 _HALVES = {"blk.*.attn_q": restored.QUERY_HALVES, "blk.*.attn_k": restored.KEY_HALVES}
 
 _GPT2_NAMES = {
@@ -407,6 +428,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, _QWEN_MOE_NAMES, _ONE_ROW),
     "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, _QWEN_MOE_NAMES),
     "qwen3": GGUFArchitecture("qwen3", _llama, _LLAMA_NAMES),
+    "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, _GPT_OSS_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",
         _gpt2,

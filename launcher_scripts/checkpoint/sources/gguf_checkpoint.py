@@ -221,11 +221,10 @@ class GGUFCheckpoint(WholeTensors):
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Hugging Face's name; the file's own where there is none, which no model claims."""
-    layer = _LAYER.match(name)
-    stem, _, part = _LAYER.sub("blk.*.", name).rpartition(".")
-    if stem not in names:
-        return name
-    return f"{names[stem].replace('*', layer.group(1) if layer else '')}.{part}"
+    layer, whole = _LAYER.match(name), _LAYER.sub("blk.*.", name)
+    stem, _, part = whole.rpartition(".")
+    found = names.get(whole) or (f"{names[stem]}.{part}" if stem in names else name)
+    return found.replace("*", layer.group(1) if layer else "")
 
 
 def _tensors(
