@@ -8,6 +8,7 @@ https://cookbook.openai.com/articles/openai-harmony
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +34,37 @@ def writes_harmony(template: str) -> bool:
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
-def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of a chat as gpt-oss's template reads it: what was thought is its `thinking`, and
-    so is what was said before a call, beside which the template takes no other text.
+def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat as gpt-oss's template reads them: a message has one call at most, and
+    what the call gave follows it.
     """
-    thought, said = message.get(NAMES[0]), message.get("content")
-    if message.get("tool_calls") and thought and said:
-        return {**message, "thinking": f"{thought}\n{said}", "content": ""}
-    return {**message, **({"thinking": thought} if thought else {})}
+    found: list[dict[str, Any]] = []
+    rest = deque(map(_with_thinking, messages))
+    while rest:
+        message = rest.popleft()
+        calls, given = message.get("tool_calls", ()), []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        while rest and rest[0]["role"] == "tool":
+            given.append(rest.popleft())
+        for call in calls:
+            found.append({**message, "tool_calls": [call]})
+            found += [each for each in given if each.get("tool_call_id") == call["id"]]
+            message = {"role": "assistant", "content": ""}
+        ids = [call["id"] for call in calls]
+        found += [each for each in given if each.get("tool_call_id") not in ids]
+    return found
+
+
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What was thought is its `thinking`, and so is what was said before a call, beside which the
+    template takes no other text. What is empty is text, or is not there."""
+    thought, said = message.get(NAMES[0]), message.get("content") or ""
+    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    if "tool_calls" in kept and thought and said:
+        thought, said = f"{thought}\n{said}", ""
+    return {**kept, "content": said, **({"thinking": thought} if thought else {})}
 
 
 @dataclass

@@ -124,7 +124,7 @@ class ServedModel:
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
         if harmony.writes_harmony(self.template.text):
-            messages = [harmony.with_thinking(message) for message in messages]
+            messages = harmony.conversation(messages)
         if _DEVELOPER not in self.template.text:
             messages = [_as_system(message) for message in messages]
         return self.template.render(

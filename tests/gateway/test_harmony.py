@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.harmony import MARKS, HarmonyText, with_thinking
+from launcher_scripts.gateway.harmony import MARKS, HarmonyText, conversation
 from launcher_scripts.gateway.token_texts import text_maker
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
@@ -155,18 +155,46 @@ def test_an_answer_that_is_continued() -> None:
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": " you!"}
 
 
+def call_of(call_id: str) -> dict[str, Any]:
+    function = {"name": "clock", "arguments": "{}"}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def test_what_was_said_before_a_call_is_thought() -> None:
-    """The template refuses both beside a call."""
-    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    """The template refuses both beside a call, and text that is null."""
     for thought, said, thinking in (
         (THOUGHT, "I look.", f"{THOUGHT}\nI look."),
         (THOUGHT, None, THOUGHT),
         (None, "I look.", None),
     ):
-        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
-        found = with_thinking({**turn, "reasoning": thought})
+        turn = {"role": "assistant", "content": said, "tool_calls": [call_of("a")]}
+        (found,) = conversation([{**turn, "reasoning": thought}])
         assert found.get("thinking") == thinking
-        assert found["content"] == ("" if thought and said else said)
+        assert found["content"] == ("" if thought else said)
+    turn = {"role": "assistant", "content": ANSWER, "reasoning": THOUGHT, "tool_calls": []}
+    (found,) = conversation([turn])
+    assert "tool_calls" not in found
+    assert (found["content"], found["thinking"]) == (ANSWER, THOUGHT)
+
+
+def test_several_calls_are_messages_each_before_what_it_gave() -> None:
+    """The template shows the first call of a message, and takes it for that of all results."""
+    first, second = call_of("a"), call_of("b")
+    turn = {"role": "assistant", "content": None, "reasoning": THOUGHT}
+    results = [
+        {"role": "tool", "tool_call_id": call_id, "content": call_id} for call_id in ("b", "a", "c")
+    ]
+    user = {"role": "user", "content": "Hi"}
+    found = conversation([user, {**turn, "tool_calls": [first, second]}, *results, user])
+    assert [each["role"] for each in found] == [
+        *("user", "assistant", "tool", "assistant", "tool", "tool", "user")
+    ]
+    assert [each["tool_calls"] for each in found if "tool_calls" in each] == [[first], [second]]
+    assert [each["content"] for each in found if each["role"] == "tool"] == ["a", "b", "c"]
+    assert [each.get("thinking") for each in found if each["role"] == "assistant"] == [
+        THOUGHT,
+        None,
+    ]
 
 
 def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> None:
