@@ -42,18 +42,19 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rest = deque(map(_with_thinking, messages))
     while rest:
         message = rest.popleft()
-        calls, given = message.get("tool_calls", ()), []
-        if len(calls) < 2:
+        calls, given = message.get("tool_calls"), []
+        if not isinstance(calls, list) or len(calls) < 2:
             found.append(message)
             continue
         while rest and rest[0]["role"] == "tool":
             given.append(rest.popleft())
         for call in calls:
-            found.append({**message, "tool_calls": [call]})
-            found += [each for each in given if each.get("tool_call_id") == call["id"]]
+            own = call.get("id") if isinstance(call, dict) else None
+            taken = [each for each in given if own and each.get("tool_call_id") == own]
+            given = [each for each in given if each not in taken]
+            found += [{**message, "tool_calls": [call]}, *taken]
             message = {"role": "assistant", "content": ""}
-        ids = [call["id"] for call in calls]
-        found += [each for each in given if each.get("tool_call_id") not in ids]
+        found += given
     return found
 
 

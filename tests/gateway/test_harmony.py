@@ -191,10 +191,17 @@ def test_several_calls_are_messages_each_before_what_it_gave() -> None:
     ]
     assert [each["tool_calls"] for each in found if "tool_calls" in each] == [[first], [second]]
     assert [each["content"] for each in found if each["role"] == "tool"] == ["a", "b", "c"]
-    assert [each.get("thinking") for each in found if each["role"] == "assistant"] == [
-        THOUGHT,
-        None,
-    ]
+    assert [each.get("thinking") for each in found] == [None, THOUGHT, *[None] * 5]
+
+
+@pytest.mark.parametrize("calls", [None, [], {}, "weather", 3, [{}], [3, None], [{"id": []}, "x"]])
+def test_calls_that_are_none_are_the_templates(calls: Any) -> None:
+    turn = {"role": "assistant", "content": "Hi", "tool_calls": calls}
+    found = conversation([turn, {"role": "tool", "content": "a"}])
+    assert len(found) == 2 + (isinstance(calls, list) and len(calls) == 2)
+    _, client = client_of(TEMPLATE, ANSWER)
+    body = {"messages": [*HI, turn, *HI], "max_tokens": 9}
+    assert client.post(CHATS, json=body).status_code in (200, 400)
 
 
 def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> None:
