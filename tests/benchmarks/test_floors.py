@@ -63,7 +63,7 @@ def test_the_plan_of_20b_is_near_what_was_measured(tp_size: int) -> None:
             for row in rows_by_gpus()
             if (row["model"], row["tp_size"], Case.of(row)) == ("20b", tp_size, case)
         )
-        assert 1 <= row["ms"] / planned < 1.25
+        assert 1 <= row["ms"] / planned < 1.3
 
 
 def test_sums_take_what_was_measured_or_the_network_lets_through() -> None:
