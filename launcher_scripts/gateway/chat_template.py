@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway.harmony import writes_harmony
 
 # Stands at the end of a message that is to be continued; the text is cut there.
 _MARK = "\ue000the-end-of-what-is-continued\ue000"
@@ -55,6 +56,7 @@ class ChatTemplate:
         self.text = templates.get(DEFAULT, next(iter(templates.values())))
         self._special_tokens = dict(special_tokens)
         self.takes_parts = self._takes_parts()
+        self.writes_harmony = writes_harmony(self.text)
 
     def render(
         self,

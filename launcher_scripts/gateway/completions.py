@@ -21,7 +21,7 @@ from launcher_scripts.gateway.generation import (
     Record,
     check_rows,
 )
-from launcher_scripts.gateway.harmony import THOUGHT, HarmonyText, writes_harmony
+from launcher_scripts.gateway.harmony import THOUGHT, HarmonyText
 from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
 from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import Piece
@@ -240,7 +240,7 @@ class Chat(Answering):
             asked = max(1, min(room, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
         reasoning = None
-        harmony = model.template is not None and writes_harmony(model.template.text)
+        harmony = model.template is not None and model.template.writes_harmony
         if harmony:
             reasoning = THOUGHT
         elif model.template is not None:

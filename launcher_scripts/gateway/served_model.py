@@ -123,7 +123,7 @@ class ServedModel:
         ]
         if not self.template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
-        if harmony.writes_harmony(self.template.text):
+        if self.template.writes_harmony:
             messages = harmony.conversation(messages)
         if _DEVELOPER not in self.template.text:
             messages = [_as_system(message) for message in messages]

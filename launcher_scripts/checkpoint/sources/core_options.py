@@ -163,20 +163,22 @@ def read_gpt(
         if value not in choices:
             problems.add(f"{name} is not supported", got=value, choices=choices)
     layers = size(raw, "num_layers", problems)
+    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
+    base = real(raw, "rotary_base", 10000.0, problems)
     fields = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": size(raw, "num_query_groups", problems, heads),
-        "head_size": size(raw, "kv_channels", problems, max(hidden // heads, 1)),
+        "head_size": head_size,
         "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
         "max_positions": size(raw, "max_position_embeddings", problems, raw.get("seq_length")),
         "position_embedding": POSITIONS.get(positions, "none"),
         "rotary_percentage": real(raw, "rotary_percent", 1.0, problems),
-        "rotary_base": real(raw, "rotary_base", 10000.0, problems),
+        "rotary_base": base,
         "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
         **_scaling(raw, problems),
-        **_yarn(raw, problems),
+        **_yarn(raw, head_size, base, problems),
         "normalization": NORMALIZATIONS.get(normalization, "layernorm"),
         "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
         "activation": activation_of(raw, activation),
@@ -238,20 +240,20 @@ def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
     }
 
 
-def _yarn(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+def _yarn(
+    raw: Mapping[str, Any], head_size: int, base: float, problems: Problems
+) -> dict[str, Any]:
     """The core turns all dimensions with it."""
     if raw.get("position_embedding_type") != "yarn":
         return {}
     refuse_others(raw, problems, {"rotary_percent": (None, 1, 1.0)}, " with yarn")
-    heads, hidden = (size(raw, name, problems) for name in ("num_attention_heads", "hidden_size"))
-    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
     said = {
         name: real(raw, f"yarn_{name}", 1.0, problems) if raw.get(f"yarn_{name}") else None
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     }
     return yarn(
         max(head_size // 2, 1),
-        real(raw, "rotary_base", 10000.0, problems),
+        base,
         real(raw, "yarn_rotary_scaling_factor", 1.0, problems),
         size(raw, "yarn_original_max_position_embeddings", problems),
         truncate=flag(raw, "yarn_correction_range_round_to_int", True),
