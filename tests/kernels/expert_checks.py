@@ -65,12 +65,28 @@ def test_route(rows, dtype):
     assert fused.route(x, Router(linear, 2))[0][0].tolist() == [1, 3]
 
 
+@pytest.mark.parametrize(("rows", "size"), [(2, 16), (17, 16), (70, 64), (300, 128)])
+def test_every_choice_is_in_a_block_of_its_expert(rows, size, monkeypatch):
+    monkeypatch.setattr(experts, "MOST_AT_ONCE", 64)
+    chosen = random(rows, 7).topk(3, -1).indices + 1  # nobody chooses the first one
+    chosen[:, 0] = torch.where((chosen[:, 1:] == 2).any(1), 8, 2)  # most choose this one
+    blocks = experts.blocks_of(chosen, 11)
+    assert blocks.choices.shape == (blocks.count, blocks.size) and blocks.size == size
+    owners = blocks.experts[: blocks.count]
+    assert owners[owners >= 0].tolist() == sorted(owners[owners >= 0].tolist())
+    placed = blocks.choices[owners >= 0]
+    held = placed >= 0
+    assert placed[held].sort().values.tolist() == list(range(chosen.numel()))
+    of_expert = owners[owners >= 0][:, None].expand_as(placed)
+    assert torch.equal(chosen.flatten()[placed[held].long()], of_expert[held])
+
+
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize(
     ("rows", "count", "per_token"), [(1, 7, 3), (3, 5, 2), (17, 4, 1), (MANY, 5, 3)]
 )
 def test_mixture(rows, count, per_token, dtype):
-    """Few tokens' experts have a block each, many tokens' as many as they need; some have none."""
+    """One token's experts have a block each, others as many as they need; some have none."""
     gated = count != 4
     mlps = make_experts(count, gated, dtype, biased=per_token == 3)
     x = 3 * random(rows, HIDDEN, dtype=dtype)

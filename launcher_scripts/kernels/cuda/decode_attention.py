@@ -64,8 +64,11 @@ class AttentionShape(NamedTuple):
     prefetch: int = 0
 
 
-def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -> AttentionShape:
-    """For contexts up to `longest` of so many rows.
+def attention_shape(
+    longest: int, rows: int, heads: Heads, dtype: torch.dtype, cached: torch.dtype | None = None
+) -> AttentionShape:
+    """For contexts up to `longest` of so many rows, whose keys and values are kept as `cached`, in
+    the compute type where that is not said.
 
     One program reads a short context sooner than several that have to merge their parts; with few
     heads large tiles use the multiprocessors best. Longer contexts are split over about the same
@@ -74,7 +77,7 @@ def attention_shape(longest: int, rows: int, heads: Heads, dtype: torch.dtype) -
     """
     queries, short = rows * heads.num_heads, longest <= SHORT_CONTEXT
     if dtype != torch.float32 and _multiplies(rows, heads, short):
-        return _with_products(rows, heads, short)
+        return _with_products(rows, heads, short, in_bytes=cached == torch.float8_e4m3fn)
     if not short:
         return AttentionShape(_splits(longest, queries), 16, 1)
     if queries <= FEW_HEADS:
@@ -92,7 +95,7 @@ def _multiplies(rows: int, heads: Heads, short: bool) -> bool:
     return pairs >= FEWEST_PAIRS or queries >= MANY_HEADS
 
 
-def _with_products(rows: int, heads: Heads, short: bool) -> AttentionShape:
+def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> AttentionShape:
     """Few programs with many loads under way each; those that all find a place at once begin to
     read before the kernel ahead has ended."""
     pairs = rows * heads.num_kv_heads
@@ -103,6 +106,8 @@ def _with_products(rows: int, heads: Heads, short: bool) -> AttentionShape:
     widest = max(SMALLEST_SIDE, TILE_SIZE // triton.next_power_of_2(heads.head_size))
     tile = min(widest, tile)
     warps = 2 if members == SMALLEST_SIDE else 4
+    if in_bytes and tile == SMALL_TILE:
+        warps //= 2  # each has as many bytes under way
     prefetch = tile if pairs <= MOST_PAIRS else 0
     return AttentionShape(splits, tile, warps, 4, members, prefetch)
 
@@ -396,7 +401,7 @@ def attention_launch(
     ahead = None if norm is None else state
     starts, lengths, positions = rows
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
-    shape = attention_shape(longest, count, heads, dtype)
+    shape = attention_shape(longest, count, heads, dtype, cache.keys.dtype)
     splits = shape.splits
     device = query.device
     out = torch.empty(count, num_heads * size, dtype=dtype, device=device)

@@ -8,6 +8,8 @@ that passes can be recorded; blocks without choices end at once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,11 +24,29 @@ from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.tiles import DotTile
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
-NONE = -1  # the expert of a block without choices, and a choice that a block has no more of
 MOST_TOKENS = 2048  # whose results lie side by side before they are summed
-BLOCK_OF_MANY = 64  # choices, where there are more tokens than MOST_ROWS
-FEW_TILE = DotTile(64, 128, 4, 4, 1)
-MANY_TILE = DotTile(128, 64, 4, 3, 1)
+MOST_AT_ONCE = 2048  # choices
+LARGEST_BATCH = 128
+CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
+TILES = {  # by the choices of a block
+    16: DotTile(64, 128, 4, 4, 1),
+    32: DotTile(64, 128, 4, 4, 1),
+    64: DotTile(128, 128, 8, 2, 1),
+    128: DotTile(128, 64, 4, 3, 1),
+}
+
+
+class Blocks(NamedTuple):
+    """Choices in blocks of one expert each.
+
+    experts: int64, of each block, and perhaps more numbers; -1 where a block has no choices
+    choices: int32 [count, size], -1 behind the last of an expert; None: block n has choice n alone
+    """
+
+    experts: Tensor
+    choices: Tensor | None
+    count: int
+    size: int
 
 
 @triton.jit
@@ -92,39 +112,50 @@ def choose_experts(
 
 
 @triton.jit
-def group_few(
+def group_choices(
     chosen,
     experts,
     choices,
     count,
-    PER_TOKEN: tl.constexpr,
-    OF_CHOICE: tl.constexpr,
     USE_PDL: tl.constexpr,
-    LANES: tl.constexpr,
+    BINS: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """One program: a block, whose lane n has the choice of its expert that token n made.
+    """One program: an expert's blocks, which follow those of the experts before it.
 
-    The expert has the block's number, or, with OF_CHOICE, is that of the choice with this number,
-    if no earlier choice is of the same. LANES is PER_TOKEN as a power of two.
+    chosen: the `count` choices;  experts [BLOCKS], choices [blocks, BATCH]: see Blocks
+    PIECE: choices read at once.  BINS, PIECE and BLOCKS are powers of two, no smaller than the
+    number of experts, one, and that of blocks.
     """
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    block = tl.program_id(0)
-    tokens = tl.arange(0, BATCH)[:, None]
-    places = tl.arange(0, LANES)[None, :]
-    there = (tokens < count) & (places < PER_TOKEN)
-    choice = tokens * PER_TOKEN + places
-    found = tl.load(chosen + choice, mask=there, other=-1)
-    expert = block.to(tl.int64)
-    if OF_CHOICE:
-        expert = tl.load(chosen + block)
-    same = there & (found == expert)
-    first = tl.min(tl.where(same, choice, BATCH * LANES), None)
-    empty = first != block if OF_CHOICE else first == BATCH * LANES
-    tl.store(choices + block * BATCH + tl.arange(0, BATCH), tl.max(tl.where(same, choice, -1), 1))
-    tl.store(experts + block, tl.where(empty, -1, expert))
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, PIECE)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in tl.range(0, count, PIECE):
+        read = start + lanes
+        found = tl.load(chosen + read, mask=read < count, other=0).to(tl.int32)
+        counts += tl.histogram(found, BINS, mask=read < count)
+    needed = (counts + BATCH - 1) // BATCH
+    first = tl.sum(tl.where(bins < expert, needed, 0), 0)
+    end = first + tl.sum(tl.where(bins == expert, needed, 0), 0)
+    place = first * BATCH
+    for start in tl.range(0, count, PIECE):
+        read = start + lanes
+        same = tl.load(chosen + read, mask=read < count, other=-1) == expert
+        ranks = tl.cumsum(same.to(tl.int32), 0)
+        tl.store(choices + place + ranks - 1, read, mask=same)
+        place += tl.max(ranks, 0)
+    rest = place + tl.arange(0, BATCH)
+    tl.store(choices + rest, -1, mask=rest < end * BATCH)
+    block = tl.arange(0, BLOCKS)
+    tl.store(experts + block, expert, mask=(block >= first) & (block < end))
+    if expert == tl.num_programs(0) - 1:
+        tl.store(experts + block, -1, mask=block >= end)
 
 
 @triton.jit
@@ -148,6 +179,8 @@ def expert_rows(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
+    LONE: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     USE_PDL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -156,14 +189,17 @@ def expert_rows(
     """act(W x) * (W2 x) of the block's expert and its choices' tokens: out [choices, OUT].
 
     BIASED: each product plus its expert's bias.
+    LONE: there is one token, whose choices have a block each; choices are not read.
+    NEIGHBOURS: how many blocks' programs for the same rows run one after the other, so that those
+    of one expert share what they read of a large weight.
     With DOWN the inputs are the choices' own, and what W makes of them is multiplied by the
     choices' factors: out [PER_TOKEN, count, OUT].
     """
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    part = tl.program_id(0)
-    block = tl.program_id(1)
+    parts, blocks = tl.num_programs(0), tl.num_programs(1)
+    block, part = tl.swizzle2d(tl.program_id(1), tl.program_id(0), blocks, parts, NEIGHBOURS)
     expert = tl.load(experts + block)
     if expert < 0:
         return
@@ -176,7 +212,11 @@ def expert_rows(
     starts = weight + place
     if GATED:
         starts = tl.where(lines < own, starts, gate_weight + place)
-    choice = tl.load(choices + block * BATCH + tl.arange(0, BATCH)).to(tl.int64)
+    lanes = tl.arange(0, BATCH)
+    if LONE:
+        choice = tl.where(lanes == 0, block, -1).to(tl.int64)
+    else:
+        choice = tl.load(choices + block * BATCH + lanes).to(tl.int64)
     there = choice >= 0
     read = choice if DOWN else choice // PER_TOKEN
     inputs = x + tl.where(there, read, 0)[None, :] * IN
@@ -185,16 +225,15 @@ def expert_rows(
     ends = (expert + 1) * OUT
     if GATED:
         value, gate = halves(value, ROWS, BATCH)
+    value *= scales_of(scales, weight, scaled, ends)[:, None]
+    if BIASED:
+        value += tl.load(bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
+    if GATED:
         gate *= scales_of(gate_scales, gate_weight, scaled, ends)[:, None]
-        value *= scales_of(scales, weight, scaled, ends)[:, None]
         if BIASED:
-            value += tl.load(bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
             gate += tl.load(gate_bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
         value = activate_gated(value, gate, ACTIVATION)
     else:
-        value *= scales_of(scales, weight, scaled, ends)[:, None]
-        if BIASED:
-            value += tl.load(bias + scaled, mask=rows < OUT, other=0.0).to(tl.float32)[:, None]
         value = activate(value, ACTIVATION)
     target = choice
     if DOWN:
@@ -242,7 +281,7 @@ def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> 
         pieces = [slice(start, start + MOST_TOKENS) for start in starts]
         sums = [mixture(x[piece], chosen[piece], weights[piece], experts) for piece in pieces]
         return torch.cat(sums, dim=1)
-    blocks = _blocks(chosen, experts.count)
+    blocks = blocks_of(chosen, experts.count)
     inner = x.new_empty(chosen.numel(), experts.up.weight.shape[1])
     up, gate, activation = experts.up, experts.gate, experts.activation
     _launch(x, up, inner, chosen, blocks, gate=gate, activation=activation)
@@ -256,23 +295,21 @@ def _launch(
     linear: Linear,
     out: Tensor,
     chosen: Tensor,
-    blocks: tuple[Tensor, Tensor],
+    blocks: Blocks,
     *,
     gate: Linear | None = None,
     activation: str | None = None,
     factors: Tensor | None = None,
 ) -> None:
     count, per_token = chosen.shape
-    experts, choices = blocks
-    batch = choices.shape[1]
     _, out_size, in_size = linear.weight.shape
-    tile = FEW_TILE if count <= MOST_ROWS else MANY_TILE
-    width = x.element_size()
-    tile = tile._replace(block=tile.block * 2 // width)
-    shared_bytes = traits_of(x.device).shared_bytes
-    tile = tile.fitting(batch * width // 2, linear.weight.element_size(), shared_bytes)
-    own = tile.rows if gate is None else tile.rows // 2
-    launcher(expert_rows, (triton.cdiv(out_size, own), len(experts)))(
+    tile = TILES[blocks.size]
+    inputs_width, width = x.element_size(), linear.weight.element_size()
+    tile = tile._replace(block=tile.block * 2 // inputs_width)
+    tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)
+    products = 1 if gate is None else 2
+    own = tile.rows // products
+    launcher(expert_rows, (triton.cdiv(out_size, own), blocks.count))(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
@@ -281,8 +318,8 @@ def _launch(
         x if linear.bias is None else linear.bias,
         x if gate is None or gate.bias is None else gate.bias,
         x if factors is None else factors,
-        experts,
-        choices,
+        blocks.experts,
+        blocks.experts if blocks.choices is None else blocks.choices,
         out,
         count,
         OUT=out_size,
@@ -292,52 +329,50 @@ def _launch(
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
         BIASED=linear.bias is not None,
+        LONE=blocks.choices is None,
+        NEIGHBOURS=8 if products * out_size * in_size * width > CACHED else 1,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        BATCH=batch,
+        BATCH=blocks.size,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(x),
     )
 
 
-def _blocks(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The blocks' experts, int64 [blocks], and their choices, int32 [blocks, choices]."""
-    count, per_token = chosen.shape
-    if count > MOST_ROWS:
-        return _blocks_of_many(chosen.flatten(), experts)
-    blocks = min(chosen.numel(), experts)
-    batch = max(SMALLEST_BATCH, triton.next_power_of_2(count))
-    owners = torch.empty(blocks, dtype=torch.int64, device=chosen.device)
-    choices = torch.empty(blocks, batch, dtype=torch.int32, device=chosen.device)
-    launcher(group_few, (blocks,))(
+def blocks_of(chosen: Tensor, experts: int) -> Blocks:
+    """Blocks of the choices [N, experts_per_token] of so many experts."""
+    (count, per_token), choices = chosen.shape, chosen.numel()
+    size = block_size(count, per_token, experts)
+    if count == 1:
+        return Blocks(chosen.flatten(), None, choices, size)
+    blocks = min(choices, choices // size + experts)
+    most = triton.next_power_of_2(blocks)
+    found = Blocks(
+        torch.empty(most, dtype=torch.int64, device=chosen.device),
+        torch.empty(blocks, size, dtype=torch.int32, device=chosen.device),
+        blocks,
+        size,
+    )
+    launcher(group_choices, (experts,))(
         chosen,
-        owners,
+        found.experts,
+        found.choices,
         choices,
-        count,
-        PER_TOKEN=per_token,
-        OF_CHOICE=blocks < experts,
-        LANES=triton.next_power_of_2(per_token),
-        BATCH=batch,
-        num_warps=1 if count * per_token <= 128 else 4,
+        BINS=triton.next_power_of_2(experts),
+        PIECE=min(MOST_AT_ONCE, triton.next_power_of_2(choices)),
+        BLOCKS=most,
+        BATCH=size,
+        num_warps=1 if choices <= 128 else 4,
         **pdl_options(chosen),
     )
-    return owners, choices
+    return found
 
 
-def _blocks_of_many(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """An expert's choices fill one block after the other; chosen is flat."""
-    size, device = BLOCK_OF_MANY, chosen.device
-    order = chosen.argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int64, device=device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    blocks = (counts + size - 1) // size
-    ends = blocks.cumsum(0)
-    # A choice's place is its expert's first block's, and as far on as it is among its expert's.
-    ahead = (ends - blocks) * size - (counts.cumsum(0) - counts)
-    places = ahead[chosen[order]] + torch.arange(chosen.numel(), device=device)
-    most = chosen.numel() // size + experts
-    choices = torch.full((most * size,), NONE, dtype=torch.int32, device=device)
-    choices[places] = order.int()
-    owners = torch.searchsorted(ends, torch.arange(most, device=device), right=True)
-    return owners.masked_fill(owners == experts, NONE), choices.view(most, size)
+def block_size(count: int, per_token: int, experts: int) -> int:
+    """How many choices a block has: twice as many as an expert has on average, so that few experts
+    need a second block, but no more than one expert can have.
+    """
+    average = triton.cdiv(count * per_token, experts)
+    size = triton.next_power_of_2(min(2 * average, count))
+    return int(max(SMALLEST_BATCH, min(size, LARGEST_BATCH)))
