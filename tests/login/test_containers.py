@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
-from launcher_scripts.cluster.enroot import EnrootImage
+from launcher_scripts.cluster.containers import (
+    EnrootImage,
+    image_problem,
+    is_file,
+    registry_name,
+)
 from launcher_scripts.cluster.slurm_script import Variables
 from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
