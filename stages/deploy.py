@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
@@ -22,17 +24,13 @@ from launcher_scripts.models.repository import (
 )
 from stages.checks import SECURITY_KEY, check_gateway
 from stages.export import Export
-from stages.stage import Launch, Stage
+from stages.stage import Stage, StageRun
 
-CLEANUP_SECONDS = 20.0
 RESTARTS = 3  # of a server that serves others
 
 
 @dataclass(frozen=True)
-class DeployRun:
-    name: str
-    time_limit: str
-    results_dir: str
+class DeployRun(StageRun):
     nodes: int | None
 
 
@@ -55,10 +53,9 @@ class Deploy(Stage):
     block_type = DeployBlock
     modules = ("start_server",)
     mpi = True
+    caches: ClassVar[Mapping[str, str]] = {"TRITON_CACHE_DIR": "triton"}
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: DeployBlock
+    block: DeployBlock
 
     @cached_property
     def settings(self) -> DeploySettings:
@@ -162,12 +159,7 @@ class Deploy(Stage):
 
     def service(self) -> Service:
         settings = self.settings
-        # The server ends its requests within stop_timeout; then its processes are put away, and
-        # its container.
-        stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
-        if self.in_container:
-            stop_timeout += self.launch.cluster.removal_seconds
-        own = (settings.ready_file, settings.ready_timeout, stop_timeout)
+        own = (settings.ready_file, settings.ready_timeout, self.stop_timeout())
         return Service(*own, settings.candidate_file)
 
     def env(self) -> dict[str, str]:
@@ -175,9 +167,7 @@ class Deploy(Stage):
         needed, env = self.step_gpus(), {}
         if needed is not None and not self.launch.cluster.limits_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(needed)))
-        if self.in_container:
-            env["TRITON_CACHE_DIR"] = str(self.cache("triton"))
-        return env
+        return {**env, **super().env()}
 
     def step_gpus(self) -> int | None:
         """One GPU of a node for every rank on it, where that is less than the node has."""
@@ -189,8 +179,7 @@ class Deploy(Stage):
 
     def paths(self) -> list[Path]:
         given = [] if self.remote else [self.repository]
-        cache = [self.cache("triton")] if self.in_container else []
-        return [*given, *super().paths(), *cache]
+        return [*given, *super().paths()]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings

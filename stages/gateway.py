@@ -9,22 +9,14 @@ from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
-from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
+from launcher_scripts.cluster.job import Job, JobFolder, Service
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.paths import with_absolute_paths
 from launcher_scripts.config.settings import GatewayJobSettings
 from stages.checks import check_gateway
-from stages.deploy import CLEANUP_SECONDS, Deploy
-from stages.stage import Launch, Stage
-
-
-@dataclass(frozen=True)
-class GatewayRun:
-    name: str
-    time_limit: str
-    results_dir: str
-    gpus_per_node: int | None
+from stages.deploy import Deploy
+from stages.stage import ClientRun, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +25,7 @@ class GatewayBlock(DeployedGateway):
 
     key: ClassVar[str] = "gateway"
 
-    run: GatewayRun
+    run: ClientRun
     ready: tuple[str, ...]
     ready_timeout: float
     stop_timeout: float
@@ -53,10 +45,12 @@ class Gateway(Stage):
     block_type = GatewayBlock
     modules = ("run_gateway",)
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: GatewayBlock
-        self._deploy = Deploy(launch)
+    block: GatewayBlock
+
+    @cached_property
+    def _deploy(self) -> Deploy:
+        """The stage of the servers, which may be of another command line."""
+        return Deploy(self.launch)
 
     @cached_property
     def settings(self) -> GatewayJobSettings:
@@ -77,16 +71,9 @@ class Gateway(Stage):
     def job_settings(self, folder: JobFolder, server: Job | None) -> GatewayJobSettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
 
-    def resources(self) -> Resources:
-        """It needs no GPU: it must not wait for those that its servers hold."""
-        run = self.block.run
-        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
-
     def service(self) -> Service:
-        settings, stop_timeout = self.settings, self.settings.stop_timeout + CLEANUP_SECONDS
-        if self.in_container:
-            stop_timeout += self.launch.cluster.removal_seconds
-        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
+        settings = self.settings
+        return Service(settings.ready_file, settings.ready_timeout, self.stop_timeout())
 
     def paths(self) -> list[Path]:
         """With the model repository, where the gateway finds the tokenizer."""

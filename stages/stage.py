@@ -26,6 +26,8 @@ from launcher_scripts.config.schema import build
 from stages.checks import Checks, check_variables
 from stages.mounts import Mount, mounts_for
 
+CLEANUP_SECONDS = 20.0
+
 
 @dataclass(frozen=True)
 class LauncherConfig:
@@ -65,23 +67,49 @@ class Launch:
     checks: Checks
 
 
+@dataclass(frozen=True)
+class StageRun:
+    """The block `run` of every stage: how its job is called, and where its results go."""
+
+    name: str
+    time_limit: str
+    results_dir: str
+
+    def resources(self) -> Resources:
+        return Resources(time_limit=self.time_limit)
+
+
+@dataclass(frozen=True)
+class ClientRun(StageRun):
+    """Of a job that needs no GPU: it must not wait for those that its servers hold."""
+
+    gpus_per_node: int | None
+
+    def resources(self) -> Resources:
+        return Resources(time_limit=self.time_limit, gpus_per_node=self.gpus_per_node)
+
+
 class Stage(ABC):
     """One phase of a deployment.
 
     name:  in STAGES and in the configuration
-    block_type: the dataclass of the stage's block in the configuration
+    block_type: the dataclass of `block`, the stage's block in the configuration
     modules: launcher_scripts.steps.<module> of the commands that the job may run
     mpi: whether the tasks of a step find each other through the cluster's process manager
+    caches: variables for what programs keep below the home directory, and names of folders for it
     """
 
     name: ClassVar[str]
     block_type: ClassVar[type]
     modules: ClassVar[tuple[str, ...]]
     mpi: ClassVar[bool] = False
+    caches: ClassVar[Mapping[str, str]] = {}
+
+    block: Any
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.block: Any = build(
+        self.block = build(
             self.block_type, launch.blocks[self.name], f"the {self.name} stage", key=self.name
         )
 
@@ -116,7 +144,8 @@ class Stage(ABC):
         return self.modules
 
     def resources(self) -> Resources:
-        return Resources(time_limit=self.block.run.time_limit)
+        resources: Resources = self.block.run.resources()
+        return resources
 
     def service(self) -> Service | None:
         """How to tell that a job which does not end by itself is ready."""
@@ -136,17 +165,26 @@ class Stage(ABC):
         """How many GPUs of a node the steps need; None: all that the job has."""
         return None
 
+    def stop_timeout(self) -> float:
+        """Seconds that a service may take to end: it ends its requests within its own time, then
+        its processes are put away, and its container.
+        """
+        removal = self.launch.cluster.removal_seconds if self.in_container else 0.0
+        return float(self.settings.stop_timeout) + CLEANUP_SECONDS + removal
+
     def env(self) -> dict[str, str]:
         """Variables of this stage alone."""
-        return {}
+        return {name: str(folder) for name, folder in self._cache_folders().items()}
 
-    def cache(self, name: str) -> Path:
-        """A folder that outlives the job, for what programs keep below the home directory.
+    def _cache_folders(self) -> dict[str, Path]:
+        """The folders of `caches`, which outlive the job, by their variables.
 
         In a container there is no home directory, and what is there cannot be written to. The
         folder above exists as soon as there is a job folder, so it can be mounted.
         """
-        return self.results_dir / f"{name}_cache"
+        if not self.in_container:
+            return {}
+        return {name: self.results_dir / f"{kind}_cache" for name, kind in self.caches.items()}
 
     @property
     def in_container(self) -> bool:
@@ -262,6 +300,7 @@ class Stage(ABC):
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
         ]
         paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
+        paths += self._cache_folders().values()
         if self.overlay is not None:
             paths.append(self.overlay / FILE_NAME)
         mounts = mounts_for(paths, folders, config.mounts())
