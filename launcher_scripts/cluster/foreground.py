@@ -26,8 +26,8 @@ from launcher_scripts.cluster.local_state import (
     note_process,
     process_state,
 )
-from launcher_scripts.cluster.record import JobRecord, read_json
-from launcher_scripts.cluster.state import JobState
+from launcher_scripts.cluster.record import JobRecord, ready_of_run
+from launcher_scripts.cluster.state import JobState, wait_for
 from launcher_scripts.common.errors import (
     ClusterError,
     LauncherError,
@@ -106,10 +106,10 @@ class Process:
         if not self.ended():
             self._stopped = True
             self._popen.terminate()
-            _wait_for(self.ended, leader_seconds, hurry)
+            wait_for(lambda: self.ended() or hurry(), leader_seconds, POLL_SECONDS)
         self._signal_group(signal.SIGTERM)
         left = max(_GROUP_SECONDS, deadline - time.monotonic())
-        _wait_for(lambda: not self._group_lives(), left, hurry)
+        wait_for(lambda: not self._group_lives() or hurry(), left, POLL_SECONDS)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
         self.ended()
@@ -140,19 +140,9 @@ class ServiceProcess(Process):
 
     def ready(self) -> Path | None:
         """The file that says so; None: it is not ready."""
-        folder = str(self.submitted.job.folder.root)
-        for path in dict.fromkeys((self.service.ready_file, self.service.first_file)):
-            with contextlib.suppress(ClusterError):
-                ready = read_json(path) or {}
-                if (ready.get("job") or {}).get("folder") == folder:
-                    return path
-        return None
-
-
-def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not (done() or hurry()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        folder = self.submitted.job.folder.root
+        paths = dict.fromkeys((self.service.ready_file, self.service.first_file))
+        return next((path for path in paths if ready_of_run(path, folder) is not None), None)
 
 
 class Stopped(ClusterError):

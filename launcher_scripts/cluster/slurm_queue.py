@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Resources
@@ -211,7 +212,7 @@ def _with_exit_code(state: JobState, code: str) -> JobState:
     number, _, signal = code.partition(":")
     shell = 128 + int(signal) if int(signal or 0) else int(number or 0)
     shell = shell if state.succeeded else shell or 1
-    return JobState(**{**state.to_json(), "exit_code": shell})
+    return replace(state, exit_code=shell)
 
 
 def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str | None:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.state import FORGOTTEN
 from launcher_scripts.common.cleanup import remove_leftovers
-from launcher_scripts.common.errors import lookup
 from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
@@ -181,8 +179,7 @@ def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
     jobs = request.chosen()
     for item in look(jobs, ask_servers=False):
         if not item.state.ended:
-            kind = lookup(CLUSTERS, item.job.record.cluster_type, "cluster_type")
-            how(kind)(item.job.folder, item.job.record, item.job_id)
+            how(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
     statuses = look(jobs, ask_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)
