@@ -119,13 +119,8 @@ class Export(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
-        if settings.model_type not in BACKEND_MODEL_TYPES:
-            checks.problems.add(
-                "unknown model_type",
-                got=settings.model_type,
-                choices=BACKEND_MODEL_TYPES,
-                change="export.run.model_type",
-            )
+        model_types, key = BACKEND_MODEL_TYPES, "export.run.model_type"
+        checks.problems.check_choice("model_type", settings.model_type, model_types, key)
         self._check_folder()
         if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY):
             self._check_sizes()

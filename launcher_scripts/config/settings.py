@@ -32,7 +32,6 @@ from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.twin import TwinSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
-WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
@@ -78,7 +77,7 @@ class ModelOptions:
     kept beside it under the names of their files or folders.
     """
 
-    weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
+    weight_data_type: str = option("fp32", "type of the written files", choices=DATA_TYPES)
     processes: int = option(16, "processes at most", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
@@ -418,8 +417,8 @@ Settings = TypeVar("Settings")
 def settings_text(settings: Any) -> str:
     """One stage's settings as YAML; those that have no default come first."""
     values = {field.name: None for field in dataclasses.fields(settings) if is_required(field)}
-    plain = _plain({**values, **dataclasses.asdict(settings)})
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
+    values |= dataclasses.asdict(settings)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def write_settings(settings: Any, path: Path) -> None:
@@ -433,18 +432,4 @@ def read_settings(kind: type[Settings], path: Path) -> Settings:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
-    return build_settings(kind, values, str(path))
-
-
-def build_settings(kind: type[Settings], values: Any, origin: str) -> Settings:
-    """A settings object from plain mappings and lists; `origin` names them in errors."""
-    return build(kind, values, origin)
-
-
-def _plain(value: Any) -> Any:
-    """The value with tuples as lists, so that YAML stays plain."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return build(kind, values, str(path))
