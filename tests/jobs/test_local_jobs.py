@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.conftest import Jobs
-from tests.login.test_interactive import LOCAL, Start, assert_ended, deploy_folder
+from tests.login.conftest import LOCAL
+from tests.login.test_interactive import Start, assert_ended, deploy_folder
 from tests.processes import wait_for, wait_for_file
 
 Ask = Callable[..., list[dict[str, Any]]]

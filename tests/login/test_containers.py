@@ -20,8 +20,7 @@ from launcher_scripts.cluster.slurm_script import Variables
 from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import ENROOT, IMAGE, folder_of
+from tests.login.test_golden import BASE, ENROOT, IMAGE, folder_of
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import Plan
 from tests.engine.small_models import random_tensors, small_config, write_checkpoint
+from tests.login.conftest import LOCAL, Planner
 
-LOCAL = "cluster_type=interactive"
 KEY = "export.triton_deployment.draft_model_dir"
 
 
 def test_its_folder_goes_into_the_settings(
-    plan: Callable[..., Plan], arguments: list[str], tmp_path: Path
+    plan: Planner, arguments: list[str], tmp_path: Path
 ) -> None:
     config = small_config()
     folder = write_checkpoint(tmp_path / "small", config, random_tensors(config), 2)
@@ -33,7 +31,7 @@ def test_its_folder_goes_into_the_settings(
     ],
 )
 def test_what_does_not_fit_is_answered(
-    plan: Callable[..., Plan],
+    plan: Planner,
     arguments: list[str],
     tmp_path: Path,
     tp_size: int | None,

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,11 +15,10 @@ import pytest
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.processes import StopRequest
-from tests.login.conftest import Run
+from tests.login.conftest import LOCAL, Run
+from tests.processes import wait_for_file, wait_until_gone
 
 Start = Callable[..., "subprocess.Popen[str]"]
-
-LOCAL = "cluster_type=interactive"
 
 
 def export_folder(tmp_path: Path) -> Path:
@@ -29,15 +27,6 @@ def export_folder(tmp_path: Path) -> Path:
 
 def deploy_folder(tmp_path: Path) -> Path:
     return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_fp16_fp16"
-
-
-def wait_for(path: Path, seconds: float = 240.0) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return path.read_text()
-        time.sleep(0.02)
-    pytest.fail(f"{path} did not appear")
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:
@@ -50,20 +39,8 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     return "".join(lines)
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def assert_ended(pids: str) -> None:
-    deadline = time.monotonic() + 180
-    numbers = [int(pid) for pid in pids.split()]
-    while any(map(alive, numbers)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [pid for pid in numbers if alive(pid)] == []
+    wait_until_gone(map(int, pids.split()))
 
 
 @pytest.fixture
@@ -139,7 +116,7 @@ def test_nohup_outlives_its_terminal() -> None:
 def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
-    pid = wait_for(pid_file)
+    pid = wait_for_file(pid_file)
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
@@ -153,7 +130,7 @@ def test_a_reader_that_has_seen_enough_ends_the_job(start: Start, tmp_path: Path
 def test_an_interrupted_export_ends_its_processes(start: Start, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     process = start("stages=[export]", EXPORT_WAITS=str(pid_file))
-    pid = wait_for(pid_file)
+    pid = wait_for_file(pid_file)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
@@ -198,7 +175,7 @@ def test_a_second_signal_ends_a_server_that_does_not_listen(start: Start, tmp_pa
 
 def test_the_server_ends_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
     process = start("stages=[export,deploy]")
-    wait_for(deploy_folder(tmp_path) / "ready.json")
+    wait_for_file(deploy_folder(tmp_path) / "ready.json")
     process.kill()
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
 

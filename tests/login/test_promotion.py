@@ -12,10 +12,11 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from stages.evaluate import Evaluate
 from stages.plan import make_plan
-from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import compare, folder_of
-from tests.login.test_interactive import LOCAL, assert_ended, deploy_folder, wait_for
+from tests.conftest import Golden
+from tests.login.conftest import LOCAL, Compose
+from tests.login.test_golden import BASE, folder_of
+from tests.login.test_interactive import assert_ended, deploy_folder
+from tests.processes import wait_for_file
 
 PROMOTE = "deploy.promote=after_gate"
 STEPS = ("measure_accuracy", "judge")
@@ -49,7 +50,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("judged")
 def test_the_server_is_private_and_its_evaluation_knows_where(
-    hydra_config: Compose, data_dir: Path, request: pytest.FixtureRequest
+    hydra_config: Compose, golden: Golden
 ) -> None:
     gateway = "deploy.gateway.port=8080"
     plan = make_plan(hydra_config(*BASE, PROMOTE, gateway))
@@ -61,9 +62,7 @@ def test_the_server_is_private_and_its_evaluation_knows_where(
     assert evaluate.settings.ready_file == f"{results}/ready.candidate.json"
     assert evaluate.settings.published_as == f"{results}/ready.json"
     assert evaluate.settings.server_job_folder == str(deploy.folder.root)
-    update = request.config.getoption("--update-golden")
-    script = plan.cluster.render(evaluate)
-    compare(data_dir.parent / "golden/bcm_promote/evaluate.sh", script, update=update)
+    golden("bcm_promote/evaluate.sh", plan.cluster.render(evaluate))
 
 
 def test_an_evaluation_of_a_server_that_is_not_held_back_publishes_nothing(
@@ -119,7 +118,7 @@ def test_here_the_server_goes_on_after_go_alone(
     deploy = deploy_folder(tmp_path)
     try:
         if verdict == 0:
-            wait_for(deploy / "ready.json")
+            wait_for_file(deploy / "ready.json")
             for line in process.stdout or ():
                 if f"is ready: {deploy / 'ready.json'}" in line:
                     break

@@ -7,8 +7,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
 from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import folder_of
+from tests.login.test_golden import BASE, folder_of
 
 # key and value -> a line of the script of the server's job; -: one that must not be there
 MEANINGS = {
