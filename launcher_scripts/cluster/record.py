@@ -1,6 +1,6 @@
 """What a job folder says of its job: who takes care of it, under which id, and where its files are.
 
-<folder>/job.json      written when the job is handed over
+<folder>/job.json      written when the job is handed over, with job_id, which has the id alone
 <folder>/process.json  of a job on this machine: its process
 <folder>/end_<id>.json how it ended, as soon as somebody has seen it
 """
@@ -20,6 +20,7 @@ from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
+ID_FILE = "job_id"
 Known = TypeVar("Known")
 
 
@@ -53,7 +54,7 @@ class JobRecord:
 
     def write(self, folder: Path) -> None:
         write_text(folder / RECORD, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
-        write_text(folder / "job_id", f"{self.job_id}\n")
+        write_text(folder / ID_FILE, f"{self.job_id}\n")
 
     @classmethod
     def read(cls, folder: Path) -> JobRecord:
