@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
+from launcher_scripts.cluster.job import Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
@@ -24,7 +24,7 @@ from launcher_scripts.models.repository import (
 )
 from stages.checks import SECURITY_KEY, check_gateway
 from stages.export import Export
-from stages.stage import Stage, StageRun
+from stages.stage import ServiceStage, StageRun
 
 RESTARTS = 3  # of a server that serves others
 
@@ -48,7 +48,7 @@ class DeployBlock:
     server: ServerOptions
 
 
-class Deploy(Stage):
+class Deploy(ServiceStage):
     name = "deploy"
     block_type = DeployBlock
     modules = ("start_server",)
@@ -93,9 +93,6 @@ class Deploy(Stage):
         if block.port is None or not alone or "gateway" in self.launch.stages:
             return None
         return block if self.block.promote is None else replace(block, port=0)
-
-    def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
-        return replace(self.settings, job_folder=str(folder.root))
 
     @property
     def remote(self) -> bool:
@@ -158,9 +155,7 @@ class Deploy(Stage):
         return Resources(nodes=self.block.run.nodes or needed, time_limit=self.block.run.time_limit)
 
     def service(self) -> Service:
-        settings = self.settings
-        own = (settings.ready_file, settings.ready_timeout, self.stop_timeout())
-        return Service(*own, settings.candidate_file)
+        return replace(super().service(), candidate_file=self.settings.candidate_file)
 
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
-from launcher_scripts.cluster.job import Job, JobFolder, Service
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.paths import with_absolute_paths
 from launcher_scripts.config.settings import GatewayJobSettings
 from stages.checks import check_gateway
 from stages.deploy import Deploy
-from stages.stage import ClientRun, Stage
+from stages.stage import ClientRun, ServiceStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,7 @@ def register_deployed_gateway() -> None:
     ConfigStore.instance().store("deployed_gateway", options)
 
 
-class Gateway(Stage):
+class Gateway(ServiceStage):
     name = "gateway"
     block_type = GatewayBlock
     modules = ("run_gateway",)
@@ -67,13 +66,6 @@ class Gateway(Stage):
             restarts=self._deploy.restarts,
         )
         return with_absolute_paths(settings)
-
-    def job_settings(self, folder: JobFolder, server: Job | None) -> GatewayJobSettings:  # noqa: ARG002
-        return replace(self.settings, job_folder=str(folder.root))
-
-    def service(self) -> Service:
-        settings = self.settings
-        return Service(settings.ready_file, settings.ready_timeout, self.stop_timeout())
 
     def paths(self) -> list[Path]:
         """With the model repository, where the gateway finds the tokenizer."""

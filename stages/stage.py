@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -165,13 +165,6 @@ class Stage(ABC):
         """How many GPUs of a node the steps need; None: all that the job has."""
         return None
 
-    def stop_timeout(self) -> float:
-        """Seconds that a service may take to end: it ends its requests within its own time, then
-        its processes are put away, and its container.
-        """
-        removal = self.launch.cluster.removal_seconds if self.in_container else 0.0
-        return float(self.settings.stop_timeout) + CLEANUP_SECONDS + removal
-
     def env(self) -> dict[str, str]:
         """Variables of this stage alone."""
         return {name: str(folder) for name, folder in self._cache_folders().items()}
@@ -305,3 +298,20 @@ class Stage(ABC):
             paths.append(self.overlay / FILE_NAME)
         mounts = mounts_for(paths, folders, config.mounts())
         return Container(self._image(), tuple(str(mount) for mount in mounts))
+
+
+class ServiceStage(Stage):
+    """One whose job runs until it is stopped; its settings have the ready file and the times."""
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
+        return replace(self.settings, job_folder=str(folder.root))
+
+    def service(self) -> Service:
+        """It ends its requests within the settings' stop_timeout; then its processes are put away,
+        and its container.
+        """
+        settings = self.settings
+        stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
+        if self.in_container:
+            stop_timeout += self.launch.cluster.removal_seconds
+        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)

@@ -33,7 +33,6 @@ class BcpOptions(ClusterOptions):
 
     type: str = "bcp"
     gpus_per_node: int | None = 8
-    python: str | None = None
     array_type: str | None = None
     bcprun_args: tuple[str, ...] = ()
 

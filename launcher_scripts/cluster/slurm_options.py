@@ -58,7 +58,6 @@ class SlurmOptions(ClusterOptions):
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
-    python: str | None = None
     requeue: bool | None = False
     container_runtime: str = option("pyxis", "what starts the container", choices=_RUNTIMES)
     image_cache: str | None = None
