@@ -13,7 +13,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from stages.plan import make_plan
-from tests.login.conftest import Compose, Run
+from tests.login.conftest import Compose, Planner, Run
 from tests.login.test_golden import BASE
 
 PYTHON = f"cluster.python={sys.executable}"
@@ -120,12 +120,11 @@ def test_the_exit_code_of_a_step_is_kept(run: Run, arguments: list[str], calls: 
 
 
 def test_a_machine_without_bcprun_is_told_so(
-    run: Run, arguments: list[str], bare_path: Path
+    plan: Planner, arguments: list[str], bare_path: Path
 ) -> None:
     assert not (bare_path / "bcprun").exists()
-    result = run("stages=[export]", BCP, *arguments)
-    assert result.returncode == 3
-    assert "bcprun is not on the PATH" in result.stderr
+    with pytest.raises(ConfigError, match="bcprun is not on the PATH"):
+        plan("stages=[export]", BCP, *arguments)
 
 
 def test_more_nodes_than_the_bcp_job_has(

@@ -105,14 +105,6 @@ def test_a_dry_run_says_what_is_missing_here(run: Run, bare_path: Path) -> None:
     assert "sbatch is not on the PATH" in result.stdout
 
 
-def test_the_working_directory_stays_clean(run: Run, arguments: list[str], tmp_path: Path) -> None:
-    cwd = tmp_path / "cwd"
-    cwd.mkdir()
-    result = run("stages=[export]", "cluster_type=interactive", *arguments, cwd=cwd)
-    assert result.returncode == 0, result.stderr
-    assert list(cwd.iterdir()) == []
-
-
 def test_a_python_without_the_packages_is_told_where_they_are(checkout: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-I", "-S", str(checkout / "main.py"), "--help"],
