@@ -17,6 +17,7 @@ from tests.login.test_interactive import Start, start
 __all__ = ["Start", "arguments", "launcher", "nemo_file", "run", "start"]
 
 Jobs = Callable[..., "subprocess.CompletedProcess[str]"]
+Statuses = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def jobs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Jobs:
 
 
 @pytest.fixture
-def statuses(jobs: Jobs) -> Callable[..., list[dict[str, Any]]]:
+def statuses(jobs: Jobs) -> Statuses:
     """What `status --json` says."""
 
     def ask(*names: str) -> list[dict[str, Any]]:
