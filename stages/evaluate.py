@@ -253,20 +253,21 @@ class Evaluate(Stage):
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return
-        others = set(self._asked_for) - {"encode"} or self.settings.harness is not None
+        asked = {task.name for task in self.settings.tasks}
+        others = asked - {"encode"} or self.settings.harness is not None
         if contract.encoder_only and others:
             self.launch.checks.problems.add(
                 f"{model.name} generates no tokens: it is an encoder, whose states encode measures",
                 got=model.model_type,
                 change="evaluate=t5/evaluate_t5_encoder",
             )
-        elif "encode" in self._asked_for and not contract.encoder_only:
+        elif "encode" in asked and not contract.encoder_only:
             self.launch.checks.problems.add(
                 "encode measures hidden states, which an encoder alone gives",
                 got=model.model_type,
                 change="evaluate, or export.run.model_type=t5-encoder",
             )
-        elif not contract.scores_prompts and "lambada" in self._asked_for:
+        elif not contract.scores_prompts and "lambada" in asked:
             self.launch.checks.problems.add(
                 "lambada scores prompts, which a decoder-only model alone can",
                 got=model.model_type,
@@ -283,10 +284,6 @@ class Evaluate(Stage):
                 got=list(self.launch.stages),
                 change="stages, or deploy.first_replica",
             )
-
-    @property
-    def _asked_for(self) -> tuple[str, ...]:
-        return tuple(task.name for task in self.settings.tasks)
 
     def _check_tls(self) -> None:
         """A client speaks as the server of the same command line does."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.atomic_write import atomic_write
@@ -112,7 +112,7 @@ def read_known(path: Path, kind: type[Known], what: str) -> Known | None:
     values = read_json(path)
     if values is None:
         return None
-    known = {field.name for field in fields(kind)} & values.keys()
+    known = {field.name for field in fields(cast(Any, kind))} & values.keys()
     try:
         return build(kind, {name: values[name] for name in known}, what)
     except ConfigError as error:
