@@ -63,7 +63,7 @@ class Deploy(ServiceStage):
         if server["host"] is None and not self.launch.cluster.serves_others:
             server["host"] = LOOPBACK
         if self.block.promote is not None:
-            server |= dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)
+            server |= dict.fromkeys(self.block.server.ports, 0)
         settings = DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
@@ -217,7 +217,7 @@ class Deploy(ServiceStage):
                 change=f"{key} or cluster_type",
             )
             return
-        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        ports = tuple(server.ports.values())
         if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
             checks.problems.add(
                 "replicas that share a node need ports of their own",

@@ -263,6 +263,12 @@ class ServerOptions:
     network_interface: str | None = None
     security: ServerSecurity = ServerSecurity()
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by the names of their options."""
+        names = ("http_port", "grpc_port", "metrics_port")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class DeploySettings(ServerOptions):
@@ -291,13 +297,12 @@ class DeploySettings(ServerOptions):
         if self.promote is not None:
             problems.check_choice("promote", self.promote, PROMOTIONS, "deploy.promote")
         check_options(self, problems, "deploy.server.{}".format)
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            port = getattr(self, name)
+        for name, port in self.ports.items():
             if not 0 <= port < 65536:
                 change = f"deploy.server.{name}"
                 problems.add(f"{name} is not a valid port", got=port, choices=PORTS, change=change)
         openai = self.gateway and self.gateway.port
-        fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port, openai) if p]
+        fixed = [port for port in (*self.ports.values(), openai) if port]
         if len(set(fixed)) < len(fixed):
             change = "deploy.server or deploy.gateway.port"
             problems.add("two of the server's ports are equal", got=fixed, change=change)
