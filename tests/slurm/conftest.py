@@ -11,14 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.login.conftest import Run
+from tests.jobs.conftest import jobs, statuses
+from tests.login.conftest import Run, arguments, launcher, nemo_file, run
 from tests.slurm.cluster import TestCluster, missing_requirements
 from tests.slurm.configuration import write_plugstack
+from tests.slurm.serving import launch, repository, serve
 from tests.slurm.submitting import Submit
 
 __all__ = [
-    *("Submit", "arguments", "jobs", "launch", "launcher", "nemo_file", "repository", "run"),
-    *("serve", "statuses"),
+    "Submit",
+    "arguments",
+    "jobs",
+    "launch",
+    "launcher",
+    "nemo_file",
+    "repository",
+    "run",
+    "serve",
+    "statuses",
 ]
 
 
