@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import make_plan
-from tests.login.conftest import Compose, Planner, Run
+from tests.login.conftest import Planner, Run
 from tests.login.test_golden import BASE
 
 PYTHON = f"cluster.python={sys.executable}"
@@ -127,14 +126,12 @@ def test_a_machine_without_bcprun_is_told_so(
         plan("stages=[export]", BCP, *arguments)
 
 
-def test_more_nodes_than_the_bcp_job_has(
-    hydra_config: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_nodes_than_the_bcp_job_has(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NGC_ARRAY_SIZE", "2")
     many = (*BASE, BCP, "export.model.tensor_model_parallel_size=32")
     with pytest.raises(ConfigError, match="32 ranks need 4 nodes, and this cluster type has 2"):
-        make_plan(hydra_config(*many))
-    make_plan(hydra_config(*BASE, BCP, "export.model.tensor_model_parallel_size=16"))
+        plan(*many)
+    plan(*BASE, BCP, "export.model.tensor_model_parallel_size=16")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_more_nodes_than_the_bcp_job_has(
         ("deploy.replicas=2", r"1 problem in .*\n- replicas are an array of Slurm jobs"),
     ],
 )
-def test_wrong_options(hydra_config: Compose, override: str, says: str) -> None:
+def test_wrong_options(plan: Planner, override: str, says: str) -> None:
     more = "+" if "mpi" in override else ""
     with pytest.raises(ConfigError, match=says):
-        make_plan(hydra_config(*BASE, BCP, more + override))
+        plan(*BASE, BCP, more + override)

@@ -16,10 +16,9 @@ from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.settings import settings_text
 from stages import STAGES
-from stages.plan import make_plan
 from stages.stage import Stage
 from tests.conftest import Golden
-from tests.login.conftest import Compose
+from tests.login.conftest import Planner
 
 FOLDER = Path("/mount/results/gpt3_126m/jobs/001")
 BASE = (
@@ -78,13 +77,13 @@ def folder_of(stage: Stage) -> JobFolder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scripts_and_settings(hydra_config: Compose, golden: Golden, case: str) -> None:
+def test_scripts_and_settings(plan: Planner, golden: Golden, case: str) -> None:
     chosen = () if "cluster_type=bcm" in CASES[case] else (f"cluster_type={case}",)
-    plan = make_plan(hydra_config(*BASE, ALL_STAGES, *chosen, *CASES[case]))
-    assert [stage.name for stage in plan.stages] == list(STAGES)
-    for stage in plan.stages:
+    made = plan(*BASE, ALL_STAGES, *chosen, *CASES[case])
+    assert [stage.name for stage in made.stages] == list(STAGES)
+    for stage in made.stages:
         job = stage.job(JobFolder(FOLDER, stage.block.run.name))
-        golden(f"{case}/{stage.name}.sh", plan.cluster.render(job))
+        golden(f"{case}/{stage.name}.sh", made.cluster.render(job))
         golden(f"{case}/{stage.name}_hydra.yaml", settings_text(job.settings))
 
 
@@ -93,10 +92,10 @@ def test_every_cluster_has_golden_scripts() -> None:
 
 
 @pytest.mark.parametrize("case", CHAINS)
-def test_scripts_of_a_chain(hydra_config: Compose, golden: Golden, case: str) -> None:
-    plan = make_plan(hydra_config(*BASE, *CHAINS[case]))
-    for job in plan.jobs(folder_of):
-        golden(f"{case}/{job.stage}.sh", plan.cluster.render(job))
+def test_scripts_of_a_chain(plan: Planner, golden: Golden, case: str) -> None:
+    made = plan(*BASE, *CHAINS[case])
+    for job in made.jobs(folder_of):
+        golden(f"{case}/{job.stage}.sh", made.cluster.render(job))
         if job.stage == "evaluate":
             settings = settings_text(job.settings)
             assert "server_job_folder: /mount/results/jobs/deploy\n" in settings
@@ -112,9 +111,9 @@ def test_the_golden_scripts_are_shell(data_dir: Path) -> None:
         assert subprocess.run([bash, "-n", str(script)], check=False).returncode == 0, script
 
 
-def test_the_job_of_both_has_both_settings_files(hydra_config: Compose) -> None:
-    plan = make_plan(hydra_config(*BASE, TOGETHER))
-    jobs = list(plan.jobs(folder_of))
+def test_the_job_of_both_has_both_settings_files(plan: Planner) -> None:
+    made = plan(*BASE, TOGETHER)
+    jobs = list(made.jobs(folder_of))
     assert [job.stage for job in jobs] == ["export", "deploy"]
     assert [path.parent.name for path in jobs[1].settings_files()] == ["deploy", "evaluate"]
 
@@ -134,8 +133,6 @@ def test_the_job_of_both_has_both_settings_files(hydra_config: Compose) -> None:
         ((TOGETHER, "stages=[evaluate]"), "no deploy job"),
     ],
 )
-def test_what_cannot_work_is_refused(
-    hydra_config: Compose, overrides: tuple[str, ...], says: str
-) -> None:
+def test_what_cannot_work_is_refused(plan: Planner, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        make_plan(hydra_config(*BASE, *overrides))
+        plan(*BASE, *overrides)
