@@ -53,7 +53,7 @@ class Deploy(ServiceStage):
     block_type = DeployBlock
     modules = ("start_server",)
     mpi = True
-    caches: ClassVar[Mapping[str, str]] = {"TRITON_CACHE_DIR": "triton"}
+    caches: ClassVar[Mapping[str, str]] = {"TRITON_CACHE_DIR": "triton_cache"}
 
     block: DeployBlock
 

@@ -65,7 +65,7 @@ class Evaluate(Stage):
         "measure_load",
         "judge",
     )
-    caches: ClassVar[Mapping[str, str]] = {"MPLCONFIGDIR": "matplotlib"}
+    caches: ClassVar[Mapping[str, str]] = {"MPLCONFIGDIR": "matplotlib_cache"}
 
     block: EvaluateBlock
 

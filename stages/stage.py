@@ -96,7 +96,7 @@ class Stage(ABC):
     block_type: the dataclass of `block`, the stage's block in the configuration
     modules: launcher_scripts.steps.<module> of the commands that the job may run
     mpi: whether the tasks of a step find each other through the cluster's process manager
-    caches: variables for what programs keep below the home directory, and names of folders for it
+    caches: variables of what programs keep below the home directory -> folders of results_dir
     """
 
     name: ClassVar[str]
@@ -144,8 +144,8 @@ class Stage(ABC):
         return self.modules
 
     def resources(self) -> Resources:
-        resources: Resources = self.block.run.resources()
-        return resources
+        run: StageRun = self.block.run
+        return run.resources()
 
     def service(self) -> Service | None:
         """How to tell that a job which does not end by itself is ready."""
@@ -177,7 +177,7 @@ class Stage(ABC):
         """
         if not self.in_container:
             return {}
-        return {name: self.results_dir / f"{kind}_cache" for name, kind in self.caches.items()}
+        return {variable: self.results_dir / name for variable, name in self.caches.items()}
 
     @property
     def in_container(self) -> bool:
