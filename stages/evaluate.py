@@ -197,10 +197,6 @@ class Evaluate(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
-        gpus = self.block.run.gpus_per_node
-        if gpus is not None:
-            key = "evaluate.run.gpus_per_node"
-            checks.problems.check_at_least("gpus_per_node", gpus, 0, key)
         self._check_tls()
         self._check_promotion()
         self._check_tasks()

@@ -201,7 +201,10 @@ class Stage(ABC):
     def check(self) -> None:
         """Find what cannot work; findings go to launch.checks, unusable settings are raised."""
         checks, config = self.launch.checks, self.launch.config
-        checks.time_limit(self.block.run.time_limit, f"{self.name}.run.time_limit")
+        run: StageRun = self.block.run
+        checks.time_limit(run.time_limit, f"{self.name}.run.time_limit")
+        gpus, key = run.resources().gpus_per_node, f"{self.name}.run.gpus_per_node"
+        checks.problems.check_at_least("gpus_per_node", gpus or 0, 0, key)
         self._check_files(checks, config)
         given = (name for name, value in config.env_vars.items() if value is not None)
         check_variables(checks, given)

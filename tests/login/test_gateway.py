@@ -183,6 +183,7 @@ def test_what_is_wrong_with_a_gateway_alone(plan: Planner) -> None:
         "gateway.port=70000": r"got 70000; .*change gateway.port",
         "gateway.ready=[]": r"no server is named; change gateway.ready",
         "gateway.stop_timeout=-1": r"change gateway.stop_timeout",
+        "gateway.run.gpus_per_node=-1": r"at least 0; got -1; change gateway.run.gpus_per_node",
         "gateway.api_keys=/no/keys": r"api_keys of the gateway is not there.*gateway.api_keys",
     }.items():
         plan_of = (*BASE, "stages=[gateway]", "dry_run=False", given)
