@@ -51,7 +51,7 @@ from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, LostWork
 from launcher_scripts.server.ports import GATEWAY, gateway_host, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
-from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
+from launcher_scripts.server.ready_files import ReadyFiles, job_facts
 
 
 def rendezvous_folder(settings: DeploySettings) -> Path:
@@ -282,7 +282,6 @@ class Service:
 
     def watch(self) -> None:
         """Return when somebody asks to stop; raise when any part of the server dies before."""
-        renewed = time.monotonic()
         while self._stop.received is None:
             self._check()
             if self._gateway is not None:
@@ -290,9 +289,7 @@ class Service:
             published = self._ready_files.publish()
             if published is not None:
                 print(f"the verdict is GO, published: {published}", flush=True)
-            if time.monotonic() - renewed > RENEW_SECONDS:
-                self._ready_files.renew()
-                renewed = time.monotonic()
+            self._ready_files.keep_alive()
             troubles = self._troubles()
             if troubles:
                 self._let_backend_say_why()
