@@ -101,9 +101,8 @@ def _signal(send: Callable[[int, int], None], folder: Path, number: int) -> None
 
 def _noted(folder: Path) -> NotedProcess | None:
     process = read_known(folder / PROCESS, NotedProcess, "a job's process")
-    if (
-        process is not None and process.pid <= 1
-    ):  # to signals these are many processes, or the first one
+    # To signals such numbers are many processes, or the first one.
+    if process is not None and process.pid <= 1:
         raise ClusterError(f"{folder / PROCESS} names no process of a job; got pid {process.pid}")
     return process
 
