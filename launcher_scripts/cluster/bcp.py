@@ -67,9 +67,4 @@ class BcpCluster(ForegroundCluster[BcpOptions]):
             )
 
     def render(self, job: Job) -> str:
-        return render(
-            "bcp.sh.j2",
-            job=job,
-            array_type=self.options.array_type,
-            bcprun_args=self.options.bcprun_args,
-        )
+        return render("bcp.sh.j2", job=job, options=self.options)
