@@ -53,14 +53,9 @@ def check_choices(arguments: Iterable[str], conf: Path) -> None:
         if match is None or not (conf / match["group"]).is_dir():
             continue
         folder, choice = conf / match["group"], match["choice"].removesuffix(".yaml")
-        if not (folder / f"{choice}.yaml").is_file():
-            files = (path.relative_to(folder) for path in sorted(folder.rglob("*.yaml")))
-            problems.add(
-                f"unknown {match['group']}",
-                got=choice,
-                choices=[path.with_suffix("").as_posix() for path in files],
-                change=match["group"],
-            )
+        files = (path.relative_to(folder) for path in sorted(folder.rglob("*.yaml")))
+        choices = [path.with_suffix("").as_posix() for path in files]
+        problems.check_choice(match["group"], choice, choices, match["group"])
     problems.raise_if_any(ConfigError)
 
 

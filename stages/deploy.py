@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
-from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
+from launcher_scripts.cluster.job import Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
@@ -22,17 +24,13 @@ from launcher_scripts.models.repository import (
 )
 from stages.checks import SECURITY_KEY, check_gateway
 from stages.export import Export
-from stages.stage import Launch, Stage
+from stages.stage import ServiceStage, StageRun
 
-CLEANUP_SECONDS = 20.0
 RESTARTS = 3  # of a server that serves others
 
 
 @dataclass(frozen=True)
-class DeployRun:
-    name: str
-    time_limit: str
-    results_dir: str
+class DeployRun(StageRun):
     nodes: int | None
 
 
@@ -50,15 +48,14 @@ class DeployBlock:
     server: ServerOptions
 
 
-class Deploy(Stage):
+class Deploy(ServiceStage):
     name = "deploy"
     block_type = DeployBlock
     modules = ("start_server",)
     mpi = True
+    caches: ClassVar[Mapping[str, str]] = {"TRITON_CACHE_DIR": "triton_cache"}
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: DeployBlock
+    block: DeployBlock
 
     @cached_property
     def settings(self) -> DeploySettings:
@@ -66,7 +63,7 @@ class Deploy(Stage):
         if server["host"] is None and not self.launch.cluster.serves_others:
             server["host"] = LOOPBACK
         if self.block.promote is not None:
-            server |= dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)
+            server |= dict.fromkeys(self.block.server.ports, 0)
         settings = DeploySettings(
             model_repository=self.block.model_repository if self.remote else str(self.repository),
             results_dir=str(self.results_dir),
@@ -96,9 +93,6 @@ class Deploy(Stage):
         if block.port is None or not alone or "gateway" in self.launch.stages:
             return None
         return block if self.block.promote is None else replace(block, port=0)
-
-    def job_settings(self, folder: JobFolder, server: Job | None) -> DeploySettings:  # noqa: ARG002
-        return replace(self.settings, job_folder=str(folder.root))
 
     @property
     def remote(self) -> bool:
@@ -161,23 +155,14 @@ class Deploy(Stage):
         return Resources(nodes=self.block.run.nodes or needed, time_limit=self.block.run.time_limit)
 
     def service(self) -> Service:
-        settings = self.settings
-        # The server ends its requests within stop_timeout; then its processes are put away, and
-        # its container.
-        stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
-        if self.in_container:
-            stop_timeout += self.launch.cluster.removal_seconds
-        own = (settings.ready_file, settings.ready_timeout, stop_timeout)
-        return Service(*own, settings.candidate_file)
+        return replace(super().service(), candidate_file=self.settings.candidate_file)
 
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
         needed, env = self.step_gpus(), {}
         if needed is not None and not self.launch.cluster.limits_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(needed)))
-        if self.in_container:
-            env["TRITON_CACHE_DIR"] = str(self.cache("triton"))
-        return env
+        return {**env, **super().env()}
 
     def step_gpus(self) -> int | None:
         """One GPU of a node for every rank on it, where that is less than the node has."""
@@ -189,8 +174,7 @@ class Deploy(Stage):
 
     def paths(self) -> list[Path]:
         given = [] if self.remote else [self.repository]
-        cache = [self.cache("triton")] if self.in_container else []
-        return [*given, *super().paths(), *cache]
+        return [*given, *super().paths()]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
@@ -233,7 +217,7 @@ class Deploy(Stage):
                 change=f"{key} or cluster_type",
             )
             return
-        ports = (server.http_port, server.grpc_port, server.metrics_port)
+        ports = tuple(server.ports.values())
         if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
             checks.problems.add(
                 "replicas that share a node need ports of their own",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from launcher_scripts.cluster.job import Job, JobFolder, Resources
+from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.harness import KEY as HARNESS
 from launcher_scripts.config.harness import HarnessSettings
@@ -22,22 +22,14 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy
 from stages.gateway import Gateway
-from stages.stage import Launch, Stage
-
-
-@dataclass(frozen=True)
-class EvaluateRun:
-    name: str
-    time_limit: str
-    results_dir: str
-    gpus_per_node: int | None
+from stages.stage import ClientRun, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateBlock(EvaluateOptions):
     """The `evaluate` block of the configuration."""
 
-    run: EvaluateRun
+    run: ClientRun
     in_deploy_job: bool
     stop_server: bool
     ladder: tuple[str, ...] | None
@@ -73,10 +65,14 @@ class Evaluate(Stage):
         "measure_load",
         "judge",
     )
+    caches: ClassVar[Mapping[str, str]] = {"MPLCONFIGDIR": "matplotlib_cache"}
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: EvaluateBlock
+    block: EvaluateBlock
+
+    @cached_property
+    def _deploy(self) -> Deploy:
+        """The stage of the server, which may be of another command line."""
+        return Deploy(self.launch)
 
     @cached_property
     def settings(self) -> EvaluateSettings:
@@ -108,20 +104,20 @@ class Evaluate(Stage):
     def _brings_gateway(self) -> bool:
         """Whether a gateway's job is of the same command line."""
         stages = self.launch.stages
-        brought = Deploy(self.launch).brings if "deploy" in stages else ()
+        brought = self._deploy.brings if "deploy" in stages else ()
         return "gateway" in (*stages, *brought)
 
     @property
     def _ready_file(self) -> str:
         """That of a server of the same command line, which may be held back; or as configured."""
-        given, deploy = absolute(self.block.ready_file), Deploy(self.launch)
+        given, deploy = absolute(self.block.ready_file), self._deploy
         if not self._promotes or given != str(deploy.settings.ready_file):
             return given
         return str(deploy.settings.candidate_file)
 
     @property
     def _promotes(self) -> bool:
-        return "deploy" in self.launch.stages and Deploy(self.launch).block.promote is not None
+        return "deploy" in self.launch.stages and self._deploy.block.promote is not None
 
     def job(self, folder: JobFolder, server: Job | None = None) -> Job:
         """With a server of the same command line, the job ends with it and may stop it."""
@@ -155,7 +151,7 @@ class Evaluate(Stage):
         """The folder of the tokenizer files: as configured, or beside the model's weights."""
         if self.block.tokenizer_dir is not None:
             return Path(absolute(self.block.tokenizer_dir))
-        deploy, model = Deploy(self.launch), self.served_model
+        deploy, model = self._deploy, self.served_model
         if model is not None:
             return model.checkpoint_dir
         if deploy.remote:
@@ -180,13 +176,8 @@ class Evaluate(Stage):
     @cached_property
     def served_model(self) -> ServedModel | None:
         """The model that is asked, where the repository is known here."""
-        models = Deploy(self.launch).models
+        models = self._deploy.models
         return next((model for model in models if model.name == self.block.model_name), None)
-
-    def resources(self) -> Resources:
-        """A client needs no GPU: it must not wait for those that its server holds."""
-        run = self.block.run
-        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
 
     def step_names(self) -> tuple[str, ...]:
         wanted = {
@@ -199,21 +190,13 @@ class Evaluate(Stage):
         }
         return tuple(module for module in self.modules if wanted[module])
 
-    def env(self) -> dict[str, str]:
-        return {"MPLCONFIGDIR": str(self.cache("matplotlib"))} if self.in_container else {}
-
     def paths(self) -> list[Path]:
         harness = self.settings.harness
         asked = [Path(str(harness.gateway))] if harness and harness.gateway_is_file else []
-        cache = [self.cache("matplotlib")] if self.in_container else []
-        return [*super().paths(), *asked, *cache]
+        return [*super().paths(), *asked]
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
-        gpus = self.block.run.gpus_per_node
-        if gpus is not None and gpus < 0:
-            key = "evaluate.run.gpus_per_node"
-            checks.problems.add("gpus_per_node must be at least 0", got=gpus, change=key)
         self._check_tls()
         self._check_promotion()
         self._check_tasks()
@@ -241,7 +224,7 @@ class Evaluate(Stage):
             return
         if "judge" not in self.step_names():
             problems.add("deploy.promote waits for a verdict", change="evaluate.policy")
-        if absolute(block.ready_file) != str(Deploy(self.launch).settings.ready_file):
+        if absolute(block.ready_file) != str(self._deploy.settings.ready_file):
             problems.add(
                 "deploy.promote waits for the verdict on another server",
                 got=block.ready_file,
@@ -266,20 +249,21 @@ class Evaluate(Stage):
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return
-        others = set(self._asked_for) - {"encode"} or self.settings.harness is not None
+        asked = {task.name for task in self.settings.tasks}
+        others = asked - {"encode"} or self.settings.harness is not None
         if contract.encoder_only and others:
             self.launch.checks.problems.add(
                 f"{model.name} generates no tokens: it is an encoder, whose states encode measures",
                 got=model.model_type,
                 change="evaluate=t5/evaluate_t5_encoder",
             )
-        elif "encode" in self._asked_for and not contract.encoder_only:
+        elif "encode" in asked and not contract.encoder_only:
             self.launch.checks.problems.add(
                 "encode measures hidden states, which an encoder alone gives",
                 got=model.model_type,
                 change="evaluate, or export.run.model_type=t5-encoder",
             )
-        elif not contract.scores_prompts and "lambada" in self._asked_for:
+        elif not contract.scores_prompts and "lambada" in asked:
             self.launch.checks.problems.add(
                 "lambada scores prompts, which a decoder-only model alone can",
                 got=model.model_type,
@@ -289,7 +273,7 @@ class Evaluate(Stage):
 
     def _check_numbers(self) -> None:
         """The replicas that an evaluation asks are those from 0 on."""
-        first = Deploy(self.launch).block.first_replica
+        first = self._deploy.block.first_replica
         if "deploy" in self.launch.stages and first is not None:
             self.launch.checks.problems.add(
                 "replicas that join a deployment are not evaluated alone",
@@ -297,17 +281,13 @@ class Evaluate(Stage):
                 change="stages, or deploy.first_replica",
             )
 
-    @property
-    def _asked_for(self) -> tuple[str, ...]:
-        return tuple(task.name for task in self.settings.tasks)
-
     def _check_tls(self) -> None:
         """A client speaks as the server of the same command line does."""
         checks, tls = self.launch.checks, self.settings.grpc_tls
         for file in paths_in(tls):
             checks.exists(f"the client's {file.name}", file.path, f"evaluate.grpc_tls.{file.name}")
         served = "deploy" in self.launch.stages
-        server = Deploy(self.launch).settings.security if served else None
+        server = self._deploy.settings.security if served else None
         if server is None or server.grpc_tls is None:
             return
         if self.settings.protocol == "http" and not server.http_host and not self._beside_server:
@@ -330,7 +310,7 @@ class Evaluate(Stage):
         if settings.api_keys is not None:
             checks.private("the file of API keys", settings.api_keys, f"{HARNESS}.api_keys")
         served = "deploy" in launch.stages
-        if settings.gateway is None and served and Deploy(launch).settings.gateway is None:
+        if settings.gateway is None and served and self._deploy.settings.gateway is None:
             checks.problems.add(
                 "lm_eval asks a gateway, and this command line starts none",
                 got=list(settings.tasks),
@@ -350,14 +330,14 @@ class Evaluate(Stage):
         return self.block.in_deploy_job and self.launch.cluster.hosts_clients
 
     def _check_deploy_job(self) -> None:
-        if Deploy(self.launch).replicas:
+        if self._deploy.replicas:
             self.launch.checks.problems.add(
                 "a client beside its server would measure one replica alone",
-                got=Deploy(self.launch).replicas,
+                got=self._deploy.replicas,
                 change="evaluate.in_deploy_job, or deploy.replicas",
             )
         deploys = "deploy" in self.launch.stages
-        if not deploys or str(Deploy(self.launch).settings.ready_file) != self.settings.ready_file:
+        if not deploys or str(self._deploy.settings.ready_file) != self.settings.ready_file:
             self.launch.checks.problems.add(
                 "no deploy job of this command line to run in",
                 got=list(self.launch.stages),

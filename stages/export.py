@@ -31,7 +31,7 @@ from launcher_scripts.config.settings import (
 )
 from launcher_scripts.models.family import check_division
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
-from stages.stage import Launch, Stage
+from stages.stage import Stage, StageRun
 
 # Triton hands a model's name to a shell without quotes as well.
 _MODEL_NAME = re.compile(r"\w[\w.+-]*")
@@ -39,13 +39,10 @@ ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints", "lor
 
 
 @dataclass(frozen=True)
-class ExportRun:
-    name: str
-    time_limit: str
+class ExportRun(StageRun):
     model_train_name: str
     training_dir: str
     config_summary: str
-    results_dir: str
     model_type: str
 
 
@@ -78,9 +75,7 @@ class Export(Stage):
     block_type = ExportBlock
     modules = ("convert_checkpoint", "write_model_repository")
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: ExportBlock
+    block: ExportBlock
 
     @cached_property
     def settings(self) -> ExportSettings:
@@ -124,13 +119,8 @@ class Export(Stage):
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
-        if settings.model_type not in BACKEND_MODEL_TYPES:
-            checks.problems.add(
-                "unknown model_type",
-                got=settings.model_type,
-                choices=BACKEND_MODEL_TYPES,
-                change="export.run.model_type",
-            )
+        model_types, key = BACKEND_MODEL_TYPES, "export.run.model_type"
+        checks.problems.check_choice("model_type", settings.model_type, model_types, key)
         self._check_folder()
         if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY):
             self._check_sizes()

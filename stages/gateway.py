@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
-from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.paths import with_absolute_paths
 from launcher_scripts.config.settings import GatewayJobSettings
 from stages.checks import check_gateway
-from stages.deploy import CLEANUP_SECONDS, Deploy
-from stages.stage import Launch, Stage
-
-
-@dataclass(frozen=True)
-class GatewayRun:
-    name: str
-    time_limit: str
-    results_dir: str
-    gpus_per_node: int | None
+from stages.deploy import Deploy
+from stages.stage import ClientRun, ServiceStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +24,7 @@ class GatewayBlock(DeployedGateway):
 
     key: ClassVar[str] = "gateway"
 
-    run: GatewayRun
+    run: ClientRun
     ready: tuple[str, ...]
     ready_timeout: float
     stop_timeout: float
@@ -48,15 +39,17 @@ def register_deployed_gateway() -> None:
     ConfigStore.instance().store("deployed_gateway", options)
 
 
-class Gateway(Stage):
+class Gateway(ServiceStage):
     name = "gateway"
     block_type = GatewayBlock
     modules = ("run_gateway",)
 
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self.block: GatewayBlock
-        self._deploy = Deploy(launch)
+    block: GatewayBlock
+
+    @cached_property
+    def _deploy(self) -> Deploy:
+        """The stage of the servers, which may be of another command line."""
+        return Deploy(self.launch)
 
     @cached_property
     def settings(self) -> GatewayJobSettings:
@@ -73,20 +66,6 @@ class Gateway(Stage):
             restarts=self._deploy.restarts,
         )
         return with_absolute_paths(settings)
-
-    def job_settings(self, folder: JobFolder, server: Job | None) -> GatewayJobSettings:  # noqa: ARG002
-        return replace(self.settings, job_folder=str(folder.root))
-
-    def resources(self) -> Resources:
-        """It needs no GPU: it must not wait for those that its servers hold."""
-        run = self.block.run
-        return Resources(time_limit=run.time_limit, gpus_per_node=run.gpus_per_node)
-
-    def service(self) -> Service:
-        settings, stop_timeout = self.settings, self.settings.stop_timeout + CLEANUP_SECONDS
-        if self.in_container:
-            stop_timeout += self.launch.cluster.removal_seconds
-        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)
 
     def paths(self) -> list[Path]:
         """With the model repository, where the gateway finds the tokenizer."""

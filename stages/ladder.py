@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from launcher_scripts.cluster.job import Job, Resources
+from launcher_scripts.cluster.job import Job
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.ladder import LadderRung, LadderSettings, check_rungs
@@ -18,7 +18,7 @@ from stages.checks import Checks
 from stages.deploy import Deploy
 from stages.evaluate import Evaluate
 from stages.export import Export
-from stages.stage import Launch, Stage
+from stages.stage import ClientRun, Launch, Stage
 
 KEY = "evaluate.ladder"
 TIME_LIMIT = "0:10:00"
@@ -65,17 +65,10 @@ def _rung(config: DictConfig, name: str) -> DictConfig:
 
 
 @dataclass(frozen=True)
-class LadderRun:
-    name: str
-    time_limit: str
-    results_dir: str
-
-
-@dataclass(frozen=True)
 class LadderBlock:
     """What other stages have in the configuration; see Ladder."""
 
-    run: LadderRun
+    run: ClientRun
 
 
 class Ladder(Stage):
@@ -84,6 +77,7 @@ class Ladder(Stage):
     name = "ladder"
     block_type = LadderBlock
     modules = ("write_ladder",)
+    caches = Evaluate.caches
 
     def __init__(self, rungs: Sequence[Launch]) -> None:
         first = Evaluate(rungs[0])
@@ -92,6 +86,7 @@ class Ladder(Stage):
             "name": f"ladder_{model}",
             "time_limit": TIME_LIMIT,
             "results_dir": f"{base}/{model}/ladder",
+            "gpus_per_node": first.block.run.gpus_per_node,
         }
         checks = Checks(rungs[0].config.mounts())
         super().__init__(replace(rungs[0], blocks={self.name: {"run": run}}, checks=checks))
@@ -110,20 +105,11 @@ class Ladder(Stage):
         )
         return replace(job, settings=replace(self.settings, rungs=known))
 
-    def resources(self) -> Resources:
-        return Resources(
-            time_limit=TIME_LIMIT, gpus_per_node=self._rungs[0].resources().gpus_per_node
-        )
-
-    def env(self) -> dict[str, str]:
-        return {"MPLCONFIGDIR": str(self.cache("matplotlib"))} if self.in_container else {}
-
     def paths(self) -> list[Path]:
         launches = [evaluate.launch for evaluate in self._rungs]
         stages = [kind(launch) for launch in launches for kind in (Export, Deploy, Evaluate)]
-        cache = [self.cache("matplotlib")] if self.in_container else []
         weights = [rung.checkpoint_dir for rung in self.settings.rungs]
-        return [*(stage.results_dir for stage in stages), *map(Path, filter(None, weights)), *cache]
+        return [*(stage.results_dir for stage in stages), *map(Path, filter(None, weights))]
 
     def check_own(self) -> None:
         problems, stages = self.launch.checks.problems, self.launch.stages

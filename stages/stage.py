@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,8 @@ from launcher_scripts.config.paths import absolute, paths_in
 from launcher_scripts.config.schema import build
 from stages.checks import Checks, check_variables
 from stages.mounts import Mount, mounts_for
+
+CLEANUP_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,49 @@ class Launch:
     checks: Checks
 
 
+@dataclass(frozen=True)
+class StageRun:
+    """The block `run` of every stage: how its job is called, and where its results go."""
+
+    name: str
+    time_limit: str
+    results_dir: str
+
+    def resources(self) -> Resources:
+        return Resources(time_limit=self.time_limit)
+
+
+@dataclass(frozen=True)
+class ClientRun(StageRun):
+    """Of a job that needs no GPU: it must not wait for those that its servers hold."""
+
+    gpus_per_node: int | None
+
+    def resources(self) -> Resources:
+        return Resources(time_limit=self.time_limit, gpus_per_node=self.gpus_per_node)
+
+
 class Stage(ABC):
     """One phase of a deployment.
 
     name:  in STAGES and in the configuration
-    block_type: the dataclass of the stage's block in the configuration
+    block_type: the dataclass of `block`, the stage's block in the configuration
     modules: launcher_scripts.steps.<module> of the commands that the job may run
     mpi: whether the tasks of a step find each other through the cluster's process manager
+    caches: variables of what programs keep below the home directory -> folders of results_dir
     """
 
     name: ClassVar[str]
     block_type: ClassVar[type]
     modules: ClassVar[tuple[str, ...]]
     mpi: ClassVar[bool] = False
+    caches: ClassVar[Mapping[str, str]] = {}
+
+    block: Any
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.block: Any = build(
+        self.block = build(
             self.block_type, launch.blocks[self.name], f"the {self.name} stage", key=self.name
         )
 
@@ -116,7 +144,8 @@ class Stage(ABC):
         return self.modules
 
     def resources(self) -> Resources:
-        return Resources(time_limit=self.block.run.time_limit)
+        run: StageRun = self.block.run
+        return run.resources()
 
     def service(self) -> Service | None:
         """How to tell that a job which does not end by itself is ready."""
@@ -138,15 +167,17 @@ class Stage(ABC):
 
     def env(self) -> dict[str, str]:
         """Variables of this stage alone."""
-        return {}
+        return {name: str(folder) for name, folder in self._cache_folders().items()}
 
-    def cache(self, name: str) -> Path:
-        """A folder that outlives the job, for what programs keep below the home directory.
+    def _cache_folders(self) -> dict[str, Path]:
+        """The folders of `caches`, which outlive the job, by their variables.
 
         In a container there is no home directory, and what is there cannot be written to. The
         folder above exists as soon as there is a job folder, so it can be mounted.
         """
-        return self.results_dir / f"{name}_cache"
+        if not self.in_container:
+            return {}
+        return {variable: self.results_dir / name for variable, name in self.caches.items()}
 
     @property
     def in_container(self) -> bool:
@@ -170,7 +201,10 @@ class Stage(ABC):
     def check(self) -> None:
         """Find what cannot work; findings go to launch.checks, unusable settings are raised."""
         checks, config = self.launch.checks, self.launch.config
-        checks.time_limit(self.block.run.time_limit, f"{self.name}.run.time_limit")
+        run: StageRun = self.block.run
+        checks.time_limit(run.time_limit, f"{self.name}.run.time_limit")
+        gpus, key = run.resources().gpus_per_node, f"{self.name}.run.gpus_per_node"
+        checks.problems.check_at_least("gpus_per_node", gpus or 0, 0, key)
         self._check_files(checks, config)
         given = (name for name, value in config.env_vars.items() if value is not None)
         check_variables(checks, given)
@@ -262,7 +296,25 @@ class Stage(ABC):
             *map(Path, (absolute(config.base_results_dir), absolute(config.data_dir))),
         ]
         paths = [config.checkout / "launcher_scripts", folder.root, *self.paths()]
+        paths += self._cache_folders().values()
         if self.overlay is not None:
             paths.append(self.overlay / FILE_NAME)
         mounts = mounts_for(paths, folders, config.mounts())
         return Container(self._image(), tuple(str(mount) for mount in mounts))
+
+
+class ServiceStage(Stage):
+    """One whose job runs until it is stopped; its settings have the ready file and the times."""
+
+    def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
+        return replace(self.settings, job_folder=str(folder.root))
+
+    def service(self) -> Service:
+        """It ends its requests within the settings' stop_timeout; then its processes are put away,
+        and its container.
+        """
+        settings = self.settings
+        stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
+        if self.in_container:
+            stop_timeout += self.launch.cluster.removal_seconds
+        return Service(settings.ready_file, settings.ready_timeout, stop_timeout)

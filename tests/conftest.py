@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.server.processes import RunningStep
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+Golden = Callable[[str, str], None]
 
 # Before torch is imported, and for all that tests start: threads that wait for each other on
 # processors that are shared with other tests take twice the time.
@@ -65,6 +66,20 @@ def shared_dir() -> Path:
 def data_dir() -> Path:
     """The small data that ships with the tests; tests/data/SOURCES.md says where it is from."""
     return CHECKOUT / "tests" / "data"
+
+
+@pytest.fixture
+def golden(data_dir: Path, request: pytest.FixtureRequest) -> Golden:
+    """Compare a text with a file of tests/golden, or with --update-golden rewrite the file."""
+
+    def compare(name: str, text: str) -> None:
+        path = data_dir.parent / "golden" / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text
+
+    return compare
 
 
 @pytest.fixture(scope="session")

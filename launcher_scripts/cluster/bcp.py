@@ -33,7 +33,6 @@ class BcpOptions(ClusterOptions):
 
     type: str = "bcp"
     gpus_per_node: int | None = 8
-    python: str | None = None
     array_type: str | None = None
     bcprun_args: tuple[str, ...] = ()
 
@@ -68,9 +67,4 @@ class BcpCluster(ForegroundCluster[BcpOptions]):
             )
 
     def render(self, job: Job) -> str:
-        return render(
-            "bcp.sh.j2",
-            job=job,
-            array_type=self.options.array_type,
-            bcprun_args=self.options.bcprun_args,
-        )
+        return render("bcp.sh.j2", job=job, options=self.options)

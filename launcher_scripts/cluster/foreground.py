@@ -26,8 +26,8 @@ from launcher_scripts.cluster.local_state import (
     note_process,
     process_state,
 )
-from launcher_scripts.cluster.record import JobRecord, read_json
-from launcher_scripts.cluster.state import JobState
+from launcher_scripts.cluster.record import JobRecord, ready_of_run
+from launcher_scripts.cluster.state import JobState, wait_for
 from launcher_scripts.common.errors import (
     ClusterError,
     LauncherError,
@@ -106,10 +106,10 @@ class Process:
         if not self.ended():
             self._stopped = True
             self._popen.terminate()
-            _wait_for(self.ended, leader_seconds, hurry)
+            wait_for(lambda: self.ended() or hurry(), leader_seconds, POLL_SECONDS)
         self._signal_group(signal.SIGTERM)
         left = max(_GROUP_SECONDS, deadline - time.monotonic())
-        _wait_for(lambda: not self._group_lives(), left, hurry)
+        wait_for(lambda: not self._group_lives() or hurry(), left, POLL_SECONDS)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
         self.ended()
@@ -140,19 +140,9 @@ class ServiceProcess(Process):
 
     def ready(self) -> Path | None:
         """The file that says so; None: it is not ready."""
-        folder = str(self.submitted.job.folder.root)
-        for path in dict.fromkeys((self.service.ready_file, self.service.first_file)):
-            with contextlib.suppress(ClusterError):
-                ready = read_json(path) or {}
-                if (ready.get("job") or {}).get("folder") == folder:
-                    return path
-        return None
-
-
-def _wait_for(done: Callable[[], bool], seconds: float, hurry: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not (done() or hurry()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        folder = self.submitted.job.folder.root
+        paths = dict.fromkeys((self.service.ready_file, self.service.first_file))
+        return next((path for path in paths if ready_of_run(path, folder) is not None), None)
 
 
 class Stopped(ClusterError):
@@ -163,122 +153,42 @@ class Stopped(ClusterError):
         self.exit_code = 128 + received
 
 
-class Foreground:
-    """The jobs of one command line. It owns this process's signal handlers until close()."""
-
-    def __init__(self) -> None:
-        self._stop = StopRequest()
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(self._stop.listening())
-        self._services: list[ServiceProcess] = []
-        adopt_orphans()
-
-    def run(self, submitted: Submitted) -> None:
-        """Run a job to its end while the services live; raises when either fails."""
-        process = Process(submitted)
-        try:
-            self._wait(process.ended, show=process, needs=self._services)
-        finally:
-            process.stop(0.0)
-            process.show_log()
-        _check_exit(process)
-
-    def start(self, submitted: Submitted, service: Service) -> None:
-        """Start a service and return at once."""
-        self._services.append(ServiceProcess(submitted, service))
-
-    def wait_until_ready(self) -> None:
-        """Wait for the newest service's ready file, as long as the service lives."""
-        process = self._services[-1]
-        deadline = time.monotonic() + process.service.ready_timeout
-
-        def ready_or_late() -> bool:
-            return process.ready() is not None or time.monotonic() > deadline
-
-        self._wait(ready_or_late, show=process, needs=self._services)
-        ready_file = process.ready()
-        if ready_file is None:
-            raise ServerError(
-                f"the {process.name} was not ready within {process.service.ready_timeout:g} s; "
-                f"the end of its log {process.log}:\n{process.tail()}"
-            )
-        print(f"{process.name} is ready: {ready_file}", flush=True)
-
-    def serve(self) -> None:
-        """Keep the newest service in the foreground until it is stopped or ends.
-
-        Being stopped is how a service ends, so it is a success when the service ended well.
-        """
-        process = self._services[-1]
-        try:
-            self._wait(process.ended, show=process, needs=self._services[:-1])
-        except Stopped as stopped:
-            print(f"{stopped}: the {process.name} is ending", flush=True)
-        self._services.remove(process)
-        process.stop(process.service.stop_timeout, lambda: self._stop.again)
-        process.show_log()
-        _check_exit(process)
-
-    def end_services(self) -> None:
-        """End the services, newest first."""
-        while self._services:
-            process = self._services.pop()
-            process.stop(process.service.stop_timeout, lambda: self._stop.again)
-
-    def close(self) -> None:
-        """End the services, and give the signal handlers back."""
-        self.end_services()
-        self._exit.close()
-
-    def _wait(
-        self, done: Callable[[], bool], *, show: Process, needs: Sequence[ServiceProcess]
-    ) -> None:
-        """Wait until `done`, repeating one log; raises when stopped or when a service dies."""
-        while True:
-            show.show_log()
-            if done():
-                return
-            if self._stop.received is not None:
-                raise Stopped(self._stop.received)
-            for process in needs:
-                if process.ended():
-                    raise ServerError(
-                        f"the {process.name} ended with exit code {process.exit_code()}; "
-                        f"the end of its log {process.log}:\n{process.tail()}"
-                    )
-            time.sleep(POLL_SECONDS)
-
-
 class ForegroundCluster(Cluster[Options]):
-    """Runs jobs here and now, in the order of submission."""
+    """Runs jobs here and now, in the order of submission.
+
+    This process's signal handlers are its own from the first job until close().
+    """
 
     max_replicas: ClassVar[int | None] = 1
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._foreground: Foreground | None = None
-        self._serving: Job | None = None
+        self._stop = StopRequest()
+        self._exit = contextlib.ExitStack()
+        self._listens = False
+        self._services: list[ServiceProcess] = []
+        self._awaits = False  # whether the newest service must get ready before anything else
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Run the job to its end; a service is started, and is ready before the next job runs."""
         job.write(self.render(job))
         submitted = Submitted(job, str(os.getpid()), after)
         submitted.write_record(self.type)
-        if self._foreground is None:
-            self._foreground = Foreground()
+        if not self._listens:
+            self._listens = True
+            self._exit.enter_context(self._stop.listening())
+            adopt_orphans()
         if job.after_any:
-            self._foreground.end_services()
-            self._serving = None
-        if self._serving is not None:
-            self._foreground.wait_until_ready()
-            self._serving = None
+            self._end_services()
+        if self._awaits:
+            self._wait_until_ready()
         print(f"{job.stage}: {job.name}, log: {submitted.log}", flush=True)
         if job.service is None:
-            self._foreground.run(submitted)
-            self._serving = job.server if job.promotes else None
+            self._run(submitted)
+            self._awaits = job.promotes
         else:
-            self._foreground.start(submitted, job.service)
-            self._serving = job
+            self._services.append(ServiceProcess(submitted, job.service))
+            self._awaits = True
         return submitted
 
     def goes_on(self, error: LauncherError) -> bool:
@@ -301,13 +211,80 @@ class ForegroundCluster(Cluster[Options]):
         end_group(folder, job_id)
 
     def finish(self) -> None:
-        if self._foreground is not None and self._serving is not None:
-            self._foreground.wait_until_ready()
-            self._foreground.serve()
+        """Keep the newest service in the foreground until it is stopped or ends.
+
+        Being stopped is how a service ends, so it is a success when the service ended well.
+        """
+        if not self._awaits:
+            return
+        self._wait_until_ready()
+        process = self._services[-1]
+        try:
+            self._wait(process.ended, show=process, needs=self._services[:-1])
+        except Stopped as stopped:
+            print(f"{stopped}: the {process.name} is ending", flush=True)
+        self._services.remove(process)
+        process.stop(process.service.stop_timeout, lambda: self._stop.again)
+        process.show_log()
+        _check_exit(process)
 
     def close(self) -> None:
-        if self._foreground is not None:
-            self._foreground.close()
+        """End the services, and give the signal handlers back."""
+        self._end_services()
+        self._exit.close()
+
+    def _run(self, submitted: Submitted) -> None:
+        """Run a job to its end while the services live; raises when either fails."""
+        process = Process(submitted)
+        try:
+            self._wait(process.ended, show=process, needs=self._services)
+        finally:
+            process.stop(0.0)
+            process.show_log()
+        _check_exit(process)
+
+    def _wait_until_ready(self) -> None:
+        """Wait for the newest service's ready file, as long as the service lives."""
+        process = self._services[-1]
+        deadline = time.monotonic() + process.service.ready_timeout
+
+        def ready_or_late() -> bool:
+            return process.ready() is not None or time.monotonic() > deadline
+
+        self._wait(ready_or_late, show=process, needs=self._services)
+        ready_file = process.ready()
+        if ready_file is None:
+            raise ServerError(
+                f"the {process.name} was not ready within {process.service.ready_timeout:g} s; "
+                f"the end of its log {process.log}:\n{process.tail()}"
+            )
+        self._awaits = False
+        print(f"{process.name} is ready: {ready_file}", flush=True)
+
+    def _end_services(self) -> None:
+        """End the services, newest first."""
+        self._awaits = False
+        while self._services:
+            process = self._services.pop()
+            process.stop(process.service.stop_timeout, lambda: self._stop.again)
+
+    def _wait(
+        self, done: Callable[[], bool], *, show: Process, needs: Sequence[ServiceProcess]
+    ) -> None:
+        """Wait until `done`, repeating one log; raises when stopped or when a service dies."""
+        while True:
+            show.show_log()
+            if done():
+                return
+            if self._stop.received is not None:
+                raise Stopped(self._stop.received)
+            for process in needs:
+                if process.ended():
+                    raise ServerError(
+                        f"the {process.name} ended with exit code {process.exit_code()}; "
+                        f"the end of its log {process.log}:\n{process.tail()}"
+                    )
+            time.sleep(POLL_SECONDS)
 
 
 def _check_exit(process: Process) -> None:

@@ -17,8 +17,6 @@ class InteractiveOptions(ClusterOptions):
     """conf/cluster/interactive.yaml."""
 
     type: str = "interactive"
-    gpus_per_node: int | None = None
-    python: str | None = None
 
 
 class InteractiveCluster(ForegroundCluster[InteractiveOptions]):

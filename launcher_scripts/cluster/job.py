@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.cluster.record import RECORD, JobRecord, write_text
+from launcher_scripts.cluster.record import ID_FILE, JobRecord, write_text
 from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.config.settings import settings_text
 
@@ -106,14 +106,9 @@ class JobFolder:
         return self.root / f"{self.name}_submission.sh"
 
     @property
-    def record(self) -> Path:
-        """The job's id and cluster, as JSON."""
-        return self.root / RECORD
-
-    @property
     def id_file(self) -> Path:
         """The job's id alone, for scripts."""
-        return self.root / "job_id"
+        return self.root / ID_FILE
 
     @property
     def log_stem(self) -> str:

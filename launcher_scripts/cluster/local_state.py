@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher_scripts.cluster.record import read_end, read_json, write_end, write_text
+from launcher_scripts.cluster.record import read_end, read_known, write_end, write_text
 from launcher_scripts.cluster.state import UNKNOWN, JobState, wait_for
-from launcher_scripts.common.errors import ClusterError, ConfigError
+from launcher_scripts.common.errors import ClusterError
 from launcher_scripts.common.processes import STOP_SIGNALS, seconds_since, start_of
-from launcher_scripts.config.schema import build
 
 PROCESS = "process.json"
 _KILL_SECONDS = 5.0
@@ -101,15 +100,9 @@ def _signal(send: Callable[[int, int], None], folder: Path, number: int) -> None
 
 
 def _noted(folder: Path) -> NotedProcess | None:
-    values = read_json(folder / PROCESS)
-    if values is None:
-        return None
-    try:
-        process = build(NotedProcess, values, "it")
-    except ConfigError as error:
-        said = ", ".join(error.problems)
-        raise ClusterError(f"{folder / PROCESS} names no process: {said}") from error
-    if process.pid <= 1:  # to signals these are many processes, or the first one
+    process = read_known(folder / PROCESS, NotedProcess, "a job's process")
+    # To signals such numbers are many processes, or the first one.
+    if process is not None and process.pid <= 1:
         raise ClusterError(f"{folder / PROCESS} names no process of a job; got pid {process.pid}")
     return process
 

@@ -17,8 +17,8 @@ class ClusterOptions:
     """
 
     type: str
-    gpus_per_node: int | None
-    python: str | None
+    gpus_per_node: int | None = None
+    python: str | None = None
     overlay: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,16 +1,17 @@
 """What a job folder says of its job: who takes care of it, under which id, and where its files are.
 
-<folder>/job.json      written when the job is handed over
+<folder>/job.json      written when the job is handed over, with job_id, which has the id alone
 <folder>/process.json  of a job on this machine: its process
 <folder>/end_<id>.json how it ended, as soon as somebody has seen it
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.atomic_write import atomic_write
@@ -19,6 +20,8 @@ from launcher_scripts.common.ready_file import replica_file
 from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
+ID_FILE = "job_id"
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,15 @@ class JobRecord:
 
     def write(self, folder: Path) -> None:
         write_text(folder / RECORD, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")
-        write_text(folder / "job_id", f"{self.job_id}\n")
+        write_text(folder / ID_FILE, f"{self.job_id}\n")
 
     @classmethod
     def read(cls, folder: Path) -> JobRecord:
-        """The record in a job folder; keys of other versions are left out."""
-        values = read_json(folder / RECORD) or {}
-        known = {field.name for field in fields(cls)} & values.keys()
-        try:
-            return build(cls, {name: values[name] for name in known}, "it")
-        except ConfigError as error:
-            said = ", ".join(error.problems)
-            raise ClusterError(f"{folder / RECORD} is not a job's record: {said}") from error
+        """The record in a job folder. Raises ClusterError where there is none."""
+        record = read_known(folder / RECORD, cls, "a job's record")
+        if record is None:
+            raise ClusterError(f"there is no {folder / RECORD}")
+        return record
 
     def ids(self) -> tuple[str, ...]:
         """The cluster's id of every replica."""
@@ -84,22 +84,39 @@ class JobRecord:
 
 def write_end(folder: Path, job_id: str, state: JobState) -> None:
     """Remember how a job ended: clusters forget."""
-    write_text(_end_file(folder, job_id), json.dumps(state.to_json()) + "\n")
+    write_text(_end_file(folder, job_id), json.dumps(asdict(state)) + "\n")
 
 
 def read_end(folder: Path, job_id: str) -> JobState | None:
-    path = _end_file(folder, job_id)
-    values = read_json(path)
-    if values is None:
-        return None
-    try:
-        return JobState.from_json(values)
-    except ConfigError as error:
-        raise ClusterError(f"{path} is not a job's end: {', '.join(error.problems)}") from error
+    return read_known(_end_file(folder, job_id), JobState, "a job's end")
 
 
 def _end_file(folder: Path, job_id: str) -> Path:
     return folder / f"end_{job_id}.json"
+
+
+def ready_of_run(path: Path, folder: Path) -> dict[str, Any] | None:
+    """What a ready file says, where it is of the run in this job folder; None where it is not."""
+    with contextlib.suppress(ClusterError):
+        ready = read_json(path)
+        if ready is not None and (ready.get("job") or {}).get("folder") == str(folder):
+            return ready
+    return None
+
+
+def read_known(path: Path, kind: type[Known], what: str) -> Known | None:
+    """The dataclass `kind` in a JSON file, without keys of other versions; None without the file.
+
+    Raises ClusterError where the file is not `what`.
+    """
+    values = read_json(path)
+    if values is None:
+        return None
+    known = {field.name for field in fields(cast(Any, kind))} & values.keys()
+    try:
+        return build(kind, {name: values[name] for name in known}, what)
+    except ConfigError as error:
+        raise ClusterError(f"{path} is not {what}: {', '.join(error.problems)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

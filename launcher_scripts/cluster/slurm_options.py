@@ -10,6 +10,7 @@ from typing import Any
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.options import ClusterOptions
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.config.options import check_options, option
 
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
@@ -28,7 +29,6 @@ _SIGNAL_MARGIN = 10
 class SlurmOptions(ClusterOptions):
     """conf/cluster/bcm.yaml: sbatch's options by their names, and our own keys.
 
-    gpus_per_task: instead of gpus_per_node; a node runs one task
     mpi:       how the tasks of a server find each other (srun --mpi)
     srun_args: further arguments of every srun
     requeue:   whether Slurm may run the job again after a node failure or preemption; null: as
@@ -49,38 +49,31 @@ class SlurmOptions(ClusterOptions):
     comment: str | None = None
     exclusive: bool | str | None = True
     overcommit: bool | None = False
-    gpus_per_task: int | None = None
+    gpus_per_task: int | None = option(
+        None, "instead of gpus_per_node; a node runs one task", least=1
+    )
     gpus_per_node: int | None = 8
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = option(None, "CPUs of every task", least=1)
     mem: str | None = "0"
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
     srun_args: tuple[str, ...] = ()
-    python: str | None = None
     requeue: bool | None = False
-    container_runtime: str = "pyxis"
+    container_runtime: str = option("pyxis", "what starts the container", choices=_RUNTIMES)
     image_cache: str | None = None
 
     def _check(self, problems: Problems) -> None:
         super()._check(problems)
+        check_options(self, problems, "cluster.{}".format)
         self._check_words(problems)
         if not _MPI.fullmatch(self.mpi):
             problems.add("unknown mpi", got=self.mpi, choices=_MPI_TYPES, change="cluster.mpi")
-        choices = {
-            "exclusive": _EXCLUSIVE,
-            "container_runtime": _RUNTIMES,
-        }
-        for name, members in choices.items():
-            got = getattr(self, name)
-            if got is not None and str(got) not in members:
-                problems.add(f"unknown {name}", got=got, choices=members, change=f"cluster.{name}")
+        if self.exclusive is not None:
+            exclusive = str(self.exclusive)
+            problems.check_choice("exclusive", exclusive, _EXCLUSIVE, "cluster.exclusive")
         if self.mem is not None and not _MEMORY.fullmatch(self.mem):
             notations = ("0 (all of a node)", "megabytes", "a number with K, M, G or T")
             problems.add("no size of memory", got=self.mem, choices=notations, change="cluster.mem")
-        for name in ("gpus_per_task", "cpus_per_task"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                problems.add(f"{name} must be at least 1", got=count, change=f"cluster.{name}")
 
     def _check_words(self, problems: Problems) -> None:
         """An empty value would make an option of its own, or of the next one."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Resources
@@ -165,24 +165,24 @@ def _shown(kind: str) -> list[dict[str, str]]:
     """Every object of a kind, as `scontrol show` prints its fields."""
     shown = _ask("scontrol", "--oneliner", "show", kind)
     lines = shown.stdout.splitlines() if shown is not None and shown.returncode == 0 else []
-    return [dict(item.split("=", 1) for item in line.split() if "=" in item) for line in lines]
+    return list(map(_fields, lines))
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in line.split() if "=" in item)
 
 
 def _of_scontrol(line: str) -> JobState:
-    def field(name: str, pattern: str = r"\S*") -> str:
-        found = re.search(rf" {name}=({pattern})", line)
-        return found.group(1) if found else ""
-
-    name, nodes, ran = field("JobState"), field("NodeList"), field("RunTime")
-    reason = field("Reason")
+    fields = _fields(line)
+    nodes, reason, ran = (fields.get(name, "") for name in ("NodeList", "Reason", "RunTime"))
     state = JobState(
-        name,
+        fields.get("JobState", ""),
         nodes="" if nodes == "(null)" else nodes,
         reason="" if reason == "None" else reason,
         seconds=slurm_seconds(ran) if ran.replace("-", ":").replace(":", "").isdigit() else None,
-        restarts=int(field("Restarts", r"\d*") or 0),
+        restarts=int(fields.get("Restarts", 0)),
     )
-    return _with_exit_code(state, field("ExitCode"))
+    return _with_exit_code(state, fields.get("ExitCode", ""))
 
 
 def _of_accounting(job_id: str) -> JobState | None:
@@ -211,7 +211,7 @@ def _with_exit_code(state: JobState, code: str) -> JobState:
     number, _, signal = code.partition(":")
     shell = 128 + int(signal) if int(signal or 0) else int(number or 0)
     shell = shell if state.succeeded else shell or 1
-    return JobState(**{**state.to_json(), "exit_code": shell})
+    return replace(state, exit_code=shell)
 
 
 def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str | None:

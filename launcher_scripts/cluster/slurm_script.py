@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.cluster.containers import check_mounts
-from launcher_scripts.cluster.enroot import EnrootImage, enroot_mount
+from launcher_scripts.cluster.containers import EnrootImage, check_mounts, enroot_mount
 from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
 from launcher_scripts.common.exit_codes import ERROR

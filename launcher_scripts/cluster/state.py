@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from typing import Any
-
-from launcher_scripts.config.schema import build
+from dataclasses import dataclass
 
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED"})
 RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT"})
@@ -49,15 +46,6 @@ class JobState:
     @property
     def succeeded(self) -> bool:
         return self.name == "COMPLETED"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> JobState:
-        """Raises ConfigError where they are not a state."""
-        known = {field.name for field in fields(cls)} & values.keys()
-        return build(cls, {name: values[name] for name in known}, "the state")
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.2) -> bool:

@@ -167,8 +167,8 @@ def _check_others(
             problems.add(what, got=got, change=HOW)
 
 
-def _number(env: Mapping[str, str], name: str | None, problems: Problems) -> int:
-    text = env.get(name or "", "")
+def _number(env: Mapping[str, str], name: str, problems: Problems) -> int:
+    text = env.get(name, "")
     if text.isdecimal():
         return int(text)
     problems.add(f"{name} must be a number", got=text or "nothing", change=HOW)

@@ -31,7 +31,6 @@ class LadderRung:
 class LadderSettings:
     """Compare the rungs' evaluations; the report goes to results_dir."""
 
-    stage: ClassVar[str] = "ladder"
     error_code: ClassVar[int] = ERROR
 
     results_dir: str

@@ -30,6 +30,7 @@ class _Checked:
 
     def __post_init__(self) -> None:
         problems = Problems("the bounds of a policy")
+        check_options(self, problems, f"{{}} in {KEY}".format)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -127,12 +128,6 @@ class LoadBounds(SpeedBounds):
     max_between_tokens_ms: TimeBounds | None = None
     min_requests_per_second: float | None = None
     min_goodput: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = Problems("the bounds of a policy")
-        check_options(self, problems, f"{KEY}.load.{{}}".format)
-        problems.raise_if_any(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)

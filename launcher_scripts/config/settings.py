@@ -32,7 +32,6 @@ from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.twin import TwinSettings
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
-WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
@@ -78,7 +77,7 @@ class ModelOptions:
     kept beside it under the names of their files or folders.
     """
 
-    weight_data_type: str = option("fp32", "type of the written files", choices=WEIGHT_DATA_TYPES)
+    weight_data_type: str = option("fp32", "type of the written files", choices=DATA_TYPES)
     processes: int = option(16, "processes at most", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
@@ -264,6 +263,12 @@ class ServerOptions:
     network_interface: str | None = None
     security: ServerSecurity = ServerSecurity()
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by the names of their options."""
+        names = ("http_port", "grpc_port", "metrics_port")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True)
 class DeploySettings(ServerOptions):
@@ -292,13 +297,12 @@ class DeploySettings(ServerOptions):
         if self.promote is not None:
             problems.check_choice("promote", self.promote, PROMOTIONS, "deploy.promote")
         check_options(self, problems, "deploy.server.{}".format)
-        for name in ("http_port", "grpc_port", "metrics_port"):
-            port = getattr(self, name)
+        for name, port in self.ports.items():
             if not 0 <= port < 65536:
                 change = f"deploy.server.{name}"
                 problems.add(f"{name} is not a valid port", got=port, choices=PORTS, change=change)
         openai = self.gateway and self.gateway.port
-        fixed = [p for p in (self.http_port, self.grpc_port, self.metrics_port, openai) if p]
+        fixed = [port for port in (*self.ports.values(), openai) if port]
         if len(set(fixed)) < len(fixed):
             change = "deploy.server or deploy.gateway.port"
             problems.add("two of the server's ports are equal", got=fixed, change=change)
@@ -418,8 +422,8 @@ Settings = TypeVar("Settings")
 def settings_text(settings: Any) -> str:
     """One stage's settings as YAML; those that have no default come first."""
     values = {field.name: None for field in dataclasses.fields(settings) if is_required(field)}
-    plain = _plain({**values, **dataclasses.asdict(settings)})
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10_000)
+    values |= dataclasses.asdict(settings)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def write_settings(settings: Any, path: Path) -> None:
@@ -433,18 +437,4 @@ def read_settings(kind: type[Settings], path: Path) -> Settings:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the settings file {path}: {error}") from error
-    return build_settings(kind, values, str(path))
-
-
-def build_settings(kind: type[Settings], values: Any, origin: str) -> Settings:
-    """A settings object from plain mappings and lists; `origin` names them in errors."""
-    return build(kind, values, origin)
-
-
-def _plain(value: Any) -> Any:
-    """The value with tuples as lists, so that YAML stays plain."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return build(kind, values, str(path))

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.state import FORGOTTEN
 from launcher_scripts.common.cleanup import remove_leftovers
-from launcher_scripts.common.errors import lookup
 from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
@@ -55,11 +53,10 @@ def list_jobs(request: Request) -> int:
 
 def status(request: Request) -> int:
     """The state of the named jobs, or of all that have not ended, and what their servers say."""
-    jobs, damaged = _asked_for(request)
+    statuses, damaged = _asked_for(request)
     _complain(damaged)
     if request.every is not None:
         return _watch(request, request.every)
-    statuses = _statuses(request, jobs)
     show(statuses, STATUS_COLUMNS, request.as_json)
     return worst(statuses)
 
@@ -148,32 +145,26 @@ def _complain(damaged: Sequence[str]) -> None:
         print(f"warning: left out: {said}", file=sys.stderr)
 
 
-def _asked_for(request: Request) -> tuple[list[KnownJob], list[str]]:
-    """The named jobs, or all there are, and what is wrong with the records of others."""
-    return (request.chosen(), []) if request.jobs else read_jobs(request.results)
-
-
-def _statuses(request: Request, jobs: Sequence[KnownJob]) -> list[Status]:
-    """Of all that were named, else of those that have not ended."""
-    return [s for s in look(jobs) if request.jobs or not s.state.ended]
-
-
-def _statuses_now(request: Request) -> list[Status]:
-    return _statuses(request, _asked_for(request)[0])
+def _asked_for(request: Request) -> tuple[list[Status], list[str]]:
+    """The named jobs, or all that have not ended; and what is wrong with the records of others."""
+    if request.jobs:
+        return look(request.chosen()), []
+    jobs, damaged = read_jobs(request.results)
+    return [s for s in look(jobs) if not s.state.ended], damaged
 
 
 def _watch(request: Request, every: float) -> int:
     """The table again and again until Ctrl-C, in place where there is a terminal."""
     if not sys.stdout.isatty():
         while True:
-            show(_statuses_now(request), STATUS_COLUMNS, request.as_json)
+            show(_asked_for(request)[0], STATUS_COLUMNS, request.as_json)
             sys.stdout.flush()
             time.sleep(every)
     from rich.live import Live
 
     with Live(auto_refresh=False, screen=True) as live:
         while True:
-            live.update(coloured(_statuses_now(request), STATUS_COLUMNS), refresh=True)
+            live.update(coloured(_asked_for(request)[0], STATUS_COLUMNS), refresh=True)
             time.sleep(every)
 
 
@@ -181,8 +172,7 @@ def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
     jobs = request.chosen()
     for item in look(jobs, ask_servers=False):
         if not item.state.ended:
-            kind = lookup(CLUSTERS, item.job.record.cluster_type, "cluster_type")
-            how(kind)(item.job.folder, item.job.record, item.job_id)
+            how(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
     statuses = look(jobs, ask_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)

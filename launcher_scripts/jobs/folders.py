@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
+from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.record import RECORD, JobRecord
 from launcher_scripts.common.errors import LauncherError, lookup, problem
 
@@ -33,6 +35,11 @@ class KnownJob:
         record = JobRecord.read(folder)
         lookup(CLUSTERS, record.cluster_type, f"cluster_type in {folder / RECORD}")
         return cls(folder, record, record.ids())
+
+    @property
+    def cluster(self) -> type[Cluster[Any]]:
+        """What takes care of it."""
+        return CLUSTERS[self.record.cluster_type]
 
     @property
     def name(self) -> str:

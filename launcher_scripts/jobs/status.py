@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.cluster import CLUSTERS
-from launcher_scripts.cluster.record import RECORD, JobRecord, read_end, read_json, write_end
+from launcher_scripts.cluster.record import (
+    RECORD,
+    JobRecord,
+    read_end,
+    read_json,
+    ready_of_run,
+    write_end,
+)
 from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
-from launcher_scripts.common.errors import ClusterError, lookup
+from launcher_scripts.common.errors import ClusterError
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.metrics import Load, is_ready, load
 
@@ -133,7 +139,7 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """All of it; `state` is the cluster's word, `status` what it means for a server."""
-        record, state = self.job.record, self.state.to_json()
+        record, state = self.job.record, asdict(self.state)
         return {
             "name": record.name,
             "run": self.job.run,
@@ -163,13 +169,11 @@ def look(jobs: Iterable[KnownJob], *, ask_servers: bool = True) -> list[Status]:
 
 def job_state(job: KnownJob, job_id: str) -> JobState:
     """The state of a job or replica; its end is remembered in the job folder."""
-    record = job.record
-    cluster = lookup(CLUSTERS, record.cluster_type, "cluster_type")
     try:
         state = read_end(job.folder, job_id)
         if state is not None:
             return state
-        state = cluster.state(job.folder, record, job_id)
+        state = job.cluster.state(job.folder, job.record, job_id)
     except ClusterError as error:  # a damaged job folder is no reason to say nothing of others
         return JobState(UNKNOWN, reason=str(error))
     if state.name == FORGOTTEN or not state.ended:
@@ -194,16 +198,5 @@ def _ready(job: KnownJob, job_id: str) -> dict[str, Any] | None:
     if job.record.ready_file is None:
         return None
     shared = job.record.ready_path(job_id)
-    for path in (job.folder / shared.name, shared):
-        ready = _of_run(path, job.folder)
-        if ready is not None:
-            return ready
-    return None
-
-
-def _of_run(path: Path, folder: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(ClusterError):
-        ready = read_json(path)
-        if ready is not None and (ready.get("job") or {}).get("folder") == str(folder):
-            return ready
-    return None
+    own = ready_of_run(job.folder / shared.name, job.folder)
+    return own or ready_of_run(shared, job.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from launcher_scripts.common.hosts import address_towards
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
 from launcher_scripts.server.health import TritonClient
-from launcher_scripts.server.ports import Ports, family_of, gateway_host
+from launcher_scripts.server.ports import family_of, gateway_host
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
@@ -23,19 +24,19 @@ def local_host(host: str) -> str:
     return LOOPBACK if host in EVERY_ADDRESS else host
 
 
-def addresses(settings: DeploySettings, ports: Ports, client: TritonClient) -> dict[str, str]:
+def addresses(
+    settings: DeploySettings, ports: Mapping[str, int], client: TritonClient
+) -> dict[str, str]:
     """host:port of every interface, as clients use it."""
-    found = {}
-    for name, host in settings.hosts.items():
-        reached = host if host == LOOPBACK else public_host(settings, host, client)
-        found[name] = _address(reached, getattr(ports, name))
-    return found
+    return {
+        name: _address(public_host(settings, host, client), ports[name])
+        for name, host in settings.hosts.items()
+    }
 
 
 def openai_address(settings: DeploySettings, port: int, client: TritonClient) -> str:
     """The address of the gateway's interface, as its clients are told it."""
-    host = gateway_host(settings)
-    reached = host if host == LOOPBACK else public_host(settings, host, client)
+    reached = public_host(settings, gateway_host(settings), client)
     tls = settings.gateway is not None and settings.gateway.tls_certificate is not None
     return openai_url(reached, port, tls=tls)
 
@@ -93,11 +94,13 @@ def _can_listen(address: str) -> bool:
 
 
 def public_host(settings: DeploySettings, host: str, client: TritonClient) -> str:
-    """The address under which other nodes reach what listens on `host`.
+    """The address under which clients reach what listens on `host`: LOOPBACK as it is.
 
     A configured one, else the one it listens on; for a server that listens everywhere the
     node's name, or the loopback address where the node cannot reach itself by name.
     """
+    if host == LOOPBACK:
+        return host
     if settings.public_host is not None:
         return settings.public_host
     if host not in EVERY_ADDRESS:

@@ -14,7 +14,7 @@ from launcher_scripts.config.settings import GatewayJobSettings
 from launcher_scripts.server.addresses import EVERY_ADDRESS, openai_url, with_node_address
 from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.ports import GATEWAY, reserved
-from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles
+from launcher_scripts.server.ready_files import ReadyFiles
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 5.0  # for the gateway to end when its requests have had their time
@@ -41,12 +41,9 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
                 time.sleep(_POLL_SECONDS)
             if process.models:
                 _announce(settings, _url(settings, host, ports[GATEWAY]), process, ready_files)
-            renewed = time.monotonic()
             while stop.received is None:
                 process.look()
-                if time.monotonic() - renewed > RENEW_SECONDS:
-                    ready_files.renew()
-                    renewed = time.monotonic()
+                ready_files.keep_alive()
                 time.sleep(_POLL_SECONDS)
             print(f"stopping the gateway: {stop.name}", flush=True)
         finally:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
 from launcher_scripts.common.errors import Problems, ServerError
 from launcher_scripts.config.settings import DeploySettings
@@ -15,19 +15,9 @@ PORT_NAMES = ("http", "grpc", "metrics")
 GATEWAY = "gateway"
 
 
-@dataclass(frozen=True)
-class Ports:
-    http: int
-    grpc: int
-    metrics: int
-    gateway: int | None = None
-
-
-@contextlib.contextmanager
-def reserved_ports(settings: DeploySettings) -> Iterator[Ports]:
-    """The ports of the server and of its gateway, as `reserved` gives them."""
-    with reserved(_wanted(settings)) as ports:
-        yield Ports(**ports)
+def reserved_ports(settings: DeploySettings) -> AbstractContextManager[dict[str, int]]:
+    """The ports of PORT_NAMES, and of the GATEWAY where there is one, as `reserved` gives them."""
+    return reserved(_wanted(settings))
 
 
 @contextlib.contextmanager
@@ -58,16 +48,15 @@ def gateway_host(settings: DeploySettings) -> str:
     return own or settings.hosts["grpc"]
 
 
-def ports_in_use(hosts: Mapping[str, str], ports: Ports) -> dict[str, int]:
+def ports_in_use(hosts: Mapping[str, str], ports: Mapping[str, int]) -> dict[str, int]:
     """name -> port of those on which somebody else listens now."""
     taken = {}
     for name in PORT_NAMES:
-        port = getattr(ports, name)
         try:
-            _probe(hosts[name], port)
+            _probe(hosts[name], ports[name])
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                taken[name] = port
+                taken[name] = ports[name]
     return taken
 
 

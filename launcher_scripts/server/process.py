@@ -24,7 +24,7 @@ from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.server.lost_workers import is_sign
-from launcher_scripts.server.ports import Ports
+from launcher_scripts.server.ports import PORT_NAMES
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.text_numpy import prefer_numpy
 
@@ -56,7 +56,7 @@ class ServerProcess:
         self,
         settings: DeploySettings,
         installation: Installation,
-        ports: Ports,
+        ports: Mapping[str, int],
         folder: Path,
         protection: Protection,
         env: Mapping[str, str] = _NOTHING_MORE,
@@ -93,7 +93,7 @@ class ServerProcess:
         )
 
     def _arguments(
-        self, settings: DeploySettings, installation: Installation, ports: Ports
+        self, settings: DeploySettings, installation: Installation, ports: Mapping[str, int]
     ) -> list[str]:
         repository = settings.model_repository
         if not is_remote(repository):
@@ -108,9 +108,9 @@ class ServerProcess:
         if installation.names_memory_apart:
             prefix = f"shm-region-prefix-name={self._lock.region_prefix}"
             arguments.append(f"--backend-config=python,{prefix}")
-        for name in ("http", "grpc", "metrics"):
+        for name in PORT_NAMES:
             arguments += [f"--{name}-address={settings.hosts[name]}"]
-            arguments += [f"--{name}-port={getattr(ports, name)}"]
+            arguments += [f"--{name}-port={ports[name]}"]
         return arguments
 
     def _plain(self, repository: Path) -> Path:

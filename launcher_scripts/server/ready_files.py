@@ -35,6 +35,7 @@ class ReadyFiles:
         folder = settings.job_folder
         self._own = None if folder is None else Path(folder) / self._shared.name
         self._facts: dict[str, Any] = {}
+        self._written = 0.0
         self._before: dict[str, Any] = {}  # the facts of the server whose place it took
         self._published = self._shared
         candidate = settings.candidate_file if isinstance(settings, DeploySettings) else None
@@ -81,6 +82,11 @@ class ReadyFiles:
         candidate.unlink(missing_ok=True)
         return self._shared
 
+    def keep_alive(self) -> None:
+        """Renew the files when it is time to; for those who watch a server."""
+        if time.monotonic() - self._written > RENEW_SECONDS:
+            self.renew()
+
     def renew(self) -> None:
         """Say that the server still lives; who finds an old time knows that it was killed.
 
@@ -92,6 +98,7 @@ class ReadyFiles:
             self._write(filter(None, (self._own, self._shared if ours else None)))
 
     def _write(self, paths: Iterable[Path]) -> None:
+        self._written = time.monotonic()
         alive_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
         for path in paths:

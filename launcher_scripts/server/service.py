@@ -48,10 +48,10 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, LostWorkerDetector
-from launcher_scripts.server.ports import Ports, gateway_host, ports_in_use, reserved_ports
+from launcher_scripts.server.ports import GATEWAY, gateway_host, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess
 from launcher_scripts.server.protection import Protection
-from launcher_scripts.server.ready_files import RENEW_SECONDS, ReadyFiles, job_facts
+from launcher_scripts.server.ready_files import ReadyFiles, job_facts
 
 
 def rendezvous_folder(settings: DeploySettings) -> Path:
@@ -191,7 +191,7 @@ class Service:
         self,
         settings: DeploySettings,
         process: ServerProcess,
-        ports: Ports,
+        ports: Mapping[str, int],
         stop: StopRequest,
         protection: Protection,
         ready_files: ReadyFiles,
@@ -204,7 +204,7 @@ class Service:
         self._stop = stop
         self._ready_files = ready_files
         local = local_host(settings.hosts["http"])
-        self._client = TritonClient(local, ports.http, protection.headers)
+        self._client = TritonClient(local, ports["http"], protection.headers)
         self._watched: dict[int, str] = {}
         self._suspended: dict[int, float] = {}
         self._server_started = time.time()
@@ -270,8 +270,9 @@ class Service:
             "job": job_facts(self._settings),
             "timeline": self._timeline(statuses),
         }
-        if self._ports.gateway is not None:
-            facts["openai"] = openai_address(self._settings, self._ports.gateway, self._client)
+        if GATEWAY in self._ports:
+            port = self._ports[GATEWAY]
+            facts["openai"] = openai_address(self._settings, port, self._client)
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
         if self._gateway is not None:
@@ -281,7 +282,6 @@ class Service:
 
     def watch(self) -> None:
         """Return when somebody asks to stop; raise when any part of the server dies before."""
-        renewed = time.monotonic()
         while self._stop.received is None:
             self._check()
             if self._gateway is not None:
@@ -289,9 +289,7 @@ class Service:
             published = self._ready_files.publish()
             if published is not None:
                 print(f"the verdict is GO, published: {published}", flush=True)
-            if time.monotonic() - renewed > RENEW_SECONDS:
-                self._ready_files.renew()
-                renewed = time.monotonic()
+            self._ready_files.keep_alive()
             troubles = self._troubles()
             if troubles:
                 self._let_backend_say_why()
@@ -374,14 +372,16 @@ class Service:
         return error
 
 
-def _gateway(settings: DeploySettings, ports: Ports, folder: Path) -> GatewayProcess | None:
+def _gateway(
+    settings: DeploySettings, ports: Mapping[str, int], folder: Path
+) -> GatewayProcess | None:
     wanted = settings.gateway
-    if wanted is None or ports.gateway is None:
+    if wanted is None or GATEWAY not in ports:
         return None
     told = wanted.settings(
         [str(folder / "gateway-ready.json")],
         gateway_host(settings),
-        ports.gateway,
+        ports[GATEWAY],
         drain_timeout=settings.stop_timeout,
     )
     return GatewayProcess(told, folder / "gateway.yaml", settings.restarts, folder / "status")

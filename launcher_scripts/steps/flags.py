@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.config.options import Option, option_of
-from launcher_scripts.config.settings import build_settings
+from launcher_scripts.config.schema import build
 
 Values = dict[str, Any]
 _WORDS = {str: "TEXT", int: "N", float: "N"}
@@ -71,7 +71,7 @@ class FlagTable:
                 values.setdefault(outer, {})[member] = getattr(given, key)
             else:
                 values[outer] = getattr(given, key)
-        return build_settings(self.kind, self.complete(values), "the command line")
+        return build(self.kind, self.complete(values), "the command line")
 
 
 def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Field[Any]]]:

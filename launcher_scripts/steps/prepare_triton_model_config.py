@@ -24,8 +24,13 @@ from launcher_scripts.common.quantization import (
     QUANTIZATIONS,
     quantization_of,
 )
-from launcher_scripts.config.options import described, option
-from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
+from launcher_scripts.config.options import described, option, values_of
+from launcher_scripts.config.settings import (
+    DATA_TYPES,
+    ExportSettings,
+    ServingOptions,
+    TokenizerSettings,
+)
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     config_parameters,
@@ -129,6 +134,13 @@ def prepare(given: ModelConfigSettings) -> None:
 def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportSettings:
     """What an export would have been asked for."""
     template = _template(given.template_path)
+    serving = values_of(ServingOptions, given) | {
+        "quantization": quantization_of(int(given.int8_mode), given.quantization, "--{}"),
+        "draft_model_dir": given.draft_model_dir and str(Path(given.draft_model_dir).absolute()),
+        "data_type": given.data_type or checkpoint.weight_data_type,
+        "decoupled": given.decoupled or says_decoupled(template),
+        "interactive": given.interactive or "sequence_batching" in template,
+    }
     return ExportSettings(
         model_name=given.model_train_name,
         model_type=given.model_type or _model_type(template, checkpoint),
@@ -137,17 +149,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         parallelism=Parallelism(checkpoint.tp_size, given.pipeline_model_parallel_size),
         weight_data_type=checkpoint.weight_data_type,
         tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
-        max_batch_size=given.max_batch_size,
-        quantization=quantization_of(int(given.int8_mode), given.quantization, "--{}"),
-        kv_cache_dtype=given.kv_cache_dtype,
-        enable_custom_all_reduce=given.enable_custom_all_reduce,
-        enable_prefix_caching=given.enable_prefix_caching,
-        deterministic=given.deterministic,
-        draft_model_dir=given.draft_model_dir and str(Path(given.draft_model_dir).absolute()),
-        data_type=given.data_type or checkpoint.weight_data_type,
-        decoupled=given.decoupled or says_decoupled(template),
-        interactive=given.interactive or "sequence_batching" in template,
-        interactive_sessions=given.interactive_sessions,
+        **serving,
         overwrite=given.overwrite,
     )
 

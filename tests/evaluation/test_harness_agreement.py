@@ -32,14 +32,12 @@ from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, w
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.harness import read_results, run_lm_eval
 from launcher_scripts.steps import (
-    convert_checkpoint,
     measure_accuracy,
     run_harness,
-    write_model_repository,
 )
 from launcher_scripts.steps.quickstart import gguf_file
 from tests.evaluation.test_journal import kill_when
-from tests.server.processes import running
+from tests.server.processes import run_export, running
 
 PROGRAM = shutil.which("lm_eval")
 ITEMS = 20
@@ -84,9 +82,7 @@ def test_every_item_is_that_of_the_hf_model(
         triton_model_dir=str(tmp_path / "model_repo" / "smollm2"),
         max_batch_size=8,
     )
-    write_settings(export, tmp_path / "export.yaml")
-    for step in (convert_checkpoint, write_model_repository):
-        assert step.main(["--settings", str(tmp_path / "export.yaml")]) == 0
+    run_export(export, tmp_path)
     repository, gateway = export.model_repository, DeployedGateway(port=0, api_keys=str(keys))
     with running(tmp_path / "job", repository, gateway=gateway, device="cpu") as server:
         server.wait_until_ready()

@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher_scripts.jobs.__main__ import main
 from tests.login.conftest import arguments, launcher, nemo_file, run
 from tests.login.test_interactive import Start, start
 
 __all__ = ["Start", "arguments", "launcher", "nemo_file", "run", "start"]
 
 Jobs = Callable[..., "subprocess.CompletedProcess[str]"]
+Statuses = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def jobs(checkout: Path, tmp_path: Path) -> Jobs:
-    """Run `python3 -m launcher_scripts.jobs COMMAND ...` on the results of the test."""
+def jobs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Jobs:
+    """Run `python3 -m launcher_scripts.jobs COMMAND ...` on the results of the test, in here."""
 
     def ask(command: str, *more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [
-                *(sys.executable, "-m", "launcher_scripts.jobs", command),
-                *(f"--results={tmp_path / 'the results'}", *more),
-            ],
-            cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        code = main([command, f"--results={tmp_path / 'the results'}", *more])
+        return subprocess.CompletedProcess((), code, *capfd.readouterr())
 
     return ask
 
 
 @pytest.fixture
-def statuses(jobs: Jobs) -> Callable[..., list[dict[str, Any]]]:
+def statuses(jobs: Jobs) -> Statuses:
     """What `status --json` says."""
 
     def ask(*names: str) -> list[dict[str, Any]]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.jobs.conftest import Jobs
-from tests.login.test_interactive import LOCAL, Start, assert_ended, deploy_folder
+from tests.jobs.conftest import Jobs, Statuses
+from tests.login.conftest import LOCAL
+from tests.login.test_interactive import Start, assert_ended, deploy_folder
 from tests.processes import wait_for, wait_for_file
-
-Ask = Callable[..., list[dict[str, Any]]]
 
 
 def server(jobs: Jobs) -> str:
@@ -22,7 +20,7 @@ def server(jobs: Jobs) -> str:
 
 
 def test_a_server_from_its_start_to_its_end(
-    serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
+    serving: subprocess.Popen[str], jobs: Jobs, statuses: Statuses, tmp_path: Path
 ) -> None:
     name = server(jobs)
     wait_for_file(deploy_folder(tmp_path) / "ready.json")
@@ -81,7 +79,7 @@ def test_waiting_has_an_end(start: Start, jobs: Jobs, tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_no_running_job(
-    serving: subprocess.Popen[str], jobs: Jobs, statuses: Ask, tmp_path: Path
+    serving: subprocess.Popen[str], jobs: Jobs, statuses: Statuses, tmp_path: Path
 ) -> None:
     name = server(jobs)
     wait_for_file(deploy_folder(tmp_path) / "ready.json")

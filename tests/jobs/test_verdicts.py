@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from launcher_scripts.cluster.state import JobState
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.status import Status, badge
 from launcher_scripts.jobs.tables import STATUS_COLUMNS, plain
-from tests.jobs.conftest import Jobs
+from tests.jobs.conftest import Jobs, Statuses
 from tests.jobs.test_folders import make_job
 
 TEXT = "accuracy of lambada is 0.20, below 0.30"
@@ -67,9 +66,7 @@ def test_only_evaluations_have_one(tmp_path: Path) -> None:
     assert badges([folder]) == [None]
 
 
-def test_status_shows_it(
-    jobs: Jobs, statuses: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_status_shows_it(jobs: Jobs, statuses: Statuses, tmp_path: Path) -> None:
     (folder,) = evaluations(tmp_path / "the results", 10.0)
     path = decide(folder)
     write_end(folder, "101", JobState("FAILED", 1))

@@ -16,13 +16,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 import main as entry
-from stages.plan import Plan, make_plan
+from stages.plan import Plan
 
 STEPS = Path(__file__).parent / "stand_in_steps"
 PROGRAMS = Path(__file__).parent / "stand_in_programs"
 
 Compose = Callable[..., dict[str, Any]]
+Planner = Callable[..., Plan]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+LOCAL = "cluster_type=interactive"
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +48,9 @@ def hydra_config(composed: Callable[..., DictConfig]) -> Compose:
 
 
 @pytest.fixture
-def plan(hydra_config: Compose) -> Callable[..., Plan]:
-    """The plan of some overrides."""
-    return lambda *overrides: make_plan(hydra_config(*overrides))
+def plan(composed: Callable[..., DictConfig]) -> Planner:
+    """The plan of some overrides, as main.py makes it."""
+    return lambda *overrides: entry.read(composed(*overrides))
 
 
 @pytest.fixture

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import Plan
+from tests.login.conftest import LOCAL, Planner
 
-LOCAL = "cluster_type=interactive"
 KEYS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints", "lora_checkpoints")
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_their_paths_go_into_the_settings(
-    plan: Callable[..., Plan], arguments: list[str], tmp_path: Path, key: str
+    plan: Planner, arguments: list[str], tmp_path: Path, key: str
 ) -> None:
     files = [tmp_path / "one.nemo", tmp_path / "two.nemo"]
     for file in files:
@@ -30,7 +28,7 @@ def test_their_paths_go_into_the_settings(
 
 @pytest.mark.parametrize("key", KEYS)
 def test_what_does_not_exist_is_answered(
-    plan: Callable[..., Plan], arguments: list[str], tmp_path: Path, key: str
+    plan: Planner, arguments: list[str], tmp_path: Path, key: str
 ) -> None:
     missing = tmp_path / "nothing.nemo"
     with pytest.raises(ConfigError) as raised:

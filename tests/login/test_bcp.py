@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import make_plan
-from tests.login.conftest import Compose, Run
+from tests.login.conftest import Planner, Run
 from tests.login.test_golden import BASE
 
 PYTHON = f"cluster.python={sys.executable}"
@@ -120,22 +119,19 @@ def test_the_exit_code_of_a_step_is_kept(run: Run, arguments: list[str], calls: 
 
 
 def test_a_machine_without_bcprun_is_told_so(
-    run: Run, arguments: list[str], bare_path: Path
+    plan: Planner, arguments: list[str], bare_path: Path
 ) -> None:
     assert not (bare_path / "bcprun").exists()
-    result = run("stages=[export]", BCP, *arguments)
-    assert result.returncode == 3
-    assert "bcprun is not on the PATH" in result.stderr
+    with pytest.raises(ConfigError, match="bcprun is not on the PATH"):
+        plan("stages=[export]", BCP, *arguments)
 
 
-def test_more_nodes_than_the_bcp_job_has(
-    hydra_config: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_nodes_than_the_bcp_job_has(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NGC_ARRAY_SIZE", "2")
     many = (*BASE, BCP, "export.model.tensor_model_parallel_size=32")
     with pytest.raises(ConfigError, match="32 ranks need 4 nodes, and this cluster type has 2"):
-        make_plan(hydra_config(*many))
-    make_plan(hydra_config(*BASE, BCP, "export.model.tensor_model_parallel_size=16"))
+        plan(*many)
+    plan(*BASE, BCP, "export.model.tensor_model_parallel_size=16")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +143,7 @@ def test_more_nodes_than_the_bcp_job_has(
         ("deploy.replicas=2", r"1 problem in .*\n- replicas are an array of Slurm jobs"),
     ],
 )
-def test_wrong_options(hydra_config: Compose, override: str, says: str) -> None:
+def test_wrong_options(plan: Planner, override: str, says: str) -> None:
     more = "+" if "mpi" in override else ""
     with pytest.raises(ConfigError, match=says):
-        make_plan(hydra_config(*BASE, BCP, more + override))
+        plan(*BASE, BCP, more + override)

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import Plan
-from tests.login.conftest import write_nemo
-
-Planner = Callable[..., Plan]
-LOCAL = "cluster_type=interactive"
+from tests.login.conftest import LOCAL, Planner, write_nemo
 
 
 @pytest.fixture
@@ -35,24 +31,34 @@ Finder = Callable[..., tuple[str, ...]]
 
 
 def write_repository(
-    folder: Path, name: str, tp_size: int, pp_size: int = 1, *, model_type: str = "GPT"
-) -> None:
+    folder: Path, name: str, tp_size: int, pp_size: int = 1, **parameters: object
+) -> Path:
+    """A repository with one model, as far as the login side looks into it; its config.pbtxt."""
     model = folder / name
     (model / "1" / f"{tp_size}-gpu").mkdir(parents=True)
-    (model / "config.pbtxt").write_text(
+    parameters = {
+        "tensor_para_size": tp_size,
+        "model_type": "GPT",
+        "model_checkpoint_path": f"1/{tp_size}-gpu",
+        **parameters,
+    }
+    lines = [
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
+        for key, value in parameters.items()
+    ]
+    config = model / "config.pbtxt"
+    config.write_text(
         f"""name: "{name}"
 backend: "fastertransformer"
-parameters {{ key: "tensor_para_size" value: {{ string_value: "{tp_size}" }} }}
 parameters {{
   key: "pipeline_para_size"
   value: {{
     string_value: "{pp_size}"
   }}
 }}
-parameters {{ key: "model_type" value: {{ string_value: "{model_type}" }} }}
-parameters {{ key: "model_checkpoint_path" value: {{ string_value: "1/{tp_size}-gpu" }} }}
-"""
+{"".join(lines)}"""
     )
+    return config
 
 
 def test_a_good_configuration_has_none(plan: Planner, arguments: list[str]) -> None:
@@ -466,12 +472,8 @@ def test_smoothquant_is_refused_before_a_job_starts(
         f"this int8_mode is not supported; got {mode}; choices: 0 (no quantization), "
         "1 (int8 weights, made at load); change export.triton_deployment.int8_mode"
     )
-    repository = tmp_path / "served"
-    write_repository(repository, "tiny", 1)
-    config = repository / "tiny" / "config.pbtxt"
-    line = f'parameters {{ key: "int8_mode" value: {{ string_value: "{mode}" }} }}\n'
-    config.write_text(config.read_text() + line)
-    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    config = write_repository(tmp_path / "served", "tiny", 1, int8_mode=mode)
+    found = problems("stages=[deploy]", f"deploy.model_repository={tmp_path / 'served'}")
     assert f"not supported; got {mode}" in found[0]
     assert f"change int8_mode in {config}" in found[0]
 
@@ -491,15 +493,8 @@ def test_a_quantization_that_there_is_not_is_refused_before_a_job_starts(
     (found,) = problems(*(f"{block}.{name}={value}" for name, value in asked.items()))
     key = f"{block}.quantization"
     assert says.format(key, key) in found
-    repository = tmp_path / "served"
-    write_repository(repository, "tiny", 1)
-    config = repository / "tiny" / "config.pbtxt"
-    lines = [
-        f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}\n'
-        for name, value in asked.items()
-    ]
-    config.write_text("".join([config.read_text(), *lines]))
-    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    config = write_repository(tmp_path / "served", "tiny", 1, **asked)
+    found = problems("stages=[deploy]", f"deploy.model_repository={tmp_path / 'served'}")
     key = f"quantization in {config}"
     assert says.format(key, key) in found[0]
 
@@ -510,12 +505,8 @@ def test_a_kv_cache_dtype_that_there_is_not_is_refused_before_a_job_starts(
     key = "export.triton_deployment.kv_cache_dtype"
     (found,) = problems(f"{key}=fp4")
     assert f"got 'fp4'; choices: auto, fp8; change {key}" in found
-    repository = tmp_path / "served"
-    write_repository(repository, "tiny", 1)
-    config = repository / "tiny" / "config.pbtxt"
-    line = 'parameters { key: "kv_cache_dtype" value: { string_value: "fp4" } }\n'
-    config.write_text(config.read_text() + line)
-    found = problems("stages=[deploy]", f"deploy.model_repository={repository}")
+    config = write_repository(tmp_path / "served", "tiny", 1, kv_cache_dtype="fp4")
+    found = problems("stages=[deploy]", f"deploy.model_repository={tmp_path / 'served'}")
     assert "got 'fp4'; choices: auto, fp8" in found[0]
     assert f"kv_cache_dtype in {config}" in found[0]
 

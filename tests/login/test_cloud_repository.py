@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.settings import settings_text
-from stages.plan import Plan
+from tests.login.conftest import Planner
 
-Planner = Callable[..., Plan]
 REMOTE = "deploy.model_repository=s3://https://storage.example:9000/models/repo"
 ONE = ("stages=[deploy]", REMOTE)
 

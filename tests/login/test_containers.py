@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
-from launcher_scripts.cluster.enroot import EnrootImage
+from launcher_scripts.cluster.containers import (
+    EnrootImage,
+    image_problem,
+    is_file,
+    registry_name,
+)
 from launcher_scripts.cluster.slurm_script import Variables
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import make_plan
-from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import ENROOT, IMAGE, folder_of
+from tests.login.conftest import Planner
+from tests.login.test_golden import BASE, ENROOT, IMAGE, folder_of
 
 
 @pytest.mark.parametrize(
@@ -51,11 +53,11 @@ def test_an_image_is_named_as_pyxis_does(image: str, name: str) -> None:
         "",
     ],
 )
-def test_a_name_that_no_registry_has_is_refused(hydra_config: Compose, image: str) -> None:
+def test_a_name_that_no_registry_has_is_refused(plan: Planner, image: str) -> None:
     with pytest.raises(
         ConfigError, match=r"not a name of an image.*lower case; got .*; change contai"
     ):
-        make_plan(hydra_config(*BASE, f"container='{image}'"))
+        plan(*BASE, f"container='{image}'")
 
 
 @pytest.mark.parametrize(
@@ -65,16 +67,16 @@ def test_a_name_that_enroot_reads_is_taken(image: str) -> None:
     assert image_problem(registry_name(image)) is None
 
 
-def test_an_image_s_file_is_looked_at(hydra_config: Compose, tmp_path: Path) -> None:
+def test_an_image_s_file_is_looked_at(plan: Planner, tmp_path: Path) -> None:
     """One that is not there is a note of a dry run, whatever its name ends in."""
-    absent = make_plan(hydra_config(*BASE, "container=/no/such/image")).absent
+    absent = plan(*BASE, "container=/no/such/image").absent
     assert any("the container image is not there; got '/no/such/image'" in note for note in absent)
     (tmp_path / "text.sqsh").write_text("no squashfs")
     (tmp_path / "good").write_bytes(b"hsqs")
     for path in (tmp_path, tmp_path / "text.sqsh"):
         with pytest.raises(ConfigError, match="is not a squashfs file"):
-            make_plan(hydra_config(*BASE, f"container={path}"))
-    made = make_plan(hydra_config(*BASE, f"container={tmp_path / 'good'}"))
+            plan(*BASE, f"container={path}")
+    made = plan(*BASE, f"container={tmp_path / 'good'}")
     assert not any("container image" in note for note in made.absent)
 
 
@@ -114,13 +116,11 @@ def test_variables_that_no_container_takes_over_are_given_to_the_command() -> No
 
 
 @pytest.mark.parametrize("runtime", [(), (ENROOT,)], ids=["pyxis", "enroot"])
-def test_a_path_of_the_job_is_not_the_script_s(
-    hydra_config: Compose, runtime: tuple[str, ...]
-) -> None:
+def test_a_path_of_the_job_is_not_the_script_s(plan: Planner, runtime: tuple[str, ...]) -> None:
     given = "+env_vars={PATH: '/opt/bin:/bin', QUOTED: '\"a\"', PLAIN: x}"
-    plan = make_plan(hydra_config(*BASE, *runtime, IMAGE, given, "stages=[export]"))
-    (job,) = plan.jobs(folder_of)
-    script = plan.cluster.render(job)
+    made = plan(*BASE, *runtime, IMAGE, given, "stages=[export]")
+    (job,) = made.jobs(folder_of)
+    script = made.cluster.render(job)
     outside, inside = script.split("    sh -c ")
     assert "export PLAIN=x\n" in outside
     assert "export PATH" not in outside
@@ -165,24 +165,24 @@ def test_a_job_that_starts_again_replaces_what_was_cut_off(data_dir: Path, tmp_p
 
 @pytest.mark.parametrize("cluster", [(), (ENROOT,), ("cluster_type=bcp",)], ids=str)
 def test_packages_that_the_image_lacks(
-    hydra_config: Compose, tmp_path: Path, cluster: tuple[str, ...]
+    plan: Planner, tmp_path: Path, cluster: tuple[str, ...]
 ) -> None:
     """They come behind the launcher and before what the user names, in every job and container."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "overlay.json").write_text("{}")
     given = (f"cluster.overlay={tmp_path}/packages", "+env_vars.PYTHONPATH=/own")
-    plan = make_plan(hydra_config(*BASE, IMAGE, *cluster, *given))
-    assert "cluster.overlay" not in "".join(plan.absent)
-    for job in plan.jobs(folder_of):
+    made = plan(*BASE, IMAGE, *cluster, *given)
+    assert "cluster.overlay" not in "".join(made.absent)
+    for job in made.jobs(folder_of):
         launcher, *others = job.env["PYTHONPATH"].split(":")
         assert others == [f"{tmp_path}/packages", "/own"]
         if job.container is not None:
             folders = [Path(mount.split(":")[1]) for mount in job.container.mounts]
             assert any((tmp_path / "packages").is_relative_to(folder) for folder in folders)
-        assert f"{launcher}:{tmp_path}/packages:/own" in plan.cluster.render(job)
+        assert f"{launcher}:{tmp_path}/packages:/own" in made.cluster.render(job)
 
 
-def test_a_folder_without_packages_is_found_at_login(hydra_config: Compose) -> None:
-    plan = make_plan(hydra_config(*BASE, IMAGE, "cluster.overlay=/nowhere/packages"))
-    said = "".join(plan.absent)
+def test_a_folder_without_packages_is_found_at_login(plan: Planner) -> None:
+    made = plan(*BASE, IMAGE, "cluster.overlay=/nowhere/packages")
+    said = "".join(made.absent)
     assert "'/nowhere/packages/overlay.json'; change cluster.overlay" in said

@@ -26,8 +26,7 @@ from launcher_scripts.config.settings import (
 from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from stages.export import ExportModel, TritonDeployment
-from stages.plan import make_plan
-from tests.login.conftest import Compose, Run
+from tests.login.conftest import Compose, Planner, Run
 
 EXPORT_RUN = """
 run:
@@ -270,16 +269,16 @@ def test_a_load_test_has_every_key_and_its_default(hydra_config: Compose) -> Non
     assert hydra_config()["evaluate"]["load"] is None
 
 
-def test_int8_mode_false_is_zero(hydra_config: Compose) -> None:
+def test_int8_mode_false_is_zero(plan: Planner) -> None:
     for given, expected in (("False", None), ("True", "int8"), ("0", None), ("1", "int8")):
         override = f"export.triton_deployment.int8_mode={given}"
-        plan = make_plan(hydra_config("dry_run=True", override))
-        assert plan.stages[0].settings.quantization == expected
+        made = plan("dry_run=True", override)
+        assert made.stages[0].settings.quantization == expected
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size", "nodes", "devices"), NODES)
 def test_the_documented_table_of_nodes_and_devices(
-    hydra_config: Compose, tp_size: int, pp_size: int, nodes: int, devices: str | None
+    plan: Planner, tp_size: int, pp_size: int, nodes: int, devices: str | None
 ) -> None:
     overrides = (
         "dry_run=True",
@@ -287,9 +286,9 @@ def test_the_documented_table_of_nodes_and_devices(
         f"export.model.tensor_model_parallel_size={tp_size}",
         f"export.triton_deployment.pipeline_model_parallel_size={pp_size}",
     )
-    bcp = make_plan(hydra_config(*overrides, "cluster_type=bcp")).stages[1]
+    bcp = plan(*overrides, "cluster_type=bcp").stages[1]
     assert bcp.env().get("CUDA_VISIBLE_DEVICES") == devices
-    slurm = make_plan(hydra_config(*overrides))
+    slurm = plan(*overrides)
     server = slurm.stages[1]
     assert server.resources().nodes == bcp.resources().nodes == nodes
     # Slurm sets CUDA_VISIBLE_DEVICES itself, to the GPUs that the step asks for.
@@ -302,11 +301,10 @@ def test_the_documented_bcp_command_acts_from_any_directory(
     run: Run, tmp_path: Path, checkout: Path
 ) -> None:
     shown = []
-    for script in (checkout / "main.py", checkout / "launcher_scripts" / "main.py"):
-        for cwd in (tmp_path, checkout):
-            result = run(*BCP_ARGUMENTS, "dry_run=True", script=script, cwd=cwd)
-            assert result.returncode == 0, result.stderr
-            shown.append(result.stdout)
+    for script, cwd in (("main.py", tmp_path), ("launcher_scripts/main.py", checkout)):
+        result = run(*BCP_ARGUMENTS, "dry_run=True", script=checkout / script, cwd=cwd)
+        assert result.returncode == 0, result.stderr
+        shown.append(result.stdout)
     assert len(set(shown)) == 1
     assert "bcprun \\\n    --nnodes 1 --npernode 1" in shown[0]
     settings = "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/export_gpt3_126m_hydra"

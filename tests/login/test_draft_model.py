@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import Plan
-from tests.engine.small_models import random_tensors, small_config, write_checkpoint
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.ini_text import FILE_NAME
+from tests.login.conftest import LOCAL, Planner
 
-LOCAL = "cluster_type=interactive"
 KEY = "export.triton_deployment.draft_model_dir"
+CONFIG = GPTConfig(
+    vocab_size=67,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=8,
+    ffn_size=48,
+    max_positions=96,
+)
+
+
+def write_draft(folder: Path, tp_size: int) -> Path:
+    """An exported folder as far as the login side looks into it."""
+    folder.mkdir()
+    (folder / FILE_NAME).write_text(format_config(CONFIG, tp_size, "fp32"))
+    return folder
 
 
 def test_its_folder_goes_into_the_settings(
-    plan: Callable[..., Plan], arguments: list[str], tmp_path: Path
+    plan: Planner, arguments: list[str], tmp_path: Path
 ) -> None:
-    config = small_config()
-    folder = write_checkpoint(tmp_path / "small", config, random_tensors(config), 2)
+    folder = write_draft(tmp_path / "small", 2)
     (stage,) = plan(LOCAL, *arguments, "stages=[export]", f"{KEY}={folder}").stages
     assert stage.settings.draft_model_dir == str(folder)
     assert folder in stage.paths()
@@ -33,15 +49,11 @@ def test_its_folder_goes_into_the_settings(
     ],
 )
 def test_what_does_not_fit_is_answered(
-    plan: Callable[..., Plan],
-    arguments: list[str],
-    tmp_path: Path,
-    tp_size: int | None,
-    message: str,
+    plan: Planner, arguments: list[str], tmp_path: Path, tp_size: int | None, message: str
 ) -> None:
-    folder, config = tmp_path / "small", small_config()
+    folder = tmp_path / "small"
     if tp_size is not None:
-        write_checkpoint(folder, config, random_tensors(config), tp_size)
+        write_draft(folder, tp_size)
     with pytest.raises(ConfigError) as raised:
         plan(LOCAL, *arguments, f"{KEY}={folder}")
     (found,) = raised.value.problems

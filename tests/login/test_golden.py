@@ -13,10 +13,12 @@ import pytest
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.job import JobFolder
+from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.settings import settings_text
 from stages import STAGES
-from stages.plan import make_plan
-from tests.login.conftest import Compose
+from stages.stage import Stage
+from tests.conftest import Golden
+from tests.login.conftest import Planner
 
 FOLDER = Path("/mount/results/gpt3_126m/jobs/001")
 BASE = (
@@ -53,38 +55,84 @@ CASES = {
         "cluster.srun_args=['--container-writable']",
     ),
 }
+IMAGE = "container=/images/inference.sqsh"
+REGISTRY = "container='nvcr.io#nvidia/nemo:23'"
+ENROOT = "cluster.container_runtime=enroot"
+TOGETHER = "evaluate.in_deploy_job=True"
+# Jobs that know of each other, and each way into a container.
+CHAINS = {
+    "bcm_chain": (),
+    "bcm_chain_keep": ("evaluate.stop_server=False",),
+    "bcm_in_deploy_job": (TOGETHER,),
+    "bcm_enroot": (ENROOT, IMAGE, "container_mounts=[/models:/models:ro+nosuid]"),
+    "bcm_enroot_registry": (ENROOT, REGISTRY, TOGETHER, "cluster.mpi=pmi2"),
+    "bcm_replicas": (IMAGE, "deploy.replicas=2", "deploy.gateway.port=8080"),
+    "bcp_mpi": ("cluster_type=bcp", "cluster.array_type=mpi", "deploy.run.nodes=2"),
+    "bcm_host": ("cluster.container_runtime=none", IMAGE, "cluster.mpi=none"),
+}
+
+
+def folder_of(stage: Stage) -> JobFolder:
+    return JobFolder(Path("/mount/results/jobs") / stage.name, stage.block.run.name)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_script_and_settings(
-    hydra_config: Compose, data_dir: Path, request: pytest.FixtureRequest, case: str, stage: str
-) -> None:
+def test_scripts_and_settings(plan: Planner, golden: Golden, case: str) -> None:
     chosen = () if "cluster_type=bcm" in CASES[case] else (f"cluster_type={case}",)
-    plan = make_plan(hydra_config(*BASE, ALL_STAGES, *chosen, *CASES[case]))
-    member = next(member for member in plan.stages if member.name == stage)
-    job = member.job(JobFolder(FOLDER, member.block.run.name))
-    texts = {
-        f"{stage}.sh": plan.cluster.render(job),
-        f"{stage}_hydra.yaml": settings_text(job.settings),
-    }
-    folder = data_dir.parent / "golden" / case
-    for name, text in texts.items():
-        if request.config.getoption("--update-golden"):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
-        assert (folder / name).read_text(encoding="utf-8") == text
+    made = plan(*BASE, ALL_STAGES, *chosen, *CASES[case])
+    assert [stage.name for stage in made.stages] == list(STAGES)
+    for stage in made.stages:
+        job = stage.job(JobFolder(FOLDER, stage.block.run.name))
+        golden(f"{case}/{stage.name}.sh", made.cluster.render(job))
+        golden(f"{case}/{stage.name}_hydra.yaml", settings_text(job.settings))
 
 
 def test_every_cluster_has_golden_scripts() -> None:
     assert set(CLUSTERS) <= set(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_golden_scripts_are_shell(data_dir: Path, case: str, stage: str) -> None:
+@pytest.mark.parametrize("case", CHAINS)
+def test_scripts_of_a_chain(plan: Planner, golden: Golden, case: str) -> None:
+    made = plan(*BASE, *CHAINS[case])
+    for job in made.jobs(folder_of):
+        golden(f"{case}/{job.stage}.sh", made.cluster.render(job))
+        if job.stage == "evaluate":
+            settings = settings_text(job.settings)
+            assert "server_job_folder: /mount/results/jobs/deploy\n" in settings
+
+
+def test_the_golden_scripts_are_shell(data_dir: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
-    script = data_dir.parent / "golden" / case / f"{stage}.sh"
-    assert subprocess.run([bash, "-n", str(script)], check=False).returncode == 0
+    scripts = list((data_dir.parent / "golden").rglob("*.sh"))
+    assert len(scripts) > len(CASES) + len(CHAINS)
+    for script in scripts:
+        assert subprocess.run([bash, "-n", str(script)], check=False).returncode == 0, script
+
+
+def test_the_job_of_both_has_both_settings_files(plan: Planner) -> None:
+    made = plan(*BASE, TOGETHER)
+    jobs = list(made.jobs(folder_of))
+    assert [job.stage for job in jobs] == ["export", "deploy"]
+    assert [path.parent.name for path in jobs[1].settings_files()] == ["deploy", "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((ENROOT, IMAGE, "container_mounts=['/a b']"), "no mount with a space"),
+        ((ENROOT, IMAGE, "container_mounts=['/a\\b']"), "or a backslash"),
+        ((IMAGE, "container_mounts=['/a$(touch x)']"), "pyxis has a shell read mounts"),
+        ((IMAGE, "base_results_dir='/a`x`'"), "pyxis has a shell read mounts"),
+        (("base_results_dir='/a\\b'",), "no job id into the name of a log .* backslash"),
+        ((f"deploy.run.name={'x' * 201}",), "at most 200 bytes"),
+        ((ENROOT, REGISTRY, "cluster.image_cache=null"), r"cluster\.image_cache"),
+        (("cluster.container_runtime=docker",), "pyxis, enroot, none"),
+        ((TOGETHER, "evaluate.ready_file=/other/ready.json"), "no deploy job"),
+        ((TOGETHER, "stages=[evaluate]"), "no deploy job"),
+    ],
+)
+def test_what_cannot_work_is_refused(plan: Planner, overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(*BASE, *overrides)

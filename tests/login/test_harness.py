@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.harness import HarnessSettings
 from stages.plan import Plan
-from tests.login.conftest import Compose
+from tests.login.conftest import Compose, Planner
 
-Planner = Callable[..., Plan]
 STAGES = ("cluster_type=interactive", "stages=[export,deploy,evaluate]")
 TASKS = "evaluate.harness.tasks=[lambada_openai,boolq]"
 

@@ -38,9 +38,15 @@ def command(checkout: Path, arguments: list[str]) -> list[str]:
     return [sys.executable, main, "cluster_type=interactive", *arguments, "stages=[export]"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "module", ["hydra", "omegaconf", "stages.plan", "hydra._internal.hydra", "submitit"]
+    ("module", "number"),
+    [
+        ("hydra", signal.SIGINT),
+        ("omegaconf", signal.SIGTERM),
+        ("stages.plan", signal.SIGINT),
+        ("hydra._internal.hydra", signal.SIGHUP),
+        ("submitit", signal.SIGINT),
+    ],
 )
 def test_a_signal_in_a_finalizer_of_an_import_is_not_lost(
     command: list[str], tmp_path: Path, module: str, number: int

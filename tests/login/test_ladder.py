@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import DictConfig
 
-import main as entry
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import Plan
-from tests.login.conftest import Run
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import compare, folder_of
-from tests.login.test_interactive import LOCAL, assert_ended
+from tests.conftest import Golden
+from tests.login.conftest import LOCAL, Planner, Run
+from tests.login.test_golden import BASE, folder_of
+from tests.login.test_interactive import assert_ended
 
-Made = Callable[..., Plan]
 LADDER = "evaluate.ladder=[fp32,bf16,int8]"
 STAGES = "stages=[export,deploy,evaluate]"
 SUMMARIES = ("fp32_fp32", "bf16_bf16", "fp16_fp16_int8")
 
 
-@pytest.fixture
-def made(composed: Callable[..., DictConfig]) -> Made:
-    """The plan of some overrides, as main.py makes it."""
-    return lambda *overrides: entry.read(composed(*overrides))
-
-
 @pytest.mark.parametrize("cluster", ["bcm", "bcp", "interactive"])
-def test_the_comparison_has_golden_files(
-    made: Made, data_dir: Path, request: pytest.FixtureRequest, cluster: str
-) -> None:
-    plan = made(*BASE, LADDER, f"cluster_type={cluster}")
-    update, folder = request.config.getoption("--update-golden"), data_dir.parent / "golden"
-    jobs = list(plan.jobs(folder_of))
+def test_the_comparison_has_golden_files(plan: Planner, golden: Golden, cluster: str) -> None:
+    made = plan(*BASE, LADDER, f"cluster_type={cluster}")
+    jobs = list(made.jobs(folder_of))
     assert [job.stage for job in jobs] == ["export", "deploy", "evaluate"] * 3 + ["ladder"]
     (settings,) = jobs[-1].settings_files().values()
-    script = plan.cluster.render(jobs[-1])
-    compare(folder / cluster / "ladder.sh", script, update=update)
-    compare(folder / cluster / "ladder_hydra.yaml", settings, update=update)
-    bash = shutil.which("bash")
-    if bash is not None:
-        assert subprocess.run([bash, "-n"], input=script, text=True, check=False).returncode == 0
+    golden(f"{cluster}/ladder.sh", made.cluster.render(jobs[-1]))
+    golden(f"{cluster}/ladder_hydra.yaml", settings)
 
 
-def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> None:
-    jobs = list(made(*BASE, LADDER).jobs(folder_of))
+def test_every_rung_has_its_precision_its_folders_and_its_names(plan: Planner) -> None:
+    jobs = list(plan(*BASE, LADDER).jobs(folder_of))
     exports = [job.settings for job in jobs if job.stage == "export"]
     types = [(each.weight_data_type, each.data_type, each.quantization) for each in exports]
     assert types == [("fp32", "fp32", None), ("bf16", "bf16", None), ("fp16", "fp16", "int8")]
@@ -62,11 +42,11 @@ def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> N
     assert names == [f"{stage}_gpt3_126m_bf16" for stage in ("export", "deploy", "evaluate")]
     assert [number for number, job in enumerate(jobs) if job.after_any] == [3, 6, 9]
     half = "export.triton_deployment.data_type=bf16"
-    (fp8, *_) = made(*BASE, "evaluate.ladder=[fp8]", half).jobs(folder_of)
+    (fp8, *_) = plan(*BASE, "evaluate.ladder=[fp8]", half).jobs(folder_of)
     settings = fp8.settings
     assert (settings.weight_data_type, settings.data_type) == ("bf16", "bf16")
     assert settings.quantization == "fp8" and "_fp8/" in settings.triton_model_dir
-    (kept, *_) = made(*BASE, LADDER, "export.model.overwrite=True").jobs(folder_of)
+    (kept, *_) = plan(*BASE, LADDER, "export.model.overwrite=True").jobs(folder_of)
     assert (kept.settings.overwrite, kept.settings.reuse) == (True, False)
 
 
@@ -90,9 +70,9 @@ def test_every_rung_has_its_precision_its_folders_and_its_names(made: Made) -> N
         ),
     ],
 )
-def test_what_cannot_work_is_refused(made: Made, overrides: tuple[str, ...], says: str) -> None:
+def test_what_cannot_work_is_refused(plan: Planner, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        made(*BASE, *overrides)
+        plan(*BASE, *overrides)
 
 
 def test_nothing_is_submitted_where_one_rung_is_wrong(

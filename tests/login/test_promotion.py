@@ -11,11 +11,11 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from stages.evaluate import Evaluate
-from stages.plan import make_plan
-from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import compare, folder_of
-from tests.login.test_interactive import LOCAL, assert_ended, deploy_folder, wait_for
+from tests.conftest import Golden
+from tests.login.conftest import LOCAL, Planner
+from tests.login.test_golden import BASE, folder_of
+from tests.login.test_interactive import assert_ended, deploy_folder
+from tests.processes import wait_for_file
 
 PROMOTE = "deploy.promote=after_gate"
 STEPS = ("measure_accuracy", "judge")
@@ -49,11 +49,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("judged")
 def test_the_server_is_private_and_its_evaluation_knows_where(
-    hydra_config: Compose, data_dir: Path, request: pytest.FixtureRequest
+    plan: Planner, golden: Golden
 ) -> None:
     gateway = "deploy.gateway.port=8080"
-    plan = make_plan(hydra_config(*BASE, PROMOTE, gateway))
-    _, deploy, evaluate = plan.jobs(folder_of)
+    made = plan(*BASE, PROMOTE, gateway)
+    _, deploy, evaluate = made.jobs(folder_of)
     server = deploy.settings
     assert (server.http_port, server.grpc_port, server.metrics_port) == (0, 0, 0)
     assert server.gateway.port == 0
@@ -61,15 +61,13 @@ def test_the_server_is_private_and_its_evaluation_knows_where(
     assert evaluate.settings.ready_file == f"{results}/ready.candidate.json"
     assert evaluate.settings.published_as == f"{results}/ready.json"
     assert evaluate.settings.server_job_folder == str(deploy.folder.root)
-    update = request.config.getoption("--update-golden")
-    script = plan.cluster.render(evaluate)
-    compare(data_dir.parent / "golden/bcm_promote/evaluate.sh", script, update=update)
+    golden("bcm_promote/evaluate.sh", made.cluster.render(evaluate))
 
 
 def test_an_evaluation_of_a_server_that_is_not_held_back_publishes_nothing(
-    hydra_config: Compose,
+    plan: Planner,
 ) -> None:
-    *_, evaluate = make_plan(hydra_config(*BASE)).jobs(folder_of)
+    *_, evaluate = plan(*BASE).jobs(folder_of)
     assert evaluate.settings.published_as is None
     assert not evaluate.promotes
 
@@ -88,18 +86,18 @@ def test_an_evaluation_of_a_server_that_is_not_held_back_publishes_nothing(
     ],
 )
 def test_what_cannot_be_promoted_is_refused(
-    hydra_config: Compose, overrides: tuple[str, ...], says: str
+    plan: Planner, overrides: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        make_plan(hydra_config(*BASE, *overrides))
+        plan(*BASE, *overrides)
 
 
 def test_without_a_verdict_nothing_is_promoted(
-    hydra_config: Compose, monkeypatch: pytest.MonkeyPatch
+    plan: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Evaluate, "step_names", lambda _: ("measure_accuracy",))
     with pytest.raises(ConfigError, match=r"waits for a verdict; change evaluate\.policy"):
-        make_plan(hydra_config(*BASE, PROMOTE))
+        plan(*BASE, PROMOTE)
 
 
 @pytest.mark.parametrize("verdict", [0, 1])
@@ -119,7 +117,7 @@ def test_here_the_server_goes_on_after_go_alone(
     deploy = deploy_folder(tmp_path)
     try:
         if verdict == 0:
-            wait_for(deploy / "ready.json")
+            wait_for_file(deploy / "ready.json")
             for line in process.stdout or ():
                 if f"is ready: {deploy / 'ready.json'}" in line:
                     break

@@ -12,8 +12,7 @@ import pytest
 from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import make_plan
-from tests.login.conftest import Compose, Run
+from tests.login.conftest import Planner, Run
 
 
 def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_path: Path) -> None:
@@ -97,9 +96,9 @@ def test_options_that_a_script_cannot_hold(options: dict[str, object]) -> None:
     ],
 )
 def test_the_interpreter_of_the_steps(
-    hydra_config: Compose, arguments: list[str], given: tuple[str, ...], python: str
+    plan: Planner, arguments: list[str], given: tuple[str, ...], python: str
 ) -> None:
     """On the host the launcher's own, which has its packages; python3 there may be another."""
-    plan = make_plan(hydra_config(*arguments, "dry_run=True", *given))
-    (job,) = plan.jobs(lambda stage: JobFolder(Path("/jobs/001"), stage.block.run.name))
+    made = plan(*arguments, "dry_run=True", *given)
+    (job,) = made.jobs(lambda stage: JobFolder(Path("/jobs/001"), stage.block.run.name))
     assert {step.argv[0] for step in job.steps} == {python}

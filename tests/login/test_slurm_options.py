@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.plan import make_plan
-from tests.login.conftest import Compose
-from tests.login.test_golden import BASE
-from tests.login.test_golden_jobs import folder_of
+from tests.login.conftest import Planner
+from tests.login.test_golden import BASE, folder_of
 
 # key and value -> a line of the script of the server's job; -: one that must not be there
 MEANINGS = {
@@ -43,15 +41,15 @@ MEANINGS = {
 }
 
 
-def server_script(hydra_config: Compose, override: str) -> list[str]:
-    plan = make_plan(hydra_config(*BASE, f"cluster.{override}", "stages=[deploy]"))
-    (job,) = plan.jobs(folder_of)
-    return plan.cluster.render(job).splitlines()
+def server_script(plan: Planner, override: str) -> list[str]:
+    made = plan(*BASE, f"cluster.{override}", "stages=[deploy]")
+    (job,) = made.jobs(folder_of)
+    return made.cluster.render(job).splitlines()
 
 
 @pytest.mark.parametrize("override", MEANINGS)
-def test_a_key_has_its_meaning(hydra_config: Compose, override: str) -> None:
-    lines = server_script(hydra_config, override)
+def test_a_key_has_its_meaning(plan: Planner, override: str) -> None:
+    lines = server_script(plan, override)
     expected = MEANINGS[override]
     if expected.startswith("-#"):
         assert not [line for line in lines if line.startswith(expected[1:])]
@@ -78,8 +76,8 @@ def test_a_key_has_its_meaning(hydra_config: Compose, override: str) -> None:
         ("+nodes=2", "unknown key cluster.nodes; choices: account, comment"),
     ],
 )
-def test_a_wrong_value_is_answered(hydra_config: Compose, override: str, says: str) -> None:
+def test_a_wrong_value_is_answered(plan: Planner, override: str, says: str) -> None:
     plus = "+" if override.startswith("+") else ""
     given = f"{plus}cluster.{override.removeprefix('+')}"
     with pytest.raises(ConfigError, match=says):
-        make_plan(hydra_config(*BASE, given))
+        plan(*BASE, given)

@@ -23,11 +23,10 @@ from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
-from launcher_scripts.steps import convert_checkpoint, write_model_repository
-from tests.server.processes import running
+from tests.server.processes import run_export, running
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"
 CHECKPOINTS = (
@@ -114,12 +113,8 @@ def export(checkpoint: Path, parallelism: Parallelism, folder: Path) -> Path:
             tokenizer=TokenizerSettings("none"),
             decoupled=name == "live",
         )
-        write_settings(settings, folder / "export.yaml")
-        for step in (convert_checkpoint, write_model_repository):
-            with contextlib.redirect_stdout(sys.stderr):
-                failed = step.main(["--settings", str(folder / "export.yaml")])
-            if failed:
-                raise RuntimeError(f"{step.__name__} failed for {checkpoint}")
+        with contextlib.redirect_stdout(sys.stderr):
+            run_export(settings, folder)
     return settings.model_repository
 
 

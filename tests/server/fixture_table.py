@@ -23,9 +23,8 @@ import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
-from launcher_scripts.steps import convert_checkpoint, write_model_repository
-from tests.server.processes import running
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from tests.server.processes import run_export, running
 from tests.server.requests import Client, ids_request
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "nemo"
@@ -98,12 +97,8 @@ def export(
         data_type=data_type,
         **({kind: (str(checkpoint_path(name)),)} if kind else {}),
     )
-    write_settings(settings, folder / "export.yaml")
-    for step in (convert_checkpoint, write_model_repository):
-        with contextlib.redirect_stdout(sys.stderr):
-            failed = step.main(["--settings", str(folder / "export.yaml")])
-        if failed:
-            raise RuntimeError(f"{step.__name__} failed for {name}")
+    with contextlib.redirect_stdout(sys.stderr):
+        run_export(settings, folder)
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Steps in their own processes, as a job runs them, and whatever they leave behind."""
+"""Steps as a job runs them: in their own processes, with whatever they leave behind, or here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config.settings import DeploySettings, write_settings
+from launcher_scripts.config.settings import DeploySettings, ExportSettings, write_settings
+from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.processes import command_line, processes, variables, wait_for
 
 MARK = "LAUNCHER_TEST_MARK"
@@ -120,6 +121,15 @@ class RunningStep(StepProcess):
             region.unlink(missing_ok=True)
         if backends := re.search(r"--backend-directory=(\S+)", self.out):
             shutil.rmtree(Path(backends[1]).parent, ignore_errors=True)
+
+
+def run_export(settings: ExportSettings, folder: Path) -> Path:
+    """Both steps of the export stage in this process, settings file in `folder`; the repository."""
+    write_settings(settings, folder / "export.yaml")
+    for step in (convert_checkpoint, write_model_repository):
+        failed = step.main(["--settings", str(folder / "export.yaml")])
+        assert not failed, f"{step.__name__} failed for {settings.checkpoint_path}"
+    return settings.model_repository
 
 
 @contextlib.contextmanager

@@ -57,11 +57,11 @@ def settings(**ports: int) -> DeploySettings:
 
 def test_reserved_ports_can_be_listened_on_and_are_given_to_nobody_else() -> None:
     with reserved_ports(settings()) as first, reserved_ports(settings()) as second:
-        assert first.gateway is None
-        numbers = [getattr(ports, name) for ports in (first, second) for name in PORT_NAMES]
+        assert "gateway" not in first
+        numbers = [ports[name] for ports in (first, second) for name in PORT_NAMES]
         assert len(set(numbers)) == 6
-        with socket.create_server(("127.0.0.1", first.http)):
-            assert ports_in_use(settings().hosts, first) == {"http": first.http}
+        with socket.create_server(("127.0.0.1", first["http"])):
+            assert ports_in_use(settings().hosts, first) == {"http": first["http"]}
 
 
 def test_a_host_that_is_not_this_machines() -> None:

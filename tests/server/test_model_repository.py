@@ -24,9 +24,9 @@ from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.contract.text_names import SAME_AS
 from launcher_scripts.models.repository import config_parameters, served_models
 from launcher_scripts.steps import start_server, write_model_repository
+from tests.conftest import Golden
 from tests.server.repositories import export, export_settings, text_config, write_weights
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "model_repository"
 TEXT_MODELS = ("ensemble", "postprocessing", "preprocessing", "text")
 
 
@@ -44,29 +44,18 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def golden(request: pytest.FixtureRequest, name: str, text: str) -> str:
-    """The golden file, which becomes `text` where an update is asked for."""
-    if request.config.getoption("--update-golden"):
-        (GOLDEN / name).write_text(text)
-    return (GOLDEN / name).read_text()
-
-
-@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS])
-def test_configurations_are_the_golden_ones(
-    tmp_path: Path, request: pytest.FixtureRequest, model: str
-) -> None:
+def test_configurations_are_the_golden_ones(tmp_path: Path, golden: Golden) -> None:
     settings = export(tmp_path, tp=2, pp=2, data_type="bf16")
-    text = (settings.model_repository / model / "config.pbtxt").read_text()
-    assert text == golden(request, f"{model}.pbtxt", text)
+    for model in ("tiny", *TEXT_MODELS):
+        text = (settings.model_repository / model / "config.pbtxt").read_text()
+        golden(f"model_repository/{model}.pbtxt", text)
 
 
-@pytest.mark.parametrize("model", ["tiny", *TEXT_MODELS[:3]])
-def test_configurations_with_sessions_are_the_golden_ones(
-    tmp_path: Path, request: pytest.FixtureRequest, model: str
-) -> None:
+def test_configurations_with_sessions_are_the_golden_ones(tmp_path: Path, golden: Golden) -> None:
     settings = export(tmp_path, max_batch_size=1, interactive=True, decoupled=True)
-    text = (settings.model_repository / model / "config.pbtxt").read_text()
-    assert text == golden(request, f"interactive/{model}.pbtxt", text)
+    for model in ("tiny", *TEXT_MODELS[:3]):
+        text = (settings.model_repository / model / "config.pbtxt").read_text()
+        golden(f"model_repository/interactive/{model}.pbtxt", text)
 
 
 def test_sessions_have_what_the_contract_says(tmp_path: Path) -> None:

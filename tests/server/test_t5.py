@@ -26,14 +26,12 @@ from launcher_scripts.config.settings import (
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.steps import (
-    convert_checkpoint,
     measure_accuracy,
     measure_speed,
-    write_model_repository,
 )
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_t5 import Plain, t5_tensors
-from tests.server.processes import running
+from tests.server.processes import run_export, running
 from tests.server.repositories import (
     SHAPES,
     T5_CONFIG,
@@ -266,9 +264,7 @@ def export_original(folder: Path) -> Path:
         tokenizer=TokenizerSettings("none"),
         max_batch_size=4,
     )
-    write_settings(settings, folder / "export.yaml")
-    for step in (convert_checkpoint, write_model_repository):
-        assert step.main(["--settings", str(folder / "export.yaml")]) == 0
+    run_export(settings, folder)
     return folder / "hf"
 
 

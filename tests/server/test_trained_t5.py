@@ -11,9 +11,8 @@ import pytest
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import ExportSettings, write_settings
-from launcher_scripts.steps import convert_checkpoint, write_model_repository
-from tests.server.processes import running
+from launcher_scripts.config.settings import ExportSettings
+from tests.server.processes import run_export, running
 from tests.server.requests import Client, text_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
@@ -34,9 +33,7 @@ def test_translations_are_transformers_own(
         processes=2,
         max_batch_size=ITEMS,
     )
-    write_settings(settings, tmp_path / "export.yaml")
-    for step in (convert_checkpoint, write_model_repository):
-        assert step.main(["--settings", str(tmp_path / "export.yaml")]) == 0
+    run_export(settings, tmp_path)
     answers = json.loads((trained / "reference_greedy.json").read_text())
     expected = answers["test_2016_flickr_greedy_token_ids_first_100"][:ITEMS]
     lines = shared_dir / "data" / "multi30k_en-de" / "test_2016_flickr.en.gz"

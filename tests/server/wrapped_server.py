@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts.server.installation import OUR_PROGRAMS
+from launcher_scripts.server.ports import PORT_NAMES
 from tests.processes import wait_for
 from tests.slurm.configuration import free_ports
-
-PORTS = ("http", "grpc", "metrics")
 
 
 class WrappedServer:
@@ -39,14 +38,16 @@ class WrappedServer:
         options = [
             "tritonserver",
             f"--model-repository={repository}",
-            *(f"--{name}-address=127.0.0.1" for name in PORTS),
+            *(f"--{name}-address=127.0.0.1" for name in PORT_NAMES),
         ]
         programs = (OUR_PROGRAMS, Path(sys.executable).parent, env["PATH"])
         path = os.pathsep.join(map(str, programs))
         numbers = " ".join(map(str, self.ports))
         script = (
             f'ports=({numbers}); first=$((3 * ({node}))); exec "$@" '
-            + " ".join(f"--{name}-port=${{ports[first + {i}]}}" for i, name in enumerate(PORTS))
+            + " ".join(
+                f"--{name}-port=${{ports[first + {i}]}}" for i, name in enumerate(PORT_NAMES)
+            )
             + f" --backend-config=python,shm-region-prefix-name=wrapped{os.getpid()}_"
         )
         with self.log.open("ab") as log:
@@ -70,7 +71,7 @@ class WrappedServer:
         """The addresses, as a ready file has them."""
         wait_for(lambda: self.ready() or self.process.poll() is not None, said=self.log.read_text)
         assert self.process.poll() is None, self.log.read_text()
-        return {name: f"127.0.0.1:{self.ports[i]}" for i, name in enumerate(PORTS)}
+        return {name: f"127.0.0.1:{self.ports[i]}" for i, name in enumerate(PORT_NAMES)}
 
     def wait(self, timeout: float = 180) -> int:
         return self.process.wait(timeout)

@@ -11,13 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.conftest import jobs, statuses
 from tests.login.conftest import Run, arguments, launcher, nemo_file, run
 from tests.slurm.cluster import TestCluster, missing_requirements
 from tests.slurm.configuration import write_plugstack
 from tests.slurm.serving import launch, repository, serve
 from tests.slurm.submitting import Submit
 
-__all__ = ["Submit", "arguments", "launch", "launcher", "nemo_file", "repository", "run", "serve"]
+__all__ = [
+    "Submit",
+    "arguments",
+    "jobs",
+    "launch",
+    "launcher",
+    "nemo_file",
+    "repository",
+    "run",
+    "serve",
+    "statuses",
+]
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, write_settings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.server.health import TritonClient
-from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from launcher_scripts.steps.quickstart import write_nemo_file
 from tests.login.conftest import Run
 from tests.processes import command_line, variables, wait_for, wait_until_gone
 from tests.quickstart.tiny_gguf import hf_weights, write_gguf
+from tests.server.processes import run_export
 from tests.slurm.cluster import TestCluster
 from tests.slurm.submitting import Submit
 
@@ -119,10 +119,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Parallelism(2),
         processes=1,
     )
-    write_settings(settings, folder / "export.yaml")
-    for step in (convert_checkpoint, write_model_repository):
-        assert step.main(["--settings", str(folder / "export.yaml")]) == 0
-    return folder / "models"
+    return run_export(settings, folder)
 
 
 @pytest.fixture

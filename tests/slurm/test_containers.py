@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.jobs.conftest import Jobs
 from tests.processes import wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.configuration import write_plugstack
@@ -37,20 +36,6 @@ def test_no_container_outlives_its_stage(
     assert slurm.containers() == []
 
 
-def test_the_steps_of_a_stage_share_one_container(
-    slurm: TestCluster, submit: Submit, image: Path
-) -> None:
-    before = len(slurm.pyxis_record())
-    submit("stages=[export]", f"container={image}")
-    assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
-    assert (submit.record("export")["folder"] / "ran").read_text().split() == [
-        "convert_checkpoint",
-        "write_model_repository",
-    ]
-    tasks = [entry for entry in slurm.pyxis_record()[before:] if entry["phase"] == "task"]
-    assert len(tasks) == 1
-
-
 def test_the_first_step_that_fails_in_a_container_ends_the_stage(
     slurm: TestCluster, submit: Submit, image: Path
 ) -> None:
@@ -71,15 +56,13 @@ def test_an_interpreter_that_the_image_has_not_is_named(
 
 
 def test_why_containers_on_two_nodes_did_not_start_is_shown(
-    slurm: TestCluster, submit: Submit, image: Path, checkout: Path
+    slurm: TestCluster, submit: Submit, image: Path, jobs: Jobs
 ) -> None:
     """pyxis prints what unpacking said, for every node, below the line that matters."""
     mounts = "container_mounts=[/no/such/folder:/data]"
     submit(*submit.served, f"container={image}", mounts, "deploy.run.nodes=2")
     assert ended(slurm, submit, "deploy")[0] == "FAILED"
-    results = f"--results={submit.results.parent}"
-    command = [sys.executable, "-m", "launcher_scripts.jobs", "wait", results, "deploy_tiny"]
-    waited = slurm.run(*command, cwd=checkout, env=dict(os.environ))
+    waited = jobs("wait", "deploy_tiny")
     assert waited.returncode == 1
     reason = "--container-mounts: source path does not exist: /no/such/folder"
     _, head, first, *rest = waited.stderr.splitlines()

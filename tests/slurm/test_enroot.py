@@ -28,25 +28,25 @@ def enroot_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "enroot"
 
 
-def arguments(launcher: Path, results: Path) -> list[str]:
-    """Paths without spaces, which enroot cannot mount."""
+@pytest.fixture
+def chosen(submit: Submit, launcher: Path, tmp_path: Path) -> Submit:
+    """The launcher with enroot, and paths without spaces, which enroot cannot mount."""
+    results = tmp_path / "results"
     results.mkdir()
-    return [
+    options = [
         "cluster.container_runtime=enroot",
         "container='nvcr.io#nvidia/nemo:23'",
         f"launcher_scripts_path={launcher.rename(results / 'launcher_scripts')}",
         f"base_results_dir={results}",
     ]
+    return Submit(submit.run, [*submit.arguments, *options], results / "tiny")
 
 
 def test_a_job_fetches_its_image_once_and_removes_its_containers(
-    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+    slurm: TestCluster, chosen: Submit, enroot_calls: Path
 ) -> None:
-    results = tmp_path / "results"
-    chosen = Submit(submit.run, submit.arguments, results / "tiny")
-    options = arguments(launcher, results)
-    options += ["evaluate.in_deploy_job=True", "deploy.run.nodes=2"]
-    chosen("stages=[export,deploy,evaluate]", *options, EVALUATE_WAITS="30")
+    together = ("evaluate.in_deploy_job=True", "deploy.run.nodes=2")
+    chosen("stages=[export,deploy,evaluate]", *together, EVALUATE_WAITS="30")
     for stage in ("export", "deploy"):
         assert ended(slurm, chosen, stage) == ("COMPLETED", "0:0"), chosen.log(stage)
     calls = enroot_calls.read_text().splitlines()
@@ -73,16 +73,13 @@ def left(calls: Path) -> list[str]:
 
 
 def test_a_job_removes_what_killed_ones_have_left_on_its_node(
-    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+    slurm: TestCluster, chosen: Submit, enroot_calls: Path
 ) -> None:
     """Not what belongs to a job that lives, to another cluster, or to anything but the launcher."""
-    results = tmp_path / "results"
-    chosen = Submit(submit.run, submit.arguments, results / "tiny")
     shared = ("cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=2")
     shared += ("cluster.nodelist=n1",)
-    options = [*arguments(launcher, results), *shared]
     for _ in range(2):
-        chosen(*chosen.served, *options)
+        chosen(*chosen.served, *shared)
     killed, living = (chosen.record("deploy", number)["job_id"] for number in (1, 2))
     wait_for(lambda: len(left(enroot_calls)) == 2)
     for name in ("launcher_other_1_0_0", "launcher_test_x", "pyxis_1.0", "launcher_test_9999_0_0"):
@@ -99,7 +96,7 @@ def test_a_job_removes_what_killed_ones_have_left_on_its_node(
     assert ended(slurm, chosen, "deploy")[0] == "FAILED"
     assert f"n1/launcher_test_{killed}_0_0" in left(enroot_calls)
 
-    chosen("stages=[export]", *options)
+    chosen("stages=[export]", *shared)
     assert ended(slurm, chosen, "export") == ("COMPLETED", "0:0"), chosen.log("export")
     kept = ("launcher_other_1_0_0", f"launcher_test_{living}_0_0", "launcher_test_x", "pyxis_1.0")
     assert left(enroot_calls) == [f"n1/{name}" for name in kept]
@@ -107,12 +104,9 @@ def test_a_job_removes_what_killed_ones_have_left_on_its_node(
 
 
 def test_a_second_signal_does_not_stop_the_removal(
-    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+    slurm: TestCluster, chosen: Submit, enroot_calls: Path
 ) -> None:
-    results = tmp_path / "results"
-    chosen = Submit(submit.run, submit.arguments, results / "tiny")
-    options = arguments(launcher, results)
-    chosen(*chosen.served, *options, ENROOT_SECONDS="3")
+    chosen(*chosen.served, ENROOT_SECONDS="3")
     wait_for(lambda: "server starts" in chosen.log("deploy"))
     job_id = chosen.record("deploy")["job_id"]
     for _ in range(2):
@@ -123,12 +117,10 @@ def test_a_second_signal_does_not_stop_the_removal(
 
 
 def test_a_missing_mount_is_not_hidden_by_what_unpacking_says(
-    slurm: TestCluster, submit: Submit, enroot_calls: Path, launcher: Path, tmp_path: Path
+    slurm: TestCluster, chosen: Submit, enroot_calls: Path
 ) -> None:
-    results = tmp_path / "results"
-    chosen = Submit(submit.run, submit.arguments, results / "tiny")
     mounts = "container_mounts=[/no/such/folder:/data]"
-    chosen("stages=[export]", *arguments(launcher, results), mounts)
+    chosen("stages=[export]", mounts)
     assert ended(slurm, chosen, "export") == ("FAILED", "1:0")
     log = chosen.log("export")
     assert "enroot-mount: failed to mount: /no/such/folder at " in log

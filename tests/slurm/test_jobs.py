@@ -20,7 +20,7 @@ def ended(slurm: TestCluster, submit: Submit, stage: str, number: int = 1) -> tu
     return fields["JobState"], fields["ExitCode"]
 
 
-def test_an_export_runs_its_steps_and_keeps_everything_in_one_folder(
+def test_an_export_runs_its_steps_in_a_folder_that_a_second_run_leaves_alone(
     slurm: TestCluster, submit: Submit
 ) -> None:
     submit("stages=[export]")
@@ -33,19 +33,11 @@ def test_an_export_runs_its_steps_and_keeps_everything_in_one_folder(
     assert "writing the repository" in submit.log("export")
     assert (folder / record["settings"]).exists()
     assert os.access(folder / record["script"], os.X_OK)
-
-
-def test_a_second_run_overwrites_nothing(slurm: TestCluster, submit: Submit) -> None:
-    submit("stages=[export]")
-    assert ended(slurm, submit, "export")[0] == "COMPLETED"
-    folder = submit.record("export")["folder"]
     first = {path: path.read_bytes() for path in folder.iterdir()}
     submit("stages=[export]")
     assert ended(slurm, submit, "export", 2)[0] == "COMPLETED"
-    assert {
-        path: path.read_bytes() for path in submit.record("export")["folder"].iterdir()
-    } == first
-    assert submit.record("export")["job_id"] != submit.record("export", 2)["job_id"]
+    assert {path: path.read_bytes() for path in folder.iterdir()} == first
+    assert record["job_id"] != submit.record("export", 2)["job_id"]
 
 
 def test_a_failing_step_fails_its_job_and_nothing_follows(
@@ -81,7 +73,7 @@ def test_a_dead_server_fails_its_job_with_its_code(slurm: TestCluster, submit: S
     assert "the port is in use" in submit.log("deploy")
 
 
-def test_steps_run_in_the_container_that_was_asked_for(
+def test_the_steps_of_a_stage_share_the_container_that_was_asked_for(
     slurm: TestCluster, submit: Submit, image: Path
 ) -> None:
     before = len(slurm.pyxis_record())
@@ -89,10 +81,11 @@ def test_steps_run_in_the_container_that_was_asked_for(
     submit("stages=[export]", f"container='{image}'")
     assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
     seen = slurm.pyxis_record()[before:]
-    # sbatch is asked what it would say, and then given the job.
+    # sbatch is asked what it would say, and then given the job, whose steps share a container.
     assert [entry["phase"] for entry in seen] == ["sbatch"] * 2 + ["srun", "task"]
     assert (seen[0]["image"], seen[1]["image"]) == (None, None)
     folder = submit.record("export")["folder"]
+    assert (folder / "ran").read_text() == "convert_checkpoint\nwrite_model_repository\n"
     for entry in seen[2:]:
         assert entry["image"] == str(image)
         assert entry["workdir"] == str(folder)
