@@ -470,6 +470,11 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def copy_to_host(tokens: Tensor, host: Tensor) -> None:
+    """Write int64 [N] of the device into page-locked memory, once all that was launched is done."""
+    host.copy_(tokens, non_blocking=True)
+
+
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """The id of every row's largest value, int64 [N], the lowest id of equal ones.
 

@@ -182,6 +182,16 @@ def test_argmax_takes_the_first_of_equal_ones(vocab):
     assert got[:2].tolist() == [1, vocab - 1]
 
 
+@pytest.mark.parametrize("count", [1, 300])
+def test_tokens_are_copied_to_the_host(count):
+    tokens = torch.randint(2**40, (count, 2), device=DEVICE)[:, 1]
+    host = torch.full((count + 1,), -7, pin_memory=not INTERPRETED)
+    fused.copy_to_host(tokens, host[:count])
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+    assert host.tolist() == [*tokens.tolist(), -7]
+
+
 @pytest.mark.parametrize(
     ("rotary_size", "norm"), [(0, None), (4, None), (12, None), (4, "rmsnorm"), (12, "layernorm")]
 )

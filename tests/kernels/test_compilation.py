@@ -21,6 +21,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     gemv,
     gemv_heads,
     grouped_attention,
+    host_copy,
     lora,
     many_rows,
     norm,
@@ -218,7 +219,7 @@ def test_quantize_rows(dtype):
     assert compile_kernel(many_rows.quantize_rows, pointers, {"size": "i32"}, {"BLOCK": 1024})
 
 
-def test_look_up_and_argmax():
+def test_what_looks_tokens_up_finds_them_and_copies_them():
     pointers = {"ids": "i64", "table": "bf16", "out": "fp32"}
     numbers = dict.fromkeys(("first_id", "held", "size"), "i32")
     assert compile_kernel(embedding.look_up, pointers, numbers, {"BLOCK": 64})
@@ -229,6 +230,8 @@ def test_look_up_and_argmax():
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
     constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
     assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
+    pointers = dict.fromkeys(("numbers", "out"), "i64")
+    assert compile_kernel(host_copy.copy_numbers, pointers, {"count": "i32"}, {"BLOCK": 128})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import TokenScores
 from launcher_scripts.engine.core.sampler import Sampled
+from launcher_scripts.kernels.ops import Ops
 
 
 class TokenResult(NamedTuple):
@@ -112,8 +113,9 @@ class Arrivals:
     event anew in every step would take a tenth of the host's time for a step of a small model.
     """
 
-    def __init__(self, copies: int, rows: int, device: torch.device) -> None:
+    def __init__(self, copies: int, rows: int, device: torch.device, kernels: Ops) -> None:
         """copies: how many may be under way at a time, each of up to `rows` tokens"""
+        self._kernels = kernels
         self._stream = torch.cuda.current_stream(device)
         memory = torch.empty(copies, rows, dtype=torch.int64, pin_memory=True)
         self._places = itertools.cycle([(own, torch.cuda.Event()) for own in memory])
@@ -122,7 +124,8 @@ class Arrivals:
         """Where int64 [B] will be on the host when everything that was launched has been done, and
         what says so."""
         memory, event = next(self._places)
-        host = memory[: tokens.shape[0]].copy_(tokens, non_blocking=True)
+        host = memory[: tokens.shape[0]]
+        self._kernels.copy_to_host(tokens, host)
         event.record(self._stream)
         return host, event
 

@@ -33,7 +33,7 @@ class TokenChoice:
         self._arrivals = None
         if device.type == "cuda":
             copies = COPIES_PER_STEP * (self._stages + STEPS_UNDER_WAY)
-            self._arrivals = Arrivals(copies, states.padding_slot + 1, device)
+            self._arrivals = Arrivals(copies, states.padding_slot + 1, device, network.kernels)
 
     def choose(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled:
         """One token per row of the batch; logits [B, vocab] on the last stage, else None.

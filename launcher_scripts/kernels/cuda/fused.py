@@ -40,6 +40,7 @@ from launcher_scripts.kernels.cuda.experts import mixture as mixture
 from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
+from launcher_scripts.kernels.cuda.host_copy import copy_to_host as copy_to_host
 from launcher_scripts.kernels.cuda.many_rows import (
     dense,
     many_rows,
