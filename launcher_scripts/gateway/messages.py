@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError
@@ -11,7 +11,6 @@ from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
     MessagesBody,
-    TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -19,7 +18,7 @@ from launcher_scripts.gateway.messages_schemas import (
 )
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
 from launcher_scripts.gateway.served_model import ServedModel
 
 # Parameters of a chat, by which errors name them -> what they are called here.
@@ -36,7 +35,9 @@ _DELTAS = {
 
 def chat_body(body: ConversationBody) -> ChatBody:
     """The same request as a chat. Raises ApiError."""
-    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    system = []
+    if body.system is not None:
+        system.append({"role": "system", "content": plain_text(body.system)})
     turns = [message for turn in body.messages for message in _messages(turn)]
     values: dict[str, Any] = {
         "model": body.model,
@@ -82,16 +83,12 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     """A turn as messages of a chat: what tools gave are messages of their own."""
     texts, thoughts, calls = [], [], []
     for block in turn.blocks:
         if isinstance(block, ToolResultBlock):
-            given = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            given = {"tool_call_id": block.tool_use_id, "content": plain_text(block.content)}
             yield {"role": "tool", **given}
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}

@@ -19,7 +19,7 @@ from launcher_scripts.gateway.responses_schemas import (
     ResponsesBody,
 )
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
 
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -77,11 +77,12 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     for item in body.input:
         if item.type == "message":
             thought = found.pop() if item.role == "assistant" and _is_thought(found) else {}
-            found.append({**thought, "role": item.role, "content": item.plain})
+            found.append({**thought, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
-            found.append({"role": "assistant", "content": None, NAMES[0]: item.plain})
+            thought = {NAMES[0]: plain_text(item.content or ())}
+            found.append({"role": "assistant", "content": None, **thought})
         elif isinstance(item, FunctionOutput):
-            said = {"tool_call_id": item.call_id, "content": item.plain}
+            said = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
             found.append({"role": "tool", **said})
         else:
             if not found or found[-1]["role"] != "assistant":

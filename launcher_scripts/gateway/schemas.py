@@ -6,6 +6,7 @@ refused by its name; null means that it was not given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -36,6 +37,23 @@ _GUIDED = {
 
 class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class LooseBody(BaseModel):
+    """A part of a conversation that clients send back. What else they say of it is not used."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextPart(LooseBody):
+    """A part of a content that is a text."""
+
+    text: str
+
+
+def plain_text(content: str | Sequence[TextPart]) -> str:
+    """A content as one text, its parts as lines."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class StreamOptions(StrictBody):
@@ -192,10 +210,9 @@ class CompletionBody(SamplingBody):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class ContentPart(BaseModel):
+class ContentPart(StrictBody):
     """A part of a message. Only texts are understood."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
 
