@@ -61,6 +61,19 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What one gateway has for all requests.
+
+    timeout:     seconds, unless a request says one
+    chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
+    """
+
+    admission: Admission
+    timeout: float | None = None
+    chat_tokens: int = 1024
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """What completions and chats ask for under different names.
 
@@ -87,26 +100,22 @@ class Generation:
         prompts: Sequence[Prompt],
         options: GenerationOptions,
         record: Record,
-        admission: Admission,
-        timeout: float | None = None,
+        limits: Limits,
     ) -> None:
-        """timeout: in seconds, unless the body says one
-
-        Raises ApiError for what cannot be done, and where too many rows wait.
-        """
+        """Raises ApiError for what cannot be done, and where too many rows wait."""
         _check(model, body, prompts, options)
         self.model = model
         self.body = body
         self.prompts = tuple(prompts)
         self.options = options
         self.record = record
-        self._timeout = body.timeout or timeout
+        self._timeout = body.timeout or limits.timeout
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else options.rows)
-        self._places = admission.reserve(record.client, rows)
+        self._places = limits.admission.reserve(record.client, rows)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.

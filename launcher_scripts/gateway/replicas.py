@@ -125,13 +125,6 @@ class Replicas:
         backends = (server.backends.get(self._model) for server in self._servers)
         return any(backend is not None and backend.shares_prefixes for backend in backends)
 
-    async def is_ready(self) -> bool:
-        """Whether any server is healthy."""
-        return any(server.takes(self._model) for server in self._servers)
-
-    async def close(self) -> None:
-        """The servers are their owner's to close."""
-
     def _choice(self, tried: set[Replica], digests: Sequence[bytes]) -> Replica | None:
         servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
         if not servers:

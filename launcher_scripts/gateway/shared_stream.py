@@ -135,13 +135,6 @@ class SharedStream:
             if not finished:  # else the call is about to end, and must not look as if given up
                 call.cancel()
 
-    async def close(self) -> None:
-        """Leave the stream and the rows."""
-        tasks = [*self._calls, *([self._reading] if self._reading is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     async def _call(
         self, inbox: _RowBuffer, tensors: Mapping[str, Any], more: Mapping[str, Any]
     ) -> None:

@@ -128,13 +128,6 @@ class TritonBackend:
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
 
-    async def is_ready(self) -> bool:
-        return await self._server.is_ready(self._name)
-
-    async def close(self) -> None:
-        await self._shared.close()
-        await self._server.close()
-
     def _tensors(self, request: RowRequest) -> dict[str, Any]:
         """The request as the tensors that the model declares. Raises ApiError for missing ones."""
         count = len(request.prompt_ids)

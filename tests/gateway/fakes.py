@@ -53,7 +53,6 @@ class FakeBackend:
     error: Exception | None = None
     waits: bool = False
     at_once: int = 1
-    is_up: bool = True
     shares_prefixes: bool = False
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
@@ -98,12 +97,6 @@ class FakeBackend:
             return ()
         return tuple(log_prob(each, request.log_probs) for each in ids)
 
-    async def is_ready(self) -> bool:
-        return self.is_up
-
-    async def close(self) -> None:
-        self.is_up = False
-
     def __hash__(self) -> int:
         return id(self)
 
@@ -123,10 +116,16 @@ def served(backend: Backend, name: str = "tiny", **more: Any) -> ServedModel:
 def client_of(
     *models: ServedModel,
     keys: dict[str, str] | None = None,
-    replicas: Sequence[Replica] = (),
+    replicas: Sequence[Replica] | None = None,
     **settings: Any,
 ) -> TestClient:
-    """A client of the application; `client.app.state.gateway` is the Gateway."""
+    """A client of the application; `client.app.state.gateway` is the Gateway.
+
+    replicas: None: one server that is healthy
+    """
+    if replicas is None:
+        backends = {model.name: model.backend for model in models}
+        replicas = [Replica("node0:8001", backends, healthy=True)]
     return TestClient(make_app(models, replace(SETTINGS, **settings), Keys(keys or {}), replicas))
 
 

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
+from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.service import DrainingServer
 from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served
 
@@ -371,12 +372,14 @@ def test_what_has_had_its_time_is_told_so(streams: bool) -> None:
 
 
 def test_ready_says_what_is_not() -> None:
-    up, down = FakeBackend(), FakeBackend(is_up=False)
-    client = client_of(served(up, "up"), served(down, "down"))
+    backend, replicas = FakeBackend(), [Replica("node0:8001"), Replica("node1:8001")]
+    replicas[0].backends, replicas[1].backends = {"up": backend}, {"down": backend}
+    replicas[0].healthy = True
+    client = client_of(served(backend, "up"), served(backend, "down"), replicas=replicas)
     answer = client.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["models"] == {"up": True, "down": False}
-    down.is_up = True
+    replicas[1].healthy = True
     assert client.get("/ready").status_code == 200
     client.app.state.gateway.life.draining = True
     assert client.get("/ready").json()["draining"] is True

@@ -58,7 +58,6 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
             await asyncio.sleep(0)
         await asyncio.wait_for(test(server, stream), 30)
         assert server.opened == 1
-        await stream.close()
 
     asyncio.run(run())
 
