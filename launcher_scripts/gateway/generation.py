@@ -21,6 +21,7 @@ from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prom
 from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.stops import StopTexts
+from launcher_scripts.gateway.token_texts import token_texts
 
 _MOST_BEAMS = 64
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -233,7 +234,7 @@ class _Shown:
     def take_prompt(self, increment: Increment) -> None:
         """Keep the prompt's log-probabilities for the beginning of the answer."""
         if increment.prompt_log_probs is not None:
-            texts = self._generation.model.texts.row(())
+            texts = token_texts(self._generation.model.tokenizer, ())
             self._entries = prompt_entries(texts, self._prompt.ids, increment.prompt_log_probs)
 
     def next(self, increment: Increment) -> Piece:
@@ -255,10 +256,9 @@ class _Shown:
         return piece._replace(text=self._echo + piece.text)
 
     def _new_text(self) -> RowText:
-        generation, request = self._generation, self._request
-        body = generation.body
+        model, body, request = self._generation.model, self._generation.body, self._request
         return RowText(
-            generation.model.texts.row(() if generation.model.encodes else self._prompt.ids),
+            token_texts(model.tokenizer, () if model.encodes else self._prompt.ids),
             StopTexts(list(body.stop), included=body.include_stop_str_in_output),
             request.end_id,
             request.stop_ids,

@@ -365,7 +365,7 @@ def test_what_tokens_stand_for_is_remembered_across_requests() -> None:
     assert model.between(None, None) is model
     translator = model.between(None, "<|endoftext|>")
     assert translator.special.decoder == (model.special.start, END_ID)
-    assert translator.texts is adapter.texts is model.texts
+    assert translator.tokenizer is adapter.tokenizer is model.tokenizer
 
 
 def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:

@@ -12,7 +12,7 @@ import tokenizers
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.reasoning import Reasoning, ReasoningText
-from launcher_scripts.gateway.token_texts import text_maker
+from launcher_scripts.gateway.token_texts import token_texts
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend
 from tests.gateway.test_chat import HI, chat_client
 from tests.gateway.test_completions import events
@@ -179,7 +179,7 @@ def test_marks_that_are_special_tokens_are_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(WHOLE)
     assert "think" not in tokenizer.decode(ids)
-    assert "".join(text_maker(tokenizer).row(()).take(ids, finished=True)) == WHOLE
+    assert "".join(token_texts(tokenizer, ()).take(ids, finished=True)) == WHOLE
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
