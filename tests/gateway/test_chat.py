@@ -14,7 +14,7 @@ from tests.gateway.test_completions import IDS, WORDS, events
 
 HI = [{"role": "user", "content": "Hi"}]
 HI_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-ROOM = 300  # positions that the small vocabulary needs for the names of a chat
+ROOM = 1000  # positions that the small vocabulary needs for the names of a chat
 
 
 def chat_client(backend: FakeBackend, **more: Any) -> TestClient:
