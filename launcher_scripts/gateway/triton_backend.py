@@ -19,6 +19,7 @@ import numpy as np
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.clients.models import parameter
+from launcher_scripts.contract.requests import PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ServerLost,
@@ -211,15 +212,11 @@ class _Row:
         self._request = request
         self._count = 0  # of tokens so far
         self._prompt_known = request.prompt_log_probs is None
-        self.outputs = list(NEWS)
-        if request.log_probs is not None:
-            self.outputs += ["token_log_probs", "token_ranks"]
-            if request.log_probs:
-                self.outputs += ["top_log_prob_ids", "top_log_probs"]
-        if request.prompt_log_probs is not None:
-            self.outputs += ["prompt_log_probs", "prompt_ranks"]
-            if request.prompt_log_probs:
-                self.outputs += ["prompt_top_ids", "prompt_top_log_probs"]
+        self.outputs = [
+            *NEWS,
+            *_log_prob_outputs(TOKEN_LOG_PROBS, request.log_probs),
+            *_log_prob_outputs(PROMPT_LOG_PROBS, request.prompt_log_probs),
+        ]
 
     @property
     def is_plain(self) -> bool:
@@ -227,7 +224,7 @@ class _Row:
         return self._request.beam_width == 1 and self.outputs == NEWS
 
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
-        """What a response adds. `news` is [1, beam, 4 + n]; see protocol.NEWS."""
+        """What a response adds. `news` is [1, beam, 4 + n]; see contract/tensors.py."""
         news = arrays["news"][0]
         self.finished = bool(news[0, 3])
         prompt = self._prompt_log_probs(arrays)
@@ -250,8 +247,8 @@ class _Row:
         if self._request.log_probs is None:
             return ()
         places = slice(start, start + len(ids))
-        names = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
-        return _entries(ids, *(arrays[n][0, 0, places] if n in arrays else None for n in names))
+        found = {name: arrays[name][0, 0, places] for name in TOKEN_LOG_PROBS if name in arrays}
+        return _entries(ids, *map(found.get, TOKEN_LOG_PROBS))
 
     def _prompt_log_probs(
         self, arrays: Mapping[str, Any]
@@ -263,9 +260,8 @@ class _Row:
         ids = self._request.prompt_ids
         if not ids:
             return ()
-        names = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
-        entries = _entries(ids, *(arrays[n][0] if n in arrays else None for n in names))
-        return (None, *entries[1:])
+        found = {name: arrays[name][0] for name in PROMPT_LOG_PROBS if name in arrays}
+        return (None, *_entries(ids, *map(found.get, PROMPT_LOG_PROBS))[1:])
 
 
 def _sampling(request: RowRequest) -> dict[str, Any]:
@@ -301,6 +297,16 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
     return values | {name: value for name, (value, usual) in others.items() if value != usual}
 
 
+def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str]:
+    """Those of `outputs` that are asked for; without alternatives none that is about these.
+
+    outputs: name -> field of ModelLogProbs;  count: of alternatives, None: no log-probabilities
+    """
+    if count is None:
+        return []
+    return [name for name, field in outputs.items() if count or field in ("log_probs", "ranks")]
+
+
 def _new_ids(packed: Any) -> tuple[int, ...]:
     """The generated ids in one beam of `news`: total, prompt, first place, finished, ids."""
     total, prompt, place = (int(number) for number in packed[:3])
@@ -311,7 +317,7 @@ def _new_ids(packed: Any) -> tuple[int, ...]:
 def _entries(
     ids: Sequence[int], log_probs: Any, ranks: Any, top_ids: Any, top_log_probs: Any
 ) -> tuple[TokenLogProb, ...]:
-    """Arrays [tokens] and [tokens, K] by token; top_* None: K is 0."""
+    """Arrays [tokens] and [tokens, K] by token, as TOKEN_LOG_PROBS has them; top_* None: K is 0."""
     tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(ids)
     if top_ids is not None:
         tops = [
