@@ -114,7 +114,7 @@ class Gateway:
         """POST /tokenize"""
         values = await read_body(request, self._max_body)
         body: TokenizeBody | TokenizeChatBody
-        if "messages" in values:
+        if values.get("messages") is not None:
             body = validated(TokenizeChatBody, values)
             model = self.models.find(body.model)
             text = model.chat_text(body)

@@ -66,7 +66,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
             "stream": body.stream,
             "user": body.metadata.user_id,
         }
-    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+    return validated(ChatBody, values)
 
 
 def count_tokens(model: ServedModel, body: ConversationBody) -> int:

@@ -53,7 +53,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         values["tools"] = [_nested(tool) for tool in body.tools]
         values["tool_choice"] = choice if isinstance(choice, str) else _nested(choice)
         values["parallel_tool_calls"] = body.parallel_tool_calls
-    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+    return validated(ChatBody, values)
 
 
 def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:

@@ -324,20 +324,24 @@ class DetokenizeBody(StrictBody):
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, without its nulls. Raises ApiError."""
+    """The JSON object of a body. Raises ApiError."""
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def validated(kind: type[Body], values: dict[str, Any]) -> Body:
-    """`values` as a request. Raises ApiError that names the first parameter that is wrong."""
+    """`values` as a request; None: it was not given.
+
+    Raises ApiError that names the first parameter that is wrong.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
         raise _refusal(kind, error) from error
 
