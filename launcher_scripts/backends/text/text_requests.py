@@ -81,7 +81,7 @@ class Reader:
         """Raises BadRequestError or ParameterError."""
         request = self._tensors.complete(request)
         given = self._given(request)
-        prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
+        prompts = self._tensors.texts(request, given.get("INPUT_0", "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
         languages = self._languages(request, "source_language", len(prompts))
@@ -157,9 +157,6 @@ class Reader:
         else:
             return None
         return np.array(begun, dtype=np.uint32)
-
-    def _name(self, given: dict[str, str], original: str) -> str:
-        return given.get(original, original)
 
     def _said(self, original: str) -> str:
         """Both names of an input."""
