@@ -107,16 +107,13 @@ class MessageAnswer(Retelling[MessagesBody]):
     """One request of /v1/messages on its way to its answer."""
 
     names = _NAMES
+    as_chat = staticmethod(chat_body)
 
     def __init__(self, body: MessagesBody, chat: Chat) -> None:
         super().__init__(body, chat)
         self._blocks: list[dict[str, Any]] = []
         self._grown = ""  # the text of the block that is open, which is the last one
         self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-
-    @staticmethod
-    def as_chat(body: MessagesBody) -> ChatBody:
-        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         yield "message_start", {"message": self.answer()}

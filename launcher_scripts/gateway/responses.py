@@ -180,6 +180,7 @@ class Responding(Retelling[ResponsesBody]):
     """One request of /v1/responses on its way to its answer."""
 
     names = _NAMES
+    as_chat = staticmethod(chat_body)
 
     def __init__(self, body: ResponsesBody, chat: Chat) -> None:
         super().__init__(body, chat)
@@ -187,10 +188,6 @@ class Responding(Retelling[ResponsesBody]):
         self._status = "in_progress"
         self._thought = 0
         self._number = 0
-
-    @staticmethod
-    def as_chat(body: ResponsesBody) -> ChatBody:
-        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):

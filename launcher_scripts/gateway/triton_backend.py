@@ -28,14 +28,19 @@ from launcher_scripts.gateway.api_errors import (
     unsupported,
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
-from launcher_scripts.gateway.shared_stream import NEWS, NoStream, SharedStream, StreamLost
+from launcher_scripts.gateway.shared_stream import (
+    FAILURES,
+    NEWS,
+    NoStream,
+    SharedStream,
+    StreamLost,
+)
 
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 _NEWS_HEAD = 4
-_FAILURES = (ServerFailure, grpc.RpcError)
 _OPENING = RowRequest("", (0,), 1)  # what opens a shared stream: Triton wants the model's tensors
 # What a server says in a stream that is being stopped, without a status; and what gRPC itself says
 # of a call whose connection breaks while the request is written.
@@ -77,7 +82,7 @@ class TritonBackend:
         self._streams = is_decoupled(config)
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
-        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING), _FAILURES)
+        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
         self._types = {
             each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
@@ -116,13 +121,13 @@ class TritonBackend:
                     if row.finished:
                         # Whoever gets this asks for no more: a call that is about to end must not
                         # look as if it were given up. Nor does its row need the server any more.
-                        with contextlib.suppress(*_FAILURES):
+                        with contextlib.suppress(*FAILURES):
                             async for _ in responses:
                                 pass
                     yield increment
         except StreamLost as error:
             raise ServerLost(f"the server gave the request up: {error}") from error
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._failure(error, request) from error
         finally:
             self._running -= 1

@@ -52,7 +52,7 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
 
     async def run() -> None:
         server = Server()
-        stream = SharedStream(server, "tiny", lambda: OPENING, (ServerFailure,))
+        stream = SharedStream(server, "tiny", lambda: OPENING)
         assert not stream.is_open()
         while not stream.is_open():
             await asyncio.sleep(0)
