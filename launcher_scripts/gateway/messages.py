@@ -12,6 +12,7 @@ from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
     MessagesBody,
     ThinkingBlock,
+    Tool,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
@@ -51,7 +52,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
         schema = {"schema": body.output_config.format.json_schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.tools:
-        values["tools"] = [_function(tool.model_dump(exclude_none=True)) for tool in body.tools]
+        values["tools"] = [_function(tool) for tool in body.tools]
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         values["tool_choice"] = _CHOICES.get(choice.type, named)
@@ -75,11 +76,11 @@ def count_tokens(model: ServedModel, body: ConversationBody) -> int:
     return len(model.encode(text, special_tokens=False))
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _function(tool: Tool) -> dict[str, Any]:
     """A tool as chats have it."""
-    known = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if "description" in tool:
-        known["description"] = tool["description"]
+    known = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        known["description"] = tool.description
     return {"type": "function", "function": known}
 
 

@@ -396,7 +396,8 @@ def test_a_second_signal_ends_at_once() -> None:
     app = make_app([served(backend)], SETTINGS)
 
     async def signals() -> None:
-        server = DrainingServer(uvicorn.Config(app, log_config=None), app.state.gateway, 60.0)
+        config = uvicorn.Config(app, log_config=None)
+        server = DrainingServer(config, app.state.gateway, 60.0, "ready")
         running = Connection(app, BODY)
         await until(lambda: backend.running == 1)
         server.handle_exit(signal.SIGTERM, None)
