@@ -16,7 +16,7 @@ from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.service import DrainingServer
-from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served
+from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served, until
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
 BODY = {"prompt": "Hello", "max_tokens": 40}
@@ -71,15 +71,6 @@ class Connection:
         else:
             self.content += message.get("body", b"")
             self.begun.set()
-
-
-async def until(condition: Any) -> None:
-    """Wait until it holds; a hang is the whole test's timeout."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 def test_request_ids_come_back_and_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:

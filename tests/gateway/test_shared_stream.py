@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException as ServerFailure
 
 from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, pack, shared_id
 from launcher_scripts.gateway.shared_stream import NoStream, SharedStream, StreamLost
+from tests.gateway.fakes import until
 
 OPENING = {"input_ids": 0}
 
@@ -60,11 +61,6 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
         assert server.opened == 1
 
     asyncio.run(run())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def ids(stream: SharedStream) -> list[int]:
