@@ -77,16 +77,21 @@ class CompletedRequest:
 class Tensors:
     """The tensors of a request, and what is made of them, without axes in front of the batch.
 
-    leading_axes: how many there are, all of length one: models with sessions have one
+    The parameter leading_axes says how many there are, all of length one: models with sessions
+    have one.
+
+    config:     config.pbtxt
+    parameters: its parameters
     """
 
     def __init__(self, model_config: str) -> None:
-        config = json.loads(model_config)
-        given = config["parameters"].get("leading_axes", {"string_value": "0"})
-        self._leading_axes = int(given["string_value"])
+        self.config: dict[str, Any] = json.loads(model_config)
+        entries = self.config["parameters"].items()
+        self.parameters: dict[str, str] = {name: entry["string_value"] for name, entry in entries}
+        self._leading_axes = int(self.parameters.get("leading_axes", "0"))
         self._kinds = {
             entry["name"]: entry["data_type"]
-            for entry in config.get("input", ())
+            for entry in self.config.get("input", ())
             if len(entry["dims"]) == 1 + self._leading_axes
         }
 

@@ -21,7 +21,6 @@ from launcher_scripts.contract.tensors import (
     LOG_PROBS,
     MODEL_LOG_PROBS,
     NEWS,
-    NOT_IN_ENSEMBLE,
     NUM_LOG_PROBS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
@@ -31,9 +30,19 @@ from launcher_scripts.contract.tensors import (
     SAMPLING_EXTENSIONS,
     Tensor,
     array,
+    ensemble_passes_on,
     scalar,
 )
 from launcher_scripts.contract.text import LANGUAGES, TextContract, changed, declared
+
+
+def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name in names)
+
+
+def _without(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor.name not in names)
+
 
 _PROMPT_TABLES = (
     "prompt_learning_task_name_ids",
@@ -74,7 +83,7 @@ _IA3_TASKS = scalar("ia3_tasks", "INT32", None, "which loaded IA3 adapter to use
 T5_INPUTS = (
     *_T5_ENCODED,
     scalar("max_output_len", "UINT32", None, "how many tokens to generate", optional=False),
-    *(tensor for tensor in GPT_INPUTS if tensor.name in _T5_SHARED),
+    *_named(GPT_INPUTS, *_T5_SHARED),
     _IA3_TASKS,
     array(
         "decoder_input_ids",
@@ -107,7 +116,7 @@ T5_ENCODER_INPUTS = (
     *_T5_ENCODED,
     scalar("is_return_attentions", "BOOL", False, "return output_attentions"),
     _IA3_TASKS,
-    *(replace(tensor, extension=True) for tensor in GPT_INPUTS if tensor.name in _PROMPT_TABLES),
+    *(replace(tensor, extension=True) for tensor in _named(GPT_INPUTS, *_PROMPT_TABLES)),
 )
 
 T5_ENCODER_OUTPUTS = (
@@ -121,9 +130,7 @@ _NOT_IN_AGM = (
     "input_lengths",
     "request_output_len",
     "is_return_context_embeddings",
-    "prompt_learning_task_name_ids",
-    "request_prompt_embedding",
-    "request_prompt_lengths",
+    *_PROMPT_TABLES,
     "request_prompt_type",
     "ia3_tasks",
     "lora_task_id",
@@ -132,19 +139,12 @@ AGM_INPUTS = (
     INPUT_IDS,
     scalar("sequence_length", "UINT32", None, "prompt length of the row", optional=False),
     scalar("max_output_len", "UINT32", None, "most tokens, the prompt's included", optional=False),
-    *(tensor for tensor in GPT_INPUTS if tensor.name not in _NOT_IN_AGM),
+    *_without(GPT_INPUTS, *_NOT_IN_AGM),
 )
 
-
-def _agm_output(tensor: Tensor) -> Tensor:
-    dtype = "INT32" if tensor.name in ("output_ids", "sequence_length") else tensor.dtype
-    return array(tensor.name, dtype, tensor.dims, tensor.meaning, extension=tensor.extension)
-
-
-AGM_OUTPUTS = tuple(
-    _agm_output(tensor) for tensor in GPT_OUTPUTS if tensor.name != "context_embeddings"
+AGM_OUTPUTS = changed(
+    _without(GPT_OUTPUTS, "context_embeddings"), ("output_ids", "sequence_length"), dtype="INT32"
 )
-
 
 _GENERATING = {
     "bad_words_list": "BAD_WORDS_IDS",
@@ -169,14 +169,6 @@ GPT_TEXT = TextContract(
 )
 
 
-def _named(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor.name in names)
-
-
-def _without(tensors: tuple[Tensor, ...], *names: str) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor.name not in names)
-
-
 _OUTPUT_LEN = ("REQUEST_OUTPUT_LEN", "INPUT_1")
 _TEXT_INPUTS = ("INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3")
 
@@ -191,7 +183,7 @@ T5_TEXT = TextContract(
     changed(POSTPROCESSING_OUTPUTS, ("OUTPUT",), meaning="[beam, 1]: generated text"),
     (
         *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
-        *(t for t in T5_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+        *ensemble_passes_on(T5_INPUTS),
     ),
     (
         *changed(
@@ -219,7 +211,7 @@ AGM_TEXT = replace(
     ),
     ensemble_inputs=(
         *changed(_named(ENSEMBLE_INPUTS, *_TEXT_INPUTS), _OUTPUT_LEN, dims=(1,)),
-        *(t for t in AGM_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+        *ensemble_passes_on(AGM_INPUTS),
     ),
     ensemble_outputs=changed(ENSEMBLE_OUTPUTS, ("sequence_length",), dtype="INT32"),
     model_inputs=T5_TEXT.model_inputs,
@@ -291,7 +283,7 @@ class Contract:
     @property
     def counts_prompts(self) -> bool:
         """Whether the number of tokens that a request asks for includes its prompt's."""
-        return self.family == "agm"
+        return self.text.prompt_counts
 
     @property
     def scores_prompts(self) -> bool:
@@ -307,10 +299,10 @@ class Contract:
         return declared(self.outputs, data_type)
 
 
-BART_INPUTS = tuple(t for t in T5_INPUTS if t.name not in (*_PROMPT_TABLES, "ia3_tasks"))
-_NO_BART = {t.name for t in T5_INPUTS} - {t.name for t in BART_INPUTS}
+_NOT_IN_BART = (*_PROMPT_TABLES, "ia3_tasks")
+BART_INPUTS = _without(T5_INPUTS, *_NOT_IN_BART)
 BART_TEXT = replace(
-    T5_TEXT, ensemble_inputs=(*_without(T5_TEXT.ensemble_inputs, *_NO_BART), *LANGUAGES)
+    T5_TEXT, ensemble_inputs=(*_without(T5_TEXT.ensemble_inputs, *_NOT_IN_BART), *LANGUAGES)
 )
 
 # model_type in config.pbtxt -> its contract

@@ -8,6 +8,7 @@ original never see.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -317,7 +318,7 @@ POSTPROCESSING_OUTPUTS = (
 )
 
 # The ensemble makes these itself, or has no output for what they ask for.
-NOT_IN_ENSEMBLE = (
+_NOT_IN_ENSEMBLE = (
     "bad_words_list",
     "stop_words_list",
     "is_return_context_embeddings",
@@ -327,13 +328,19 @@ NOT_IN_ENSEMBLE = (
     *(tensor.name for tensor in NUM_LOG_PROBS),
 )
 
+
+def ensemble_passes_on(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Of a model's inputs those that its ensemble takes under their own names."""
+    return tuple(t for t in inputs if t.optional and t.name not in _NOT_IN_ENSEMBLE)
+
+
 # The ensemble's own tensors; the optional inputs of the model follow them under their own names.
 ENSEMBLE_INPUTS = (
     text("INPUT_0", "the prompt"),
     array("INPUT_1", "UINT32", (-1,), "how many tokens to generate"),
     text("INPUT_2", "comma separated words that are never generated"),
     text("INPUT_3", "comma separated words that end the text"),
-    *(t for t in GPT_INPUTS if t.optional and t.name not in NOT_IN_ENSEMBLE),
+    *ensemble_passes_on(GPT_INPUTS),
 )
 
 ENSEMBLE_OUTPUTS = (

@@ -63,10 +63,9 @@ def unsupported(param: str, message: str) -> ApiError:
     return bad_request(message, param, "unsupported_parameter")
 
 
-def busy(message: str, seconds: int = 1) -> ApiError:
+def busy(message: str) -> ApiError:
     """Too much is asked at once; the same request may be sent again later."""
-    headers = {"Retry-After": str(seconds)}
-    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
+    return ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
 def unavailable(message: str, seconds: int = 1) -> ApiError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,8 +20,8 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
-from launcher_scripts.gateway.completions import Answering, Chat, Completion, Limits
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.completions import Answering, Chat, Completion
+from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
 from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
@@ -51,6 +50,7 @@ from launcher_scripts.gateway.served_model import Models, ServedModel, aside
 
 VERSION = "0.1.0"
 Result = TypeVar("Result")
+Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody)
 
 
 class Gateway:
@@ -65,42 +65,27 @@ class Gateway:
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self._limits = Limits(self.admission, settings.request_timeout, settings.chat_tokens)
         self._max_body = settings.max_body
-        self.metrics = Metrics()
+        self.routes = self._routes()
+        self.metrics = Metrics(route.path.partition("{")[0] for route in self.routes)
         self.metrics.watch(names.GATEWAY_WORKING, lambda: self.life.working)
         self.metrics.watch(names.GATEWAY_RUNNING, lambda: self.admission.running)
         self.metrics.watch(names.GATEWAY_WAITING, lambda: self.admission.waiting)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        body = validated(CompletionBody, await read_body(request, self._max_body))
-        model = self.models.find(body.model)
-        return await self._generate(
-            request, lambda record: Completion.of(model, body, record, self._limits)
-        )
+        return await self._generate(request, CompletionBody, Completion.of)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        body = validated(ChatBody, await read_body(request, self._max_body))
-        model = self.models.find(body.model)
-        return await self._generate(
-            request, lambda record: Chat.of(model, body, record, self._limits)
-        )
+        return await self._generate(request, ChatBody, Chat.of)
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses"""
-        body = validated(ResponsesBody, await read_body(request, self._max_body))
-        model = self.models.find(body.model)
-        return await self._generate(
-            request, lambda record: Responding.of(model, body, record, self._limits)
-        )
+        return await self._generate(request, ResponsesBody, Responding.of)
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages"""
-        body = validated(MessagesBody, await read_body(request, self._max_body))
-        model = self.models.find(body.model)
-        return await self._generate(
-            request, lambda record: MessageAnswer.of(model, body, record, self._limits)
-        )
+        return await self._generate(request, MessagesBody, MessageAnswer.of)
 
     async def message_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
@@ -129,7 +114,7 @@ class Gateway:
         """POST /tokenize"""
         values = await read_body(request, self._max_body)
         body: TokenizeBody | TokenizeChatBody
-        if "messages" in values:
+        if values.get("messages") is not None:
             body = validated(TokenizeChatBody, values)
             model = self.models.find(body.model)
             text = model.chat_text(body)
@@ -182,11 +167,11 @@ class Gateway:
 
     async def ready(self, _: Request) -> Response:
         """GET /ready: it takes work, and every model has a healthy server."""
-        answers = await asyncio.gather(*(model.backend.is_ready() for model in self.models.all))
         states = {
-            model.name: answer for model, answer in zip(self.models.all, answers, strict=True)
+            model.name: any(server.takes(model.name) for server in self._replicas)
+            for model in self.models.all
         }
-        fine = all(answers) and not self.life.draining
+        fine = all(states.values()) and not self.life.draining
         content = {"ready": fine, "draining": self.life.draining, "models": states}
         return JSONResponse(content, 200 if fine else 503)
 
@@ -202,19 +187,48 @@ class Gateway:
         """GET /version"""
         return JSONResponse({"version": VERSION})
 
+    def _routes(self) -> list[Route]:
+        post, get = ["POST"], ["GET"]
+        return [
+            Route("/", show_page, methods=get),
+            Route("/v1/completions", self.completions, methods=post),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/responses", self.responses, methods=post),
+            Route("/v1/messages", self.messages, methods=post),
+            Route("/v1/messages/count_tokens", self.message_tokens, methods=post),
+            Route("/v1/embeddings", self.embeddings, methods=post),
+            Route("/v1/models", self.list_models, methods=get),
+            Route("/v1/models/{name:path}", self.one_model, methods=get),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/tokenizer_info", self.tokenizer_info, methods=get),
+            Route("/health", self.health, methods=get),
+            Route("/ready", self.ready, methods=get),
+            Route("/servers", self.servers, methods=get),
+            Route("/version", self.version, methods=get),
+            Route("/metrics", self.show_metrics, methods=get),
+        ]
+
     async def _generate(
-        self, request: Request, make: Callable[[Record], Awaitable[Answering | Retelling[Any]]]
+        self,
+        request: Request,
+        kind: type[Body],
+        answering_of: Callable[
+            [ServedModel, Body, Record, Limits], Awaitable[Answering | Retelling[Any]]
+        ],
     ) -> Response:
-        """The answer of what `make` makes of the request's Record.
+        """The answer to a body of this kind.
 
         Raises ClientDisconnect when nobody waits for it any more.
         """
+        body = validated(kind, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
         record: Record = request.state.record
         self.life.enter()
         self.metrics.begin(record)
         stays = False
         try:
-            answering = await make(record)
+            answering = await answering_of(model, body, record, self._limits)
             if not answering.body.stream:
                 return JSONResponse(await _unless_left(request, self.life, answering.whole()))
             events = answering.events()
@@ -313,29 +327,9 @@ def make_app(
 ) -> Starlette:
     """The ASGI application. `app.state.gateway` is its Gateway.
 
-    replicas: the servers, for /servers; their owner may change them at any time
+    replicas: the servers, for /servers and /ready; their owner may change them at any time
     """
     gateway = Gateway(models, settings, replicas)
-    post, get = ["POST"], ["GET"]
-    routes = [
-        Route("/", show_page, methods=get),
-        Route("/v1/completions", gateway.completions, methods=post),
-        Route("/v1/chat/completions", gateway.chat, methods=post),
-        Route("/v1/responses", gateway.responses, methods=post),
-        Route("/v1/messages", gateway.messages, methods=post),
-        Route("/v1/messages/count_tokens", gateway.message_tokens, methods=post),
-        Route("/v1/embeddings", gateway.embeddings, methods=post),
-        Route("/v1/models", gateway.list_models, methods=get),
-        Route("/v1/models/{name:path}", gateway.one_model, methods=get),
-        Route("/tokenize", gateway.tokenize, methods=post),
-        Route("/detokenize", gateway.detokenize, methods=post),
-        Route("/tokenizer_info", gateway.tokenizer_info, methods=get),
-        Route("/health", gateway.health, methods=get),
-        Route("/ready", gateway.ready, methods=get),
-        Route("/servers", gateway.servers, methods=get),
-        Route("/version", gateway.version, methods=get),
-        Route("/metrics", gateway.show_metrics, methods=get),
-    ]
     middleware = [Middleware(RequestMiddleware, keys=keys or Keys({}), count=gateway.metrics.count)]
     if settings.cors_origins:
         cors = Middleware(
@@ -346,17 +340,10 @@ def make_app(
         )
         middleware.insert(0, cors)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        for model in gateway.models.all:
-            await model.backend.close()
-
     app = Starlette(
-        routes=routes,
+        routes=gateway.routes,
         middleware=middleware,
         exception_handlers={HTTPException: _no_route},
-        lifespan=lifespan,
     )
     # A redirect would name the address and the scheme that this process sees, not the proxy's.
     app.router.redirect_slashes = False

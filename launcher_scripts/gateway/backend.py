@@ -103,9 +103,3 @@ class Backend(Protocol):
         Raises ApiError for what the engine refuses, ServerLost when it is gone.
         """
         ...
-
-    async def is_ready(self) -> bool:
-        """Whether it would take a request now."""
-        ...
-
-    async def close(self) -> None: ...

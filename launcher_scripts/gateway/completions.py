@@ -6,17 +6,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 
-from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.answer_text import AnswerText
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.generation import (
     Generation,
     GenerationOptions,
+    Limits,
     Prompt,
     Record,
     check_rows,
@@ -33,19 +32,6 @@ from launcher_scripts.gateway.tool_calls import ToolCall
 _USUAL_TOKENS = 16
 DONE = b"data: [DONE]\n\n"
 _SOME_TEXT = "some text"  # in whose place the texts are written
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one gateway has for all requests.
-
-    timeout:     seconds, unless a request says one
-    chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
-    """
-
-    admission: Admission
-    timeout: float | None = None
-    chat_tokens: int = 1024
 
 
 class Answering(ABC):
@@ -189,11 +175,7 @@ class Completion(Answering):
         model = model.between(body.source_language, body.target_language)
         prompts = await _prompts(model, body)
         options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
-        return cls(
-            model,
-            body,
-            Generation(model, body, prompts, options, record, limits.admission, limits.timeout),
-        )
+        return cls(model, body, Generation(model, body, prompts, options, record, limits))
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         return self.delta(answer)
@@ -247,10 +229,7 @@ class Chat(Answering):
             continues = body.continue_final_message
             reasoning = Reasoning.after(text, model.template.text, continues=continues)
         options = GenerationOptions(asked, body.n, top, reasoning=reasoning)
-        prompts = [Prompt(ids, text)]
-        generation = Generation(
-            model, body, prompts, options, record, limits.admission, limits.timeout
-        )
+        generation = Generation(model, body, [Prompt(ids, text)], options, record, limits)
         if body.tools or reasoning is not None:
             return ReadChat(model, body, generation, reasoning, text if harmony else None)
         return cls(model, body, generation)

@@ -21,6 +21,7 @@ from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prom
 from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.stops import StopTexts
+from launcher_scripts.gateway.token_texts import token_texts
 
 _MOST_BEAMS = 64
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -61,6 +62,19 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What one gateway has for all requests.
+
+    timeout:     seconds, unless a request says one
+    chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
+    """
+
+    admission: Admission
+    timeout: float | None = None
+    chat_tokens: int = 1024
+
+
+@dataclass(frozen=True)
 class GenerationOptions:
     """What completions and chats ask for under different names.
 
@@ -87,26 +101,22 @@ class Generation:
         prompts: Sequence[Prompt],
         options: GenerationOptions,
         record: Record,
-        admission: Admission,
-        timeout: float | None = None,
+        limits: Limits,
     ) -> None:
-        """timeout: in seconds, unless the body says one
-
-        Raises ApiError for what cannot be done, and where too many rows wait.
-        """
+        """Raises ApiError for what cannot be done, and where too many rows wait."""
         _check(model, body, prompts, options)
         self.model = model
         self.body = body
         self.prompts = tuple(prompts)
         self.options = options
         self.record = record
-        self._timeout = body.timeout or timeout
+        self._timeout = body.timeout or limits.timeout
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else options.rows)
-        self._places = admission.reserve(record.client, rows)
+        self._places = limits.admission.reserve(record.client, rows)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.
@@ -224,7 +234,7 @@ class _Shown:
     def take_prompt(self, increment: Increment) -> None:
         """Keep the prompt's log-probabilities for the beginning of the answer."""
         if increment.prompt_log_probs is not None:
-            texts = self._generation.model.texts.row(())
+            texts = token_texts(self._generation.model.tokenizer, ())
             self._entries = prompt_entries(texts, self._prompt.ids, increment.prompt_log_probs)
 
     def next(self, increment: Increment) -> Piece:
@@ -246,10 +256,9 @@ class _Shown:
         return piece._replace(text=self._echo + piece.text)
 
     def _new_text(self) -> RowText:
-        generation, request = self._generation, self._request
-        body = generation.body
+        model, body, request = self._generation.model, self._generation.body, self._request
         return RowText(
-            generation.model.texts.row(() if generation.model.encodes else self._prompt.ids),
+            token_texts(model.tokenizer, () if model.encodes else self._prompt.ids),
             StopTexts(list(body.stop), included=body.include_stop_str_in_output),
             request.end_id,
             request.stop_ids,

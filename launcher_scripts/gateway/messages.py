@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError
@@ -11,15 +11,15 @@ from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
     MessagesBody,
-    TextBlock,
     ThinkingBlock,
+    Tool,
     ToolResultBlock,
     ToolUseBlock,
     Turn,
 )
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
 from launcher_scripts.gateway.served_model import ServedModel
 
 # Parameters of a chat, by which errors name them -> what they are called here.
@@ -36,7 +36,9 @@ _DELTAS = {
 
 def chat_body(body: ConversationBody) -> ChatBody:
     """The same request as a chat. Raises ApiError."""
-    system = [] if body.system is None else [{"role": "system", "content": _text(body.system)}]
+    system = []
+    if body.system is not None:
+        system.append({"role": "system", "content": plain_text(body.system)})
     turns = [message for turn in body.messages for message in _messages(turn)]
     values: dict[str, Any] = {
         "model": body.model,
@@ -50,7 +52,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
         schema = {"schema": body.output_config.format.json_schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.tools:
-        values["tools"] = [_function(tool.model_dump(exclude_none=True)) for tool in body.tools]
+        values["tools"] = [_function(tool) for tool in body.tools]
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         values["tool_choice"] = _CHOICES.get(choice.type, named)
@@ -65,7 +67,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
             "stream": body.stream,
             "user": body.metadata.user_id,
         }
-    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+    return validated(ChatBody, values)
 
 
 def count_tokens(model: ServedModel, body: ConversationBody) -> int:
@@ -74,16 +76,12 @@ def count_tokens(model: ServedModel, body: ConversationBody) -> int:
     return len(model.encode(text, special_tokens=False))
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _function(tool: Tool) -> dict[str, Any]:
     """A tool as chats have it."""
-    known = {"name": tool["name"], "parameters": tool["input_schema"]}
-    if "description" in tool:
-        known["description"] = tool["description"]
+    known = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        known["description"] = tool.description
     return {"type": "function", "function": known}
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
@@ -91,7 +89,7 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     texts, thoughts, calls = [], [], []
     for block in turn.blocks:
         if isinstance(block, ToolResultBlock):
-            given = {"tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            given = {"tool_call_id": block.tool_use_id, "content": plain_text(block.content)}
             yield {"role": "tool", **given}
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
@@ -110,16 +108,13 @@ class MessageAnswer(Retelling[MessagesBody]):
     """One request of /v1/messages on its way to its answer."""
 
     names = _NAMES
+    as_chat = staticmethod(chat_body)
 
     def __init__(self, body: MessagesBody, chat: Chat) -> None:
         super().__init__(body, chat)
         self._blocks: list[dict[str, Any]] = []
         self._grown = ""  # the text of the block that is open, which is the last one
         self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-
-    @staticmethod
-    def as_chat(body: MessagesBody) -> ChatBody:
-        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         yield "message_start", {"message": self.answer()}

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field
 
-from launcher_scripts.gateway.schemas import StrictBody
-
-
-class _Block(BaseModel):
-    """A part of a content. What else a client says of it, such as what to cache, is not used."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
+from launcher_scripts.gateway.schemas import LooseBody, StrictBody, TextPart
 
 
-class TextBlock(_Block):
+class TextBlock(TextPart):
     type: Literal["text"]
-    text: str
 
 
-class ThinkingBlock(_Block):
+class ThinkingBlock(LooseBody):
     """What the model thought before it answered."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(_Block):
+class ToolUseBlock(LooseBody):
     """A call that the model made."""
 
     type: Literal["tool_use"]
@@ -36,7 +29,7 @@ class ToolUseBlock(_Block):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(LooseBody):
     """What the tool gave."""
 
     type: Literal["tool_result"]
@@ -45,15 +38,11 @@ class ToolResultBlock(_Block):
 
 
 Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator("type"),
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
 
 
-class Turn(_Block):
+class Turn(LooseBody):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -66,7 +55,7 @@ class Turn(_Block):
         return self.content
 
 
-class Tool(_Block):
+class Tool(LooseBody):
     """A function that the client runs."""
 
     type: Literal["custom"] = "custom"
@@ -81,7 +70,7 @@ class ToolChoice(StrictBody):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(_Block):
+class Thinking(LooseBody):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
@@ -109,7 +98,7 @@ class ConversationBody(StrictBody):
     context_management: dict[str, Any] | None = None  # a conversation is taken whole
 
 
-class Metadata(_Block):
+class Metadata(LooseBody):
     user_id: Annotated[str, Field(max_length=512)] | None = None
 
 

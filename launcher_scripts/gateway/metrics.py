@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -14,21 +14,15 @@ from starlette.responses import Response
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.generation import Record
 
-# Paths with a label of their own, and those below one that ends in /; the rest may be made up.
-_ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/models", "/v1/models/"),
-    *("/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/servers", "/version"),
-    "/metrics",
-)
 _OTHER = "other"
 
 
 class Metrics:
     """The metrics of one gateway. All are written by the thread of its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: Iterable[str] = ()) -> None:
+        """routes: paths with a label of their own; one that ends in / has those below it, too"""
+        self._routes = tuple(routes)
         self._registry = CollectorRegistry()
         self._requests = self._counter(names.GATEWAY_REQUESTS)
         self._prompt_tokens = self._counter(names.GATEWAY_PROMPT_TOKENS)
@@ -47,7 +41,7 @@ class Metrics:
 
     def count(self, path: str, record: Record, status: int) -> None:
         """The answer of a request has gone out. Times are those of requests that were answered."""
-        self._requests.labels(_route(path), str(status)).inc()
+        self._requests.labels(self._route(path), str(status)).inc()
         self._count_tokens(record)
         self._counted.pop(record, None)
         if not record.model:
@@ -64,6 +58,13 @@ class Metrics:
             self._count_tokens(record)
         text = generate_latest(self._registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    def _route(self, path: str) -> str:
+        """The label of a path; those that are no routes may be made up, and share one."""
+        if path in self._routes:
+            return path
+        parents = (route for route in self._routes if route.endswith("/") and route != "/")
+        return next((parent for parent in parents if path.startswith(parent)), _OTHER)
 
     def _count_tokens(self, record: Record) -> None:
         """Those that came since the last time; none where a row has begun anew."""
@@ -100,9 +101,3 @@ def cache_use(text: str) -> float | None:
         return None
     tokens, used = found.values()
     return used / tokens if tokens else None
-
-
-def _route(path: str) -> str:
-    if path == "/" or path in _ROUTES:
-        return path
-    return next((r for r in _ROUTES if r.endswith("/") and path.startswith(r)), _OTHER)

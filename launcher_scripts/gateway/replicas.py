@@ -8,9 +8,34 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher_scripts.common.digests import block_digests
 from launcher_scripts.gateway.api_errors import ServerLost, unavailable
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest
-from launcher_scripts.gateway.sent_prompts import SentPrompts, prompt_digests
+
+_BLOCK_TOKENS = 64
+_MOST_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models
+
+
+class SentPrompts:
+    """The newest blocks of prompts that one server was given: what its prefix cache may hold."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, None] = {}  # the oldest first
+
+    def tokens(self, digests: Sequence[bytes]) -> int:
+        """How many tokens at the beginning of a prompt it was given before."""
+        count = len(digests)
+        while count and digests[count - 1] not in self._blocks:
+            count -= 1
+        return _BLOCK_TOKENS * count
+
+    def add(self, digests: Sequence[bytes]) -> None:
+        """The server gets a prompt with such blocks."""
+        for digest in digests:
+            self._blocks.pop(digest, None)
+            self._blocks[digest] = None
+        while len(self._blocks) > _MOST_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
 
 
 @dataclass(eq=False)
@@ -125,13 +150,6 @@ class Replicas:
         backends = (server.backends.get(self._model) for server in self._servers)
         return any(backend is not None and backend.shares_prefixes for backend in backends)
 
-    async def is_ready(self) -> bool:
-        """Whether any server is healthy."""
-        return any(server.takes(self._model) for server in self._servers)
-
-    async def close(self) -> None:
-        """The servers are their owner's to close."""
-
     def _choice(self, tried: set[Replica], digests: Sequence[bytes]) -> Replica | None:
         servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
         if not servers:
@@ -141,3 +159,10 @@ class Replicas:
         )
         chosen.last_turn = next(self._turns)
         return chosen
+
+
+def prompt_digests(
+    ids: Sequence[int], model: str, salt: int, adapter: int | None = None
+) -> tuple[bytes, ...]:
+    """Of a prompt's blocks; texts of other models, salts and LoRA adapters have others."""
+    return tuple(block_digests(ids, _BLOCK_TOKENS, f"{model} {salt} {adapter}".encode()))

@@ -19,7 +19,7 @@ from launcher_scripts.gateway.responses_schemas import (
     ResponsesBody,
 )
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
 
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -53,7 +53,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         values["tools"] = [_nested(tool) for tool in body.tools]
         values["tool_choice"] = choice if isinstance(choice, str) else _nested(choice)
         values["parallel_tool_calls"] = body.parallel_tool_calls
-    return validated(ChatBody, {name: said for name, said in values.items() if said is not None})
+    return validated(ChatBody, values)
 
 
 def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:
@@ -77,11 +77,12 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     for item in body.input:
         if item.type == "message":
             thought = found.pop() if item.role == "assistant" and _is_thought(found) else {}
-            found.append({**thought, "role": item.role, "content": item.plain})
+            found.append({**thought, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
-            found.append({"role": "assistant", "content": None, NAMES[0]: item.plain})
+            thought = {NAMES[0]: plain_text(item.content or ())}
+            found.append({"role": "assistant", "content": None, **thought})
         elif isinstance(item, FunctionOutput):
-            said = {"tool_call_id": item.call_id, "content": item.plain}
+            said = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
             found.append({"role": "tool", **said})
         else:
             if not found or found[-1]["role"] != "assistant":
@@ -179,6 +180,7 @@ class Responding(Retelling[ResponsesBody]):
     """One request of /v1/responses on its way to its answer."""
 
     names = _NAMES
+    as_chat = staticmethod(chat_body)
 
     def __init__(self, body: ResponsesBody, chat: Chat) -> None:
         super().__init__(body, chat)
@@ -186,10 +188,6 @@ class Responding(Retelling[ResponsesBody]):
         self._status = "in_progress"
         self._thought = 0
         self._number = 0
-
-    @staticmethod
-    def as_chat(body: ResponsesBody) -> ChatBody:
-        return chat_body(body)
 
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):

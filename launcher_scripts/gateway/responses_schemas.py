@@ -4,54 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from launcher_scripts.gateway.schemas import ClientNotes, Effort, StrictBody
-
-
-class _Item(BaseModel):
-    """An item of an input. What else a client sends of an earlier answer is not looked at."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
+from launcher_scripts.gateway.schemas import ClientNotes, Effort, LooseBody, StrictBody, TextPart
 
 
-class TextPart(_Item):
+class ItemPart(TextPart):
     """A part of a content. Only texts are understood."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
-    text: str
 
 
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-class InputMessage(_Item):
+class InputMessage(LooseBody):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
-
-    @property
-    def plain(self) -> str:
-        """Its parts as lines of one text."""
-        return _joined(self.content)
+    content: str | list[ItemPart]
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(LooseBody):
     """What the model thought before an answer or a call."""
 
     type: Literal["reasoning"]
-    content: list[TextPart] | None = None
-
-    @property
-    def plain(self) -> str:
-        """Its parts as lines of one text."""
-        return _joined(self.content or [])
+    content: list[ItemPart] | None = None
 
 
-class FunctionCall(_Item):
+class FunctionCall(LooseBody):
     """A call that the model made."""
 
     type: Literal["function_call"]
@@ -60,17 +39,12 @@ class FunctionCall(_Item):
     arguments: str
 
 
-class FunctionOutput(_Item):
+class FunctionOutput(LooseBody):
     """What the tool gave."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
-
-    @property
-    def plain(self) -> str:
-        """Its parts as lines of one text."""
-        return _joined(self.output)
+    output: str | list[ItemPart]
 
 
 def _kind(value: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pydantic_core import to_json
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.completions import Chat, Limits
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.completions import Chat
+from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.schemas import ChatBody, StrictBody
 from launcher_scripts.gateway.served_model import ServedModel
 

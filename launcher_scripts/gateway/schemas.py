@@ -6,6 +6,7 @@ refused by its name; null means that it was not given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
@@ -36,6 +37,23 @@ _GUIDED = {
 
 class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class LooseBody(BaseModel):
+    """A part of a conversation that clients send back. What else they say of it is not used."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextPart(LooseBody):
+    """A part of a content that is a text."""
+
+    text: str
+
+
+def plain_text(content: str | Sequence[TextPart]) -> str:
+    """A content as one text, its parts as lines."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 class StreamOptions(StrictBody):
@@ -192,10 +210,9 @@ class CompletionBody(SamplingBody):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class ContentPart(BaseModel):
+class ContentPart(StrictBody):
     """A part of a message. Only texts are understood."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
     text: str
 
@@ -307,20 +324,24 @@ class DetokenizeBody(StrictBody):
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body, without its nulls. Raises ApiError."""
+    """The JSON object of a body. Raises ApiError."""
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    return {name: value for name, value in values.items() if value is not None}
+    return values
 
 
 def validated(kind: type[Body], values: dict[str, Any]) -> Body:
-    """`values` as a request. Raises ApiError that names the first parameter that is wrong."""
+    """`values` as a request; None: it was not given.
+
+    Raises ApiError that names the first parameter that is wrong.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
         raise _refusal(kind, error) from error
 

@@ -18,7 +18,6 @@ from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
-from launcher_scripts.gateway.token_texts import TextMaker, text_maker
 
 _DEVELOPER = "developer"  # what OpenAI's clients call the system's role
 _LONG = 1 << 14  # characters or tokens, of which a tokenizer takes some milliseconds
@@ -61,11 +60,6 @@ class ServedModel:
     lora_adapter: int | None = None
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def texts(self) -> TextMaker:
-        """Makes texts of its answers' tokens."""
-        return text_maker(self.tokenizer)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt."""

@@ -57,8 +57,8 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=_LAST_SECONDS,
     )
-    server = DrainingServer(config, app.state.gateway, settings.drain_timeout)
-    server.greeting = ready_lines(_address(settings, opened), models, keyed=bool(settings.api_keys))
+    greeting = ready_lines(_address(settings, opened), models, keyed=bool(settings.api_keys))
+    server = DrainingServer(config, app.state.gateway, settings.drain_timeout, greeting)
     watching = asyncio.create_task(fleet.watch())
     try:
         await server.serve(sockets=[opened])
@@ -71,17 +71,19 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
 class DrainingServer(uvicorn.Server):
     """Answers what is running before it ends; new requests are told to go elsewhere meanwhile."""
 
-    greeting = ""
-
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float, greeting: str
+    ) -> None:
+        """greeting: what is printed when it answers"""
         super().__init__(config)
+        self._greeting = greeting
         self._gateway = gateway
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        _say(self.greeting)
+        _say(self._greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """The first signal begins to drain, a second one ends everything at once."""

@@ -8,23 +8,17 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
+import grpc
+
+from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, open_id, row_id, unpack
 
 NEWS = ["news"]
+FAILURES = (ServerFailure, grpc.RpcError)  # what a TritonServer's streams raise
 # Rows that are told of their news in one turn of the event loop.
 _TOLD_AT_ONCE = 8
-
-
-class Streaming(Protocol):
-    """A server's decoupled models."""
-
-    def stream(
-        self, model: str, tensors: Mapping[str, Any], outputs: list[str], **more: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Every response; closing the generator cancels the request."""
-        ...
 
 
 class NoStream(Exception):
@@ -81,18 +75,11 @@ class SharedStream:
     """
 
     def __init__(
-        self,
-        server: Streaming,
-        model: str,
-        opening: Callable[[], Mapping[str, Any]],
-        failures: tuple[type[Exception], ...],
+        self, server: TritonServer, model: str, opening: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """opening:  makes tensors that the model takes, because Triton wants some to open a stream
-        failures: what `server.stream` raises of a server
-        """
+        """opening: makes tensors that the model takes; Triton wants some to open a stream"""
         self._opening = opening
         self._server = server
-        self._failures = failures
         self._model = model
         self._name = ""  # of the open stream
         self._numbers = itertools.count()
@@ -135,13 +122,6 @@ class SharedStream:
             if not finished:  # else the call is about to end, and must not look as if given up
                 call.cancel()
 
-    async def close(self) -> None:
-        """Leave the stream and the rows."""
-        tasks = [*self._calls, *([self._reading] if self._reading is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     async def _call(
         self, inbox: _RowBuffer, tensors: Mapping[str, Any], more: Mapping[str, Any]
     ) -> None:
@@ -155,7 +135,7 @@ class SharedStream:
             ) as responses:
                 async for _ in responses:
                     pass
-        except self._failures as error:
+        except FAILURES as error:
             inbox.error = error
             inbox.tell()
 
@@ -171,7 +151,7 @@ class SharedStream:
                     self._name = name
                     if arrays:
                         self._hand_out(arrays["news"])
-        except self._failures as failure:
+        except FAILURES as failure:
             error = failure
         finally:
             self._name, self._reading = "", None

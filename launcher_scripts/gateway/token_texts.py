@@ -32,28 +32,20 @@ class TokenTexts(Protocol):
         ...
 
 
-class TextMaker:
-    """Makes the TokenTexts of a tokenizer's rows.
+def token_texts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> TokenTexts:
+    """Of a row whose text goes on after its prompt's.
 
     Where a text is its tokens' bytes, the marks around what a model thinks are text, even if they
     are special tokens; and so are those of the format harmony.
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
-        self._bytes = _bytes_of(tokenizer)
-
-    def row(self, prompt_ids: Sequence[int]) -> TokenTexts:
-        """Of a row whose text goes on after its prompt's."""
-        context = prompt_ids[-_CONTEXT:]
-        return (
-            _Decoded(self._decode, context)
-            if self._bytes is None
-            else _Joined(self._bytes, context)
-        )
+    context = prompt_ids[-_CONTEXT:]
+    bytes_of = _bytes_of(tokenizer)
+    return _Decoded(tokenizer.decode, context) if bytes_of is None else _Joined(bytes_of, context)
 
 
+@cache
 def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+    """What a tokenizer's tokens stand for, remembered; None: its texts are not their bytes."""
     joined = tokenizer.joined_bytes
     if joined is None:
         return None
@@ -62,12 +54,6 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
         texts += harmony.MARKS
     marks = {tokenizer.special_id(mark): mark.encode() for mark in texts}
     return cache(lambda token: marks[token] if token in marks else joined(token))
-
-
-@cache
-def text_maker(tokenizer: Tokenizer) -> TextMaker:
-    """The one of a tokenizer, which remembers what its tokens stand for."""
-    return TextMaker(tokenizer)
 
 
 class _Joined:

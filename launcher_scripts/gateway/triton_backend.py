@@ -19,6 +19,7 @@ import numpy as np
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.clients.models import parameter
+from launcher_scripts.contract.requests import PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ServerLost,
@@ -27,14 +28,19 @@ from launcher_scripts.gateway.api_errors import (
     unsupported,
 )
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
-from launcher_scripts.gateway.shared_stream import NEWS, NoStream, SharedStream, StreamLost
+from launcher_scripts.gateway.shared_stream import (
+    FAILURES,
+    NEWS,
+    NoStream,
+    SharedStream,
+    StreamLost,
+)
 
 # An id that no vocabulary has, for rows that no token ends.
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 _NEWS_HEAD = 4
-_FAILURES = (ServerFailure, grpc.RpcError)
 _OPENING = RowRequest("", (0,), 1)  # what opens a shared stream: Triton wants the model's tensors
 # What a server says in a stream that is being stopped, without a status; and what gRPC itself says
 # of a call whose connection breaks while the request is written.
@@ -76,7 +82,7 @@ class TritonBackend:
         self._streams = is_decoupled(config)
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
-        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING), _FAILURES)
+        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
         self._types = {
             each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
@@ -115,25 +121,18 @@ class TritonBackend:
                     if row.finished:
                         # Whoever gets this asks for no more: a call that is about to end must not
                         # look as if it were given up. Nor does its row need the server any more.
-                        with contextlib.suppress(*_FAILURES):
+                        with contextlib.suppress(*FAILURES):
                             async for _ in responses:
                                 pass
                     yield increment
         except StreamLost as error:
             raise ServerLost(f"the server gave the request up: {error}") from error
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._failure(error, request) from error
         finally:
             self._running -= 1
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
-
-    async def is_ready(self) -> bool:
-        return await self._server.is_ready(self._name)
-
-    async def close(self) -> None:
-        await self._shared.close()
-        await self._server.close()
 
     def _tensors(self, request: RowRequest) -> dict[str, Any]:
         """The request as the tensors that the model declares. Raises ApiError for missing ones."""
@@ -218,15 +217,11 @@ class _Row:
         self._request = request
         self._count = 0  # of tokens so far
         self._prompt_known = request.prompt_log_probs is None
-        self.outputs = list(NEWS)
-        if request.log_probs is not None:
-            self.outputs += ["token_log_probs", "token_ranks"]
-            if request.log_probs:
-                self.outputs += ["top_log_prob_ids", "top_log_probs"]
-        if request.prompt_log_probs is not None:
-            self.outputs += ["prompt_log_probs", "prompt_ranks"]
-            if request.prompt_log_probs:
-                self.outputs += ["prompt_top_ids", "prompt_top_log_probs"]
+        self.outputs = [
+            *NEWS,
+            *_log_prob_outputs(TOKEN_LOG_PROBS, request.log_probs),
+            *_log_prob_outputs(PROMPT_LOG_PROBS, request.prompt_log_probs),
+        ]
 
     @property
     def is_plain(self) -> bool:
@@ -234,7 +229,7 @@ class _Row:
         return self._request.beam_width == 1 and self.outputs == NEWS
 
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
-        """What a response adds. `news` is [1, beam, 4 + n]; see protocol.NEWS."""
+        """What a response adds. `news` is [1, beam, 4 + n]; see contract/tensors.py."""
         news = arrays["news"][0]
         self.finished = bool(news[0, 3])
         prompt = self._prompt_log_probs(arrays)
@@ -257,8 +252,8 @@ class _Row:
         if self._request.log_probs is None:
             return ()
         places = slice(start, start + len(ids))
-        names = ("token_log_probs", "token_ranks", "top_log_prob_ids", "top_log_probs")
-        return _entries(ids, *(arrays[n][0, 0, places] if n in arrays else None for n in names))
+        found = {name: arrays[name][0, 0, places] for name in TOKEN_LOG_PROBS if name in arrays}
+        return _entries(ids, *map(found.get, TOKEN_LOG_PROBS))
 
     def _prompt_log_probs(
         self, arrays: Mapping[str, Any]
@@ -270,9 +265,8 @@ class _Row:
         ids = self._request.prompt_ids
         if not ids:
             return ()
-        names = ("prompt_log_probs", "prompt_ranks", "prompt_top_ids", "prompt_top_log_probs")
-        entries = _entries(ids, *(arrays[n][0] if n in arrays else None for n in names))
-        return (None, *entries[1:])
+        found = {name: arrays[name][0] for name in PROMPT_LOG_PROBS if name in arrays}
+        return (None, *_entries(ids, *map(found.get, PROMPT_LOG_PROBS))[1:])
 
 
 def _sampling(request: RowRequest) -> dict[str, Any]:
@@ -308,6 +302,16 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
     return values | {name: value for name, (value, usual) in others.items() if value != usual}
 
 
+def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str]:
+    """Those of `outputs` that are asked for; without alternatives none that is about these.
+
+    outputs: name -> field of ModelLogProbs;  count: of alternatives, None: no log-probabilities
+    """
+    if count is None:
+        return []
+    return [name for name, field in outputs.items() if count or field in ("log_probs", "ranks")]
+
+
 def _new_ids(packed: Any) -> tuple[int, ...]:
     """The generated ids in one beam of `news`: total, prompt, first place, finished, ids."""
     total, prompt, place = (int(number) for number in packed[:3])
@@ -318,7 +322,7 @@ def _new_ids(packed: Any) -> tuple[int, ...]:
 def _entries(
     ids: Sequence[int], log_probs: Any, ranks: Any, top_ids: Any, top_log_probs: Any
 ) -> tuple[TokenLogProb, ...]:
-    """Arrays [tokens] and [tokens, K] by token; top_* None: K is 0."""
+    """Arrays [tokens] and [tokens, K] by token, as TOKEN_LOG_PROBS has them; top_* None: K is 0."""
     tops: Sequence[Sequence[tuple[int, float]]] = [()] * len(ids)
     if top_ids is not None:
         tops = [

@@ -18,7 +18,8 @@ from launcher_scripts.contract.requests import (
 )
 from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.core.row import Row, Snapshot, output_so_far, snapshot
-from tests.backend.test_model import Request, backend  # noqa: F401
+from tests.backend.fakes import Request
+from tests.processes import wait_for
 
 
 class Engine:
@@ -64,7 +65,7 @@ class Sender(Request):
 
 
 @pytest.fixture
-def answers(backend):  # noqa: F811
+def answers(backend):
     module = importlib.import_module(f"{backend.__package__}.answer")
     thread = module.Answers(lambda *_: None)
 
@@ -135,7 +136,7 @@ def test_a_first_token_goes_before_everybody_elses_next_one(answers):
         answers(engine, sender)
     old, new = senders[:5], senders[5]
     engine.step(*range(5))
-    wait_until(lambda: {one for one, _ in log} == set(old))
+    wait_for(lambda: {one for one, _ in log} == set(old))
     old[0].taking.clear()
     old[0].asked.clear()
     engine.step(0)
@@ -144,7 +145,7 @@ def test_a_first_token_goes_before_everybody_elses_next_one(answers):
     engine.step(5)
     seen = len(log)
     old[0].taking.set()
-    wait_until(lambda: len(log) >= seen + 6)
+    wait_for(lambda: len(log) >= seen + 6)
     assert [one for one, _ in log[seen : seen + 2]] == [old[0], new]
     for row in engine.rows:
         row.future.set_exception(RuntimeError("the test is over"))
@@ -164,13 +165,3 @@ def test_nothing_piles_up_for_a_client_that_takes_nothing(answers):
     engine.step(0, 1, 2, last=True)
     assert slow.answered.wait(30) and other.answered.wait(30)
     assert slow.log[-1][1] == 42
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Raise unless the condition comes true."""
-    tick = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise TimeoutError

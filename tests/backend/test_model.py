@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import gc
 import importlib
 import json
-import sys
 import threading
 import types
 import weakref
@@ -24,6 +22,8 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
 from launcher_scripts.engine.engine import Engine
+from tests.backend import fakes
+from tests.backend.fakes import GAUGES, Code, Request
 from tests.engine.small_models import (
     engine_for,
     generate,
@@ -34,133 +34,6 @@ from tests.engine.small_models import (
 from tests.processes import wait_for
 
 CONFIG = small_config(end_id=67)
-
-
-class Tensor:
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self._name, self.tensor = name, tensor
-
-    def name(self):
-        return self._name
-
-    def to_dlpack(self):
-        return torch.utils.dlpack.to_dlpack(self.tensor)
-
-    @staticmethod
-    def from_dlpack(name, capsule):
-        return name, torch.utils.dlpack.from_dlpack(capsule)
-
-
-Code = enum.Enum("Code", ["INVALID_ARG", "INTERNAL", "CANCELLED", "UNAVAILABLE"])
-
-
-class TritonError(Exception):
-    INVALID_ARG, INTERNAL = Code.INVALID_ARG, Code.INTERNAL
-    CANCELLED, UNAVAILABLE = Code.CANCELLED, Code.UNAVAILABLE
-
-    def __init__(self, message: str, code: Code) -> None:
-        super().__init__(message)
-        self._code = code
-
-    def code(self) -> Code:
-        return self._code
-
-    def message(self) -> str:
-        return str(self)
-
-
-class Response:
-    def __init__(self, tensors=(), error=None) -> None:
-        self.tensors, self._error = dict(tensors), error
-
-    def has_error(self) -> bool:
-        return self._error is not None
-
-    def error(self) -> TritonError:
-        return self._error
-
-
-class Request:
-    """A request and its response sender in one."""
-
-    def __init__(self, inputs: dict[str, torch.Tensor], wanted: tuple[str, ...]) -> None:
-        self.tensors, self.wanted = inputs, wanted
-        self.answers: list[Response] = []
-        self.answered = threading.Event()
-        self.left = False
-        self.microseconds = 0
-
-    def inputs(self):
-        return [Tensor(name, tensor) for name, tensor in self.tensors.items()]
-
-    def requested_output_names(self):
-        return list(self.wanted)
-
-    def get_response_sender(self):
-        return self
-
-    def is_cancelled(self):
-        return self.left
-
-    def timeout(self):
-        return self.microseconds
-
-    def parameters(self):
-        return ""
-
-    def request_id(self):
-        return ""
-
-    def send(self, response, flags=None):
-        assert not self.answered.is_set()
-        self.answers.append(response)
-        if flags == "final":
-            self.answered.set()
-
-
-GAUGES: dict[tuple[str, ...], float] = {}
-
-
-class Gauges:
-    """Triton's metrics, in GAUGES by name and labels' values, the model's first."""
-
-    GAUGE, COUNTER = "gauge", "counter"
-
-    def __init__(self, name, description, kind):
-        assert description and kind in (self.GAUGE, self.COUNTER)
-        self.name = name
-
-    def Metric(self, labels):
-        assert "model" in (next(iter(labels)), next(iter(labels)).removesuffix("_name"))
-        key = (self.name, *labels.values())
-        return types.SimpleNamespace(
-            set=lambda value: GAUGES.update({key: value}),
-            increment=lambda value: GAUGES.update({key: GAUGES.get(key, 0) + value}),
-        )
-
-
-@pytest.fixture
-def backend(monkeypatch):
-    stand_in = types.ModuleType("triton_python_backend_utils")
-    stand_in.MetricFamily = Gauges
-    stand_in.Tensor = Tensor
-    stand_in.TritonError = TritonError
-    stand_in.InferenceResponse = Response
-    stand_in.InferenceRequest = Request
-    stand_in.TritonModelException = RuntimeError
-    stand_in.TRITONSERVER_RESPONSE_COMPLETE_FINAL = "final"
-    stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
-        "model_transaction_policy", {"decoupled": False}
-    )["decoupled"]
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    room = "launcher_scripts.backends.fastertransformer"
-    bound = [f"{room}.{name}" for name in ("model", "answer", "model_metrics", "shared_stream")]
-    bound.append("launcher_scripts.backends.older_servers")
-    for name in bound:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(f"{room}.model")
-    for name in bound:
-        sys.modules.pop(name, None)
 
 
 def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:
@@ -209,7 +82,7 @@ def test_one_thread_alone_changes_the_servers_metrics(backend, tmp_path, monkeyp
             threads.add(threading.current_thread().name)
             super().update(*given)
 
-    monkeypatch.setattr(sys.modules[__name__], "GAUGES", recorded := Recording())
+    monkeypatch.setattr(fakes, "GAUGES", recorded := Recording())
     model = backend.TritonPythonModel()
     model.initialize(arguments(tmp_path / "tiny"))
     refused = [request([[3, 4]], [9], [[2]]) for _ in range(8)]

@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.backend.test_model import (  # noqa: F401
-    CONFIG,
-    Request,
-    Response,
-    arguments,
-    backend,
-    request,
-)
+from tests.backend.fakes import Request, Response
+from tests.backend.test_model import CONFIG, arguments, request
 from tests.engine.small_models import engine_for, generate, random_tensors, write_checkpoint
 
 
@@ -30,11 +24,7 @@ class OldRequest(Request):
 
 
 @pytest.fixture
-def model(
-    backend: Any,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Any:
+def model(backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LAUNCHER_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
     write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, random_tensors(CONFIG), 1)
@@ -74,9 +64,7 @@ def test_a_model_that_streams_has_senders_everywhere(model: Any) -> None:
 
 
 def test_a_server_whose_requests_do_not_say_that_they_are_cancelled_is_refused(
-    backend: Any,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = sys.modules["triton_python_backend_utils"]
     monkeypatch.setattr(utils, "InferenceRequest", type("InferenceRequest", (), {}))

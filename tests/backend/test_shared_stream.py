@@ -24,8 +24,9 @@ from launcher_scripts.contract.shared_stream import (
     shared_id,
     unpack,
 )
-from tests.backend.test_answers import Engine, wait_until
-from tests.backend.test_model import Request, backend  # noqa: F401
+from tests.backend.fakes import Request
+from tests.backend.test_answers import Engine
+from tests.processes import wait_for
 
 IDS = st.integers(0, (1 << 31) - 1)
 
@@ -80,7 +81,7 @@ class Stream:
 
 
 @pytest.fixture
-def stream(backend: types.ModuleType) -> Any:  # noqa: F811
+def stream(backend: types.ModuleType) -> Any:
     opened = Stream(str(backend.__package__))
     yield opened
     for row in opened.engine.rows:
@@ -106,7 +107,7 @@ def test_one_response_brings_what_is_new_of_every_row(stream: Stream) -> None:
     stream.engine.step(1, 2)
     stream.engine.step(1, last=True)
     hold.set()
-    wait_until(lambda: len(stream.news()) == 2)
+    wait_for(lambda: len(stream.news()) == 2)
     first, second = stream.news()
     assert first == [RowNews(3, (0,), False)]
     assert sorted(second) == [
@@ -133,7 +134,7 @@ def test_an_error_goes_to_its_own_request(stream: Stream) -> None:
 def test_who_leaves_frees_its_row_alone(stream: Stream) -> None:
     leaving, other = stream.row(0), stream.row(1)
     leaving.left = True
-    wait_until(lambda: stream.engine.rows[0].future.cancelled())
+    wait_for(lambda: stream.engine.rows[0].future.cancelled())
     stream.engine.step(1, last=True)
     assert other.answered.wait(30)
     assert not other.answers[0].has_error()

@@ -41,7 +41,7 @@ def log_prob(token_id: int, top: int) -> TokenLogProb:
     return TokenLogProb(token_id, -0.5 - token_id / 1000, 1, tuple(alternatives))
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeBackend:
     """Answers every row with ids, an end token after them unless told.
 
@@ -53,7 +53,6 @@ class FakeBackend:
     error: Exception | None = None
     waits: bool = False
     at_once: int = 1
-    is_up: bool = True
     shares_prefixes: bool = False
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
@@ -98,14 +97,19 @@ class FakeBackend:
             return ()
         return tuple(log_prob(each, request.log_probs) for each in ids)
 
-    async def is_ready(self) -> bool:
-        return self.is_up
 
-    async def close(self) -> None:
-        self.is_up = False
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until it holds; a hang is the whole test's timeout."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError
 
-    def __hash__(self) -> int:
-        return id(self)
+
+def saying(text: str) -> FakeBackend:
+    """Every answer is this text."""
+    return FakeBackend(lambda _: GPT2.encode(text))
 
 
 def served(backend: Backend, name: str = "tiny", **more: Any) -> ServedModel:
@@ -123,10 +127,16 @@ def served(backend: Backend, name: str = "tiny", **more: Any) -> ServedModel:
 def client_of(
     *models: ServedModel,
     keys: dict[str, str] | None = None,
-    replicas: Sequence[Replica] = (),
+    replicas: Sequence[Replica] | None = None,
     **settings: Any,
 ) -> TestClient:
-    """A client of the application; `client.app.state.gateway` is the Gateway."""
+    """A client of the application; `client.app.state.gateway` is the Gateway.
+
+    replicas: None: one server that is healthy
+    """
+    if replicas is None:
+        backends = {model.name: model.backend for model in models}
+        replicas = [Replica("node0:8001", backends, healthy=True)]
     return TestClient(make_app(models, replace(SETTINGS, **settings), Keys(keys or {}), replicas))
 
 

@@ -14,7 +14,7 @@ from tests.gateway.test_completions import IDS, WORDS, events
 
 HI = [{"role": "user", "content": "Hi"}]
 HI_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-ROOM = 300  # positions that the small vocabulary needs for the names of a chat
+ROOM = 1000  # positions that the small vocabulary needs for the names of a chat
 
 
 def chat_client(backend: FakeBackend, **more: Any) -> TestClient:
@@ -216,7 +216,8 @@ def test_tokens_and_texts() -> None:
     assert found["count"] == 4
     assert found["max_model_len"] == ROOM
     assert found["token_strs"][1:] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
-    found = client.post("/tokenize", json={"prompt": "Hé", "add_special_tokens": False}).json()
+    body = {"prompt": "Hé", "messages": None, "add_special_tokens": False}
+    found = client.post("/tokenize", json=body).json()
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "Hé"}
     found = client.post("/tokenize", json={"messages": HI}).json()
     assert GPT2.decode(found["tokens"]) == HI_TEXT

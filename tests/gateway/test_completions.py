@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.gateway.api_errors import bad_request
-from tests.gateway.fakes import END_ID, GPT2, SETTINGS, FakeBackend, client_of, served
+from tests.gateway.fakes import END_ID, GPT2, SETTINGS, FakeBackend, client_of, saying, served
 
 WORDS = " some words to say"
 IDS = GPT2.encode(WORDS)
@@ -253,7 +253,7 @@ def test_a_stop_text_may_stay() -> None:
 
 
 def test_stop_texts_wait_for_min_tokens() -> None:
-    client = client_of(served(FakeBackend(ids=lambda _: GPT2.encode("a b a b a b"))))
+    client = client_of(served(saying("a b a b a b")))
     (choice,) = ask(client, stop="a", min_tokens=3)["choices"]
     assert choice["text"] == "a b "
 
@@ -365,7 +365,7 @@ def test_what_tokens_stand_for_is_remembered_across_requests() -> None:
     assert model.between(None, None) is model
     translator = model.between(None, "<|endoftext|>")
     assert translator.special.decoder == (model.special.start, END_ID)
-    assert translator.texts is adapter.texts is model.texts
+    assert translator.tokenizer is adapter.tokenizer is model.tokenizer
 
 
 def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:

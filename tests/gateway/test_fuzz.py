@@ -6,19 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.fakes import FakeBackend, client_of, served
-from tests.gateway.fuzzing import BODIES
+from tests.gateway.fuzzing import BODIES, USUAL
 
-USUAL = {
-    "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
-    "/v1/responses": {"input": "a", "max_output_tokens": 3},
-    "/tokenize": {"prompt": "a"},
-    "/detokenize": {"tokens": [5]},
-}
 SCALARS = (
     st.none()
     | st.booleans()
@@ -48,9 +41,7 @@ def client() -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(deadline=None, max_examples=150)
 @given(data=st.data())
 def test_no_body_makes_the_gateway_fail(client: Any, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([*BODIES[path].model_fields, "unknown"])
@@ -68,6 +59,6 @@ def test_no_body_makes_the_gateway_fail(client: Any, path: str, data: st.DataObj
 
 @settings(deadline=None, max_examples=200)
 @given(body=st.binary(max_size=200))
-def test_no_bytes_make_the_gateway_fail(body: bytes) -> None:
-    answer = client_of(served(FakeBackend())).post("/v1/completions", content=body)
+def test_no_bytes_make_the_gateway_fail(client: Any, body: bytes) -> None:
+    answer = client.post("/v1/completions", content=body)
     assert answer.status_code == 400

@@ -11,7 +11,7 @@ import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.harmony import MARKS, HarmonyText, conversation
-from launcher_scripts.gateway.token_texts import text_maker
+from launcher_scripts.gateway.token_texts import token_texts
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
 from tests.gateway.test_completions import events
@@ -212,4 +212,4 @@ def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> Non
     text = thinks(THOUGHT) + NEXT + CALL
     ids = tokenizer.encode(text + "<|call|>")
     assert "<|" not in tokenizer.decode(ids)
-    assert "".join(text_maker(tokenizer).row(()).take(ids, finished=True)) == text
+    assert "".join(token_texts(tokenizer, ()).take(ids, finished=True)) == text

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from launcher_scripts.gateway.chat_template import ChatTemplate
-from tests.gateway.fakes import GPT2, FakeBackend, client_of, listening, served
+from tests.gateway.fakes import GPT2, FakeBackend, client_of, listening, saying, served
 from tests.gateway.test_chat import chat_client
 from tests.gateway.test_completions import IDS, WORDS
 from tests.gateway.test_reasoning import ANSWER, HYBRID, THOUGHT, WHOLE
-from tests.gateway.test_responses import saying
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
 
 anthropic = pytest.importorskip("anthropic")

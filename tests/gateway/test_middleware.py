@@ -14,8 +14,9 @@ from starlette.applications import Starlette
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
+from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.service import DrainingServer
-from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served
+from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served, until
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
 BODY = {"prompt": "Hello", "max_tokens": 40}
@@ -70,15 +71,6 @@ class Connection:
         else:
             self.content += message.get("body", b"")
             self.begun.set()
-
-
-async def until(condition: Any) -> None:
-    """Wait until it holds; a hang is the whole test's timeout."""
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
 
 
 def test_request_ids_come_back_and_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -371,12 +363,14 @@ def test_what_has_had_its_time_is_told_so(streams: bool) -> None:
 
 
 def test_ready_says_what_is_not() -> None:
-    up, down = FakeBackend(), FakeBackend(is_up=False)
-    client = client_of(served(up, "up"), served(down, "down"))
+    backend, replicas = FakeBackend(), [Replica("node0:8001"), Replica("node1:8001")]
+    replicas[0].backends, replicas[1].backends = {"up": backend}, {"down": backend}
+    replicas[0].healthy = True
+    client = client_of(served(backend, "up"), served(backend, "down"), replicas=replicas)
     answer = client.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["models"] == {"up": True, "down": False}
-    down.is_up = True
+    replicas[1].healthy = True
     assert client.get("/ready").status_code == 200
     client.app.state.gateway.life.draining = True
     assert client.get("/ready").json()["draining"] is True
@@ -393,7 +387,8 @@ def test_a_second_signal_ends_at_once() -> None:
     app = make_app([served(backend)], SETTINGS)
 
     async def signals() -> None:
-        server = DrainingServer(uvicorn.Config(app, log_config=None), app.state.gateway, 60.0)
+        config = uvicorn.Config(app, log_config=None)
+        server = DrainingServer(config, app.state.gateway, 60.0, "ready")
         running = Connection(app, BODY)
         await until(lambda: backend.running == 1)
         server.handle_exit(signal.SIGTERM, None)

@@ -12,11 +12,11 @@ import tokenizers
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.reasoning import Reasoning, ReasoningText
-from launcher_scripts.gateway.token_texts import text_maker
-from tests.gateway.fakes import CHATML, GPT2, FakeBackend
+from launcher_scripts.gateway.token_texts import token_texts
+from tests.gateway.fakes import CHATML, GPT2, FakeBackend, saying
 from tests.gateway.test_chat import HI, chat_client
 from tests.gateway.test_completions import events
-from tests.gateway.test_responses import ROUTE, responses, saying
+from tests.gateway.test_responses import ROUTE, responses
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
 
 # As Qwen 3's: an answer of the conversation is shown without what was thought before it.
@@ -42,7 +42,7 @@ TEXTS = {
 
 def client_of(template: str, text: str) -> tuple[FakeBackend, Any]:
     backend = saying(text)
-    client = chat_client(backend, max_len=1000, template=ChatTemplate({"default": template}, {}))
+    client = chat_client(backend, template=ChatTemplate({"default": template}, {}))
     return backend, client
 
 
@@ -179,7 +179,7 @@ def test_marks_that_are_special_tokens_are_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(WHOLE)
     assert "think" not in tokenizer.decode(ids)
-    assert "".join(text_maker(tokenizer).row(()).take(ids, finished=True)) == WHOLE
+    assert "".join(token_texts(tokenizer, ()).take(ids, finished=True)) == WHOLE
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fakes import CHATML, GPT2, FakeBackend
+from tests.gateway.fakes import CHATML, GPT2, FakeBackend, saying
 from tests.gateway.test_chat import chat_client
 from tests.gateway.test_completions import IDS, WORDS
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
@@ -18,18 +18,14 @@ ROUTE = "/v1/responses"
 
 
 def asked(backend: FakeBackend, **body: Any) -> Any:
-    answer = chat_client(backend, max_len=1000).post(ROUTE, json={"input": "Hi", **body})
+    answer = chat_client(backend).post(ROUTE, json={"input": "Hi", **body})
     assert answer.status_code == 200, answer.text
     return responses.Response.model_validate(answer.json())
 
 
-def saying(text: str) -> FakeBackend:
-    return FakeBackend(lambda _: GPT2.encode(text))
-
-
 def streamed(backend: FakeBackend, **body: Any) -> list[dict[str, Any]]:
     """The events of an answer, each by its name, numbered, and as OpenAI's client takes it."""
-    client = chat_client(backend, max_len=1000)
+    client = chat_client(backend)
     answer = client.post(ROUTE, json={"input": "Hi", "stream": True, **body})
     assert answer.status_code == 200, answer.text
     found = []
@@ -61,7 +57,7 @@ def test_what_agents_send_beside_the_conversation_is_taken() -> None:
     notes |= {"service_tier": "auto", "metadata": {"a": "b"}}
     more = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
     assert asked(saying("Hi"), **notes, **more).metadata == {"a": "b"}
-    client = chat_client(saying("Hi"), max_len=1000)
+    client = chat_client(saying("Hi"))
     body = {"messages": [{"role": "user", "content": "Hi"}], **notes}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
 
@@ -75,7 +71,7 @@ def test_an_answer_that_was_cut_off() -> None:
 
 def test_a_conversation_with_calls_becomes_messages() -> None:
     backend, seen = FakeBackend(), []
-    client = chat_client(backend, max_len=1000)
+    client = chat_client(backend)
     call = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
     items = [
         {"role": "developer", "content": "One"},
@@ -96,7 +92,7 @@ def test_a_conversation_with_calls_becomes_messages() -> None:
         },
     ]
     template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
-    model = chat_client(backend, max_len=1000, template=template_of(template))
+    model = chat_client(backend, template=template_of(template))
     assert model.post(ROUTE, json={"input": items}).status_code == 200
     seen = [json.loads(line) for line in GPT2.decode(backend.requests[-1].prompt_ids).splitlines()]
     assert [each["role"] for each in seen] == ["system", "user", "assistant", "tool", "assistant"]

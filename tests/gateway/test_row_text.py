@@ -14,7 +14,7 @@ from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.gateway.backend import Increment
 from launcher_scripts.gateway.row_text import Piece, RowText
 from launcher_scripts.gateway.stops import StopTexts
-from launcher_scripts.gateway.token_texts import TextMaker
+from launcher_scripts.gateway.token_texts import token_texts
 from tests.gateway.fakes import TOKENIZERS, log_prob
 
 KINDS = {name: load_tokenizer(TOKENIZERS / name) for name in ("gpt2bpe", "sentencepiece")}
@@ -33,7 +33,7 @@ def pieces(
     **more: Any,
 ) -> list[Piece]:
     """The pieces where increments end at `cuts`, up to the one with a reason to end."""
-    texts = TextMaker(tokenizer).row(prompt)
+    texts = token_texts(tokenizer, prompt)
     row = RowText(texts, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
     places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     if len(places) == 1:

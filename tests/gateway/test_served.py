@@ -540,7 +540,7 @@ def test_rows_that_run_together_share_responses(shared_server: RunningStep) -> N
         before = server.responses
         answers = await asyncio.gather(*(one(number, 50) for number in range(24)))
         counted = server.responses - before
-        await backend.close()
+        await server.close()
         return answers, counted
 
     answers, counted = asyncio.run(ask())

@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException as ServerFailure
 
 from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, pack, shared_id
 from launcher_scripts.gateway.shared_stream import NoStream, SharedStream, StreamLost
+from tests.gateway.fakes import until
 
 OPENING = {"input_ids": 0}
 
@@ -52,20 +53,14 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
 
     async def run() -> None:
         server = Server()
-        stream = SharedStream(server, "tiny", lambda: OPENING, (ServerFailure,))
+        stream = SharedStream(server, "tiny", lambda: OPENING)
         assert not stream.is_open()
         while not stream.is_open():
             await asyncio.sleep(0)
         await asyncio.wait_for(test(server, stream), 30)
         assert server.opened == 1
-        await stream.close()
 
     asyncio.run(run())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def ids(stream: SharedStream) -> list[int]:

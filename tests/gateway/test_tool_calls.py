@@ -9,9 +9,8 @@ import pytest
 
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.tool_calls import ToolText, schema_of_any, schema_of_one
-from tests.gateway.fakes import GPT2, FakeBackend
-from tests.gateway.test_chat import HI, refused
-from tests.gateway.test_chat import chat_client as small_client
+from tests.gateway.fakes import FakeBackend, saying
+from tests.gateway.test_chat import HI, chat_client, refused
 from tests.gateway.test_completions import events
 
 WEATHER = {
@@ -123,10 +122,6 @@ TEXTS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
 }
 
 
-def chat_client(backend: FakeBackend) -> Any:
-    return small_client(backend, max_len=1000)
-
-
 def called(calls: list[Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
@@ -179,13 +174,9 @@ def test_schemas_of_calls() -> None:
         schema_of_any([WEATHER, other], several=True)
 
 
-def backend_saying(text: str) -> FakeBackend:
-    return FakeBackend(lambda _: GPT2.encode(text))
-
-
 def answer(text: str, **body: Any) -> dict[str, Any]:
     request = {"messages": HI, "tools": TOOLS, "max_tokens": 500, **body}
-    response = chat_client(backend_saying(text)).post("/v1/chat/completions", json=request)
+    response = chat_client(saying(text)).post("/v1/chat/completions", json=request)
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]
     return choice
@@ -215,7 +206,7 @@ def test_an_answer_that_was_cut_off() -> None:
 
 def streamed(text: str, **body: Any) -> tuple[str, list[dict[str, Any]], str]:
     """Content, calls and the reason of a streamed answer, put together as a client does."""
-    backend = backend_saying(text)
+    backend = saying(text)
     request = {"messages": HI, "tools": TOOLS, "stream": True, "max_tokens": 500, **body}
     content, calls, reasons = "", [], []
     for event in events(chat_client(backend), "/v1/chat/completions", **request):
@@ -273,7 +264,7 @@ def test_a_function_that_must_be_called() -> None:
 def test_what_must_be_called_is_the_texts_grammar(
     choice: Any, parallel: bool, schema: dict[str, Any]
 ) -> None:
-    backend = backend_saying(json.dumps([{"name": "weather", "parameters": BERLIN}]))
+    backend = saying(json.dumps([{"name": "weather", "parameters": BERLIN}]))
     body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
     response = chat_client(backend).post("/v1/chat/completions", json={"messages": HI, **body})
     (request,) = backend.requests

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from launcher_scripts.backends.fastertransformer.answer_tensors import beam_axis
 from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import news
-from launcher_scripts.backends.older_servers import failure
+from launcher_scripts.backends.older_servers import FINAL, failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
@@ -25,10 +25,6 @@ from launcher_scripts.engine.core.session import Session
 
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
-
-
-def nothing() -> None:
-    """What is done where nothing is to be done."""
 
 
 class Answer:
@@ -53,7 +49,7 @@ class Answer:
         prompts: Sequence[Sequence[int]] = (),
         forwarded: bool = False,
         seconds: float | None = None,
-        on_end: Callable[[], None] = nothing,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """prompts:   of each row, what its output_ids begin with
         forwarded: the request is a text model's, which takes its tokens as `news`
@@ -307,4 +303,4 @@ class StreamSender:
 
 def send_last(sender: Any, response: Any) -> None:
     """The last response of a request."""
-    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    sender.send(response, flags=FINAL)

@@ -72,11 +72,7 @@ def gpt_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str,
             ids[row, : len(output.hypotheses), : len(prompt)] = prompt
             write_ids(ids[row], len(prompt), output)
         tensors["output_ids"] = torch.from_numpy(ids)
-    if any(request.return_log_probs for request in requests):
-        tensors.update(log_probs(outputs, longest, shape.wanted))
-    tensors.update(model_log_probs(outputs, longest, shape.wanted))
-    if "context_logits" in shape.wanted:
-        tensors.update(context_logits(outputs))
+    tensors.update(scores(requests, outputs, longest, shape.wanted))
     if any(output.context_embeddings is not None for output in outputs):
         tensors["context_embeddings"] = context_embeddings(outputs, beams)
     return tensors
@@ -107,11 +103,7 @@ def t5_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, 
                 ids[row, 0, :longest] = ends[row]
             write_ids(ids[row], 0, output)
         tensors["output_ids"] = torch.from_numpy(ids)
-    if any(request.return_log_probs for request in requests):
-        tensors.update(log_probs(outputs, width, shape.wanted))
-    tensors.update(model_log_probs(outputs, width, shape.wanted))
-    if "context_logits" in shape.wanted:
-        tensors.update(context_logits(outputs))
+    tensors.update(scores(requests, outputs, width, shape.wanted))
     return tensors
 
 
@@ -175,6 +167,21 @@ def write_ids(ids: NDArray[Any], start: int, output: GenerateOutput) -> None:
     """Write what a row generated into its ids [beam, time], from the column `start` on."""
     for beam, hypothesis in enumerate(output.hypotheses):
         ids[beam, start : start + len(hypothesis.output_ids)] = hypothesis.output_ids
+
+
+def scores(
+    requests: Requests, outputs: Outputs, longest: int, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Log-probabilities and context_logits that rows have asked for and that are wanted.
+
+    longest: tokens in the axis of what was generated
+    """
+    tensors = model_log_probs(outputs, longest, wanted)
+    if any(request.return_log_probs for request in requests):
+        tensors.update(log_probs(outputs, longest, wanted))
+    if "context_logits" in wanted:
+        tensors.update(context_logits(outputs))
+    return tensors
 
 
 def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:

@@ -8,10 +8,8 @@ generated goes over a socket of the text model's, on which cancellations come ba
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,14 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
+from launcher_scripts.backends.text.text_channel import FORWARDED, PEER, Message
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.processes import process_stat
 from launcher_scripts.contract.requests import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
-# What the id of such a request begins with; then its key, the channel, and 1 where it streams.
-FORWARDED = "launcher-errand"
-_PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,8 @@ class Channels:
 
 def check_peer(connected: socket.socket) -> None:
     """Raises OSError unless the other end is a child of this process's parent, the server."""
-    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    process, user, _ = _PEER.unpack(raw)
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    process, user, _ = PEER.unpack(raw)
     if user != os.geteuid() or process_stat(process).parent != os.getppid():
         raise PermissionError("it is none of this server's models'")
 
@@ -159,17 +155,15 @@ class ChannelSender:
 
     def send(self, response: Any = None, flags: int = 0) -> None:
         last = flags == FINAL
-        head: dict[str, Any] = {"key": self._key, "last": last, "tensors": []}
-        parts = []
+        error, tensors = None, {}
         if response is not None and response.has_error():
-            head["error"] = [response.error().message(), response.error().code().name]
+            error = response.error().message(), response.error().code().name
         elif response is not None:
-            for tensor in response.output_tensors():
-                values = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
-                head["tensors"].append([tensor.name(), values.dtype.str, values.shape])
-                parts.append(values.tobytes())
-        text = json.dumps(head).encode()
-        self._channel.write(b"".join([struct.pack("<I", len(text)), text, *parts]))
+            tensors = {
+                tensor.name(): torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
+                for tensor in response.output_tensors()
+            }
+        self._channel.write(Message(self._key, last, error, tensors).pack())
         if last:
             self._channel.remove(self._key)
             self.hand_over()

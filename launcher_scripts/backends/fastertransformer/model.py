@@ -95,7 +95,7 @@ class TritonPythonModel:
         require_new_enough()
         self._serving = False
         self._watch = ServerWatch()
-        self._status = StatusFile.of_server(args["model_name"])
+        self._status = StatusFile(args["model_name"])
         self._status.write("loading")
         config = json.loads(args["model_config"])
         try:

@@ -25,13 +25,9 @@ MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
 class StatusFile:
     """`<folder>/<model>.json`: state loading, ready or failed, with the reason."""
 
-    def __init__(self, folder: Path | None, model: str) -> None:
-        self._path = None if folder is None else folder / f"{model}.json"
-
-    @classmethod
-    def of_server(cls, model: str) -> StatusFile:
+    def __init__(self, model: str) -> None:
         folder = os.environ.get(STATUS_DIR_VARIABLE)
-        return cls(Path(folder) if folder else None, model)
+        self._path = Path(folder, f"{model}.json") if folder else None
 
     @property
     def is_read(self) -> bool:

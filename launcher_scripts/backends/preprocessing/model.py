@@ -6,7 +6,6 @@ tokenizer's files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,8 @@ class TritonPythonModel:
         require_working_arrays()
         self.tensors = Tensors(args["model_config"])
         self.tokenizer = load_tokenizer(Path(__file__).parent)
-        entries = json.loads(args["model_config"])["parameters"]
-        parameters = {name: entry["string_value"] for name, entry in entries.items()}
-        self.pad_id = int(parameters["pad_id"])
-        self.special = SpecialIds.of(parameters)
+        self.pad_id = int(self.tensors.parameters["pad_id"])
+        self.special = SpecialIds.of(self.tensors.parameters)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return answer_each(requests, self.answer)

@@ -31,7 +31,7 @@ class TritonPythonModel:
         require_working_arrays()
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         self.tensors = Tensors(args["model_config"])
-        self.reader = Reader(args["model_config"], self.tokenizer)
+        self.reader = Reader(self.tensors, self.tokenizer)
         self.forwards = Forwards(generates=self.reader.generates)
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:

@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PEER = struct.Struct("3i")  # process, user, group
+# What the id of a request begins with that goes on to a token model; then its key, the channel, and
+# 1 where it streams.
+FORWARDED = "launcher-errand"
+PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class Message:
     last: bool
     error: tuple[str, str] | None
     tensors: dict[str, NDArray[Any]]
+
+    def pack(self) -> bytes:
+        """As it is on the socket: UINT32, so many bytes of JSON, the tensors' values."""
+        tensors = [(name, at.dtype.str, at.shape) for name, at in self.tensors.items()]
+        said = {"key": self.key, "last": self.last, "error": self.error, "tensors": tensors}
+        head = json.dumps(said).encode()
+        values = [at.tobytes() for at in self.tensors.values()]
+        return b"".join([struct.pack("<I", len(head)), head, *values])
 
 
 class Channel:
@@ -77,8 +88,8 @@ class Channel:
                 connected, _ = self._listening.accept()
             except OSError:  # closed
                 return
-            raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            if _PEER.unpack(raw)[1] != os.geteuid():
+            raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+            if PEER.unpack(raw)[1] != os.geteuid():
                 connected.close()
                 continue
             connection = Connection(connected.detach())
@@ -102,7 +113,7 @@ def _hang_up(connection: Connection) -> None:
 
 
 def parse(raw: bytes) -> Message:
-    """A message as it is on the socket: UINT32, so many bytes of JSON, the tensors' values."""
+    """The message that was packed."""
     (length,) = struct.unpack_from("<I", raw)
     head = json.loads(raw[4 : 4 + length])
     place = 4 + length

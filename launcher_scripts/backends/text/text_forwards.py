@@ -14,7 +14,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from older_servers import failure
 from text_answers import Senders, TextAnswer
-from text_channel import Channel, Message
+from text_channel import FORWARDED, Channel, Message
 from text_tensors import BadRequestError, error_response
 
 SENDING_THREADS = 2
@@ -22,7 +22,6 @@ POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no lar
 POLL_SHARE = 4  # asking takes at most one part in so many of the time
 POLLS_AT_ONCE = 8
 CANCEL_AGAIN_SECONDS = 0.3
-FORWARDED = "launcher-errand"  # the token model knows by it that a request's id says what follows
 
 
 class Forward:

@@ -5,7 +5,6 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,14 +56,13 @@ class TextRequest:
 class Reader:
     """Turns a request of Triton's into a TextRequest, as config.pbtxt says."""
 
-    def __init__(self, model_config: str, tokenizer: Tokenizer) -> None:
-        config = json.loads(model_config)
-        parameters = {name: at["string_value"] for name, at in config["parameters"].items()}
+    def __init__(self, tensors: Tensors, tokenizer: Tokenizer) -> None:
+        config, parameters = tensors.config, tensors.parameters
         self.token_model = parameters["token_model"]
         self.decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self.length_type = _type_of(config, "sequence_length")
         self.outputs = frozenset(output["name"] for output in config["output"])
-        self._tensors = Tensors(model_config)
+        self._tensors = tensors
         self._tokenizer = tokenizer
         self._pad_id = int(parameters["pad_id"])
         self._special = SpecialIds.of(parameters)
@@ -81,7 +79,7 @@ class Reader:
         """Raises BadRequestError or ParameterError."""
         request = self._tensors.complete(request)
         given = self._given(request)
-        prompts = self._tensors.texts(request, self._name(given, "INPUT_0"))
+        prompts = self._tensors.texts(request, given.get("INPUT_0", "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
         languages = self._languages(request, "source_language", len(prompts))
@@ -157,9 +155,6 @@ class Reader:
         else:
             return None
         return np.array(begun, dtype=np.uint32)
-
-    def _name(self, given: dict[str, str], original: str) -> str:
-        return given.get(original, original)
 
     def _said(self, original: str) -> str:
         """Both names of an input."""
