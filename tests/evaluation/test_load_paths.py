@@ -25,9 +25,8 @@ from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import guidellm, load_test
 from launcher_scripts.evaluation.load.driver import DriverResult, drive
 from launcher_scripts.evaluation.load.figures import run_figures
-from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.paths import Target, TokenRequest
 from launcher_scripts.evaluation.load.plan import Load, LoadRequest, Plan, Prompts, make_plan
-from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.steps import measure_load
 
