@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-Z = NormalDist().inv_cdf(0.975)
+Z = NormalDist().inv_cdf(0.975)  # a normal variable is within so many deviations 95 % of the time
 RESAMPLES = 10_000
 SEED = 0
 # The methods for items that are right or wrong, which hold for few items too.
