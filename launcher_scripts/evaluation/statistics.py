@@ -7,6 +7,7 @@ resampling. docs/evaluation.md says which one is used where.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,16 +61,9 @@ class Interval:
             low, high = self.grown(items)
             return not low < limit < high
 
-        upper = max(self.items, least)
-        while not decides(upper):
-            if upper > _ENOUGH:
-                return None
-            upper *= 2
-        lower = max(self.items, least) - 1  # undecided
-        while upper - lower > 1:
-            middle = (lower + upper) // 2
-            lower, upper = (lower, middle) if decides(middle) else (middle, upper)
-        return upper
+        counts = range(max(self.items, least), _ENOUGH)
+        place = bisect.bisect_left(counts, True, key=decides)
+        return counts[place] if place < len(counts) else None
 
 
 def share(successes: int, items: int) -> Interval:
