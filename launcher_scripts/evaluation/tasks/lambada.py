@@ -34,6 +34,7 @@ from launcher_scripts.evaluation.tasks.task import (
     mean_95,
 )
 from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
+from launcher_scripts.evaluation.twin.logits import next_log_probs
 
 
 @dataclass(frozen=True)
@@ -109,17 +110,14 @@ def score_item(item: Item, logits: NDArray[np.float32]) -> dict[str, Any]:
     Its log_likelihood is the target's, in nats.
     logits: float32 [len(item.tokens) - 1, vocab]; row i predicts token i + 1
     """
-    target = np.asarray(item.tokens[-item.target_length :])  # [T]
-    predictions = np.asarray(logits[-item.target_length :], dtype=np.float64)  # [T, vocab]
-    best = predictions.max(axis=-1)  # [T]
-    normaliser = best + np.log(np.exp(predictions - best[:, None]).sum(axis=-1))  # [T]
-    log_probs = predictions[np.arange(len(target)), target] - normaliser  # [T]
-    hits = predictions.argmax(axis=-1) == target  # [T]
+    read = item.tokens[-item.target_length - 1 :]  # one before the target, and the target
+    predictions = logits[-item.target_length :]  # [T, vocab]
+    hits = predictions.argmax(axis=-1) == np.asarray(read[1:])  # [T]
     return {
         "index": item.index,
         "target": item.target,
         "correct": bool(hits.all()),
-        "log_likelihood": float(log_probs.sum()),
+        "log_likelihood": float(next_log_probs(read, predictions).sum()),
         "last_token_correct": bool(hits[-1]),
     }
 
