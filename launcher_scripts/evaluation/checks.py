@@ -23,7 +23,7 @@ from launcher_scripts.config.policy import (
 )
 from launcher_scripts.evaluation import paired, statistics
 from launcher_scripts.evaluation.paired import ComparedAnswers
-from launcher_scripts.evaluation.report_content import harness_samples, read_content
+from launcher_scripts.evaluation.report_content import harness_samples, harness_tasks, read_content
 from launcher_scripts.evaluation.statistics import Interval
 
 Content = Mapping[str, Any]
@@ -122,7 +122,7 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
     }
     harness = {
         ("harness", name): TaskSection(task["metrics"], harness_samples(task, folder), task)
-        for name, task in sorted(content.get("harness", {}).get("tasks", {}).items())
+        for name, task in sorted(harness_tasks(content).items())
     }
     return {**native, **harness}
 

@@ -15,7 +15,7 @@ from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import answer, same_item
 from launcher_scripts.evaluation.journal import differences
 from launcher_scripts.evaluation.paired import FIELDS, flags
-from launcher_scripts.evaluation.report_content import harness_items
+from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
 
 # When and by which processes something was measured, which differs between any two reports.
 PASSING = ("date", "runs")
@@ -143,10 +143,8 @@ def _sections(content: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, M
     for name in ("speed", "twin", "load"):
         if content.get(name):
             yield name, content[name]
-    harness = content.get("harness") or {}
-    about = {name: harness.get(name) for name in ("measured_on", "settings", "version")}
-    for name, task in harness.get("tasks", {}).items():
-        yield f"harness {name}", {**about, **task, "items": harness_items(task, folder)}
+    for name, task in harness_tasks(content).items():
+        yield f"harness {name}", {**task, "items": harness_items(task, folder)}
 
 
 def _verdict(content: Mapping[str, Any]) -> str | None:
