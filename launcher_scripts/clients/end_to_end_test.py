@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_text_flags(parser)
-    flags = parser.parse_args(argv)
-    return run(lambda: test(flags))
+    return run(test, parser.parse_args(argv))
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.is_decoupled:
         flags.protocol = "grpc"
-    return run(lambda: test(flags))
+    return run(test, flags)
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:

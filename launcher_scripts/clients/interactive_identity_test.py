@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_request_flags(parser)
     add_session_flags(parser)
-    flags = parser.parse_args(argv)
-    return run(lambda: test(flags))
+    return run(test, parser.parse_args(argv))
 
 
 def test(flags: argparse.Namespace) -> None:
