@@ -17,19 +17,9 @@ from launcher_scripts.clients.arguments import (
     run,
 )
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.end_to_end_test import (
-    SENTENCES,
-    add_text_flags,
-    print_blocks,
-)
+from launcher_scripts.clients.end_to_end_test import SENTENCES, add_text_flags, print_blocks
 from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.sessions import (
-    check_flags,
-    first_tensors,
-    in_session,
-    require_sessions,
-    steps,
-)
+from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +39,10 @@ def test(flags: argparse.Namespace) -> None:
     with connect(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)
-        first = in_session(first_tensors(flags, len(SENTENCES)))
 
         def talk(name: str, request: Tensors) -> Iterator[Tensors]:
             """The answers of a session in which the same request is sent at every step."""
-            for step in steps(flags):
-                yield server.infer(name, {**request, **(first if step.start else {})}, step=step)
+            for step, more in steps(flags, len(SENTENCES)):
+                yield server.infer(name, {**request, **in_session(more)}, step=step)
 
         print_blocks(flags, server, models, talk, in_session)

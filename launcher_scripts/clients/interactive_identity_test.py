@@ -17,19 +17,9 @@ from launcher_scripts.clients.arguments import (
     run,
 )
 from launcher_scripts.clients.connection import SequenceStep, Tensors
-from launcher_scripts.clients.identity_test import (
-    add_request_flags,
-    request_of,
-    time_runs,
-)
+from launcher_scripts.clients.identity_test import add_request_flags, request_of, time_runs
 from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.sessions import (
-    check_flags,
-    first_tensors,
-    in_session,
-    require_sessions,
-    steps,
-)
+from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +39,9 @@ def test(flags: argparse.Namespace) -> None:
         models = find_models(server, flags.model)
         require_sessions(models)
         request = request_of(flags)
-        first = {**request, **first_tensors(flags, len(request["input_ids"]))}
 
-        def ask(step: SequenceStep) -> Tensors:
-            return server.infer(
-                models.name, in_session(first if step.start else request), step=step
-            )
+        def ask(step: SequenceStep, more: Tensors) -> Tensors:
+            return server.infer(models.name, in_session({**request, **more}), step=step)
 
-        session = [partial(ask, step) for step in steps(flags)]
+        session = [partial(ask, *each) for each in steps(flags, len(request["input_ids"]))]
         time_runs(flags, session, warm_up=len(session), timed_as=1, delimiter=",")
