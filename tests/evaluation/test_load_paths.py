@@ -262,7 +262,13 @@ class FakeClient:
 
 
 @pytest.fixture
-def step(exact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Any:
+def step(
+    exact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    data_dir: Path,
+    undrawn: None,  # noqa: ARG001
+) -> Any:
     """Runs the step with LoadSettings; its exit code and the report's section."""
     ready = {"openai": exact, "grpc": "h:1", "ranks": []}
     (tmp_path / "ready.json").write_text(json.dumps(ready))

@@ -46,7 +46,11 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
+def measured(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    undrawn: None,  # noqa: ARG001
+) -> Measured:
     """What twins.measured gives, with its results in this test's folder."""
     return partial(twins.measured, monkeypatch, tmp_path)
 
