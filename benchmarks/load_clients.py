@@ -11,9 +11,8 @@ from benchmarks.serving import INPUTS, OUTPUTS
 from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.evaluation.load.driver import Answer, DriverResult
 from launcher_scripts.evaluation.load.figures import percentiles, run_figures
-from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.paths import Target, TokenRequest
 from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
-from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.models.t5 import T5Config
 

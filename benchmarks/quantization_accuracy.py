@@ -148,7 +148,7 @@ def measure_gpt(folder: Path) -> Iterator[str]:
         results = list(lambada.measure(items, logits.of(engine)))
         engine.close()
         figures = lambada.summarise(results)
-        correct = [result.correct for result in results]
+        correct = [result["correct"] for result in results]
         reference = reference or correct
         differing = sum(a != b for a, b in zip(correct, reference, strict=True))
         figure = (

@@ -74,7 +74,7 @@ DOORS = {
         "launcher_scripts/clients/connection.py",
         "launcher_scripts/clients/async_connection.py",
     ),
-    "aiohttp": ("launcher_scripts/evaluation/load/http_paths.py",),
+    "aiohttp": ("launcher_scripts/evaluation/load/paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
     "uvicorn": ("launcher_scripts/gateway/service.py",),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),

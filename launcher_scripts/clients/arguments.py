@@ -21,10 +21,10 @@ TLS_FILES = {
 }
 
 
-def run(body: Callable[[], None]) -> int:
+def run(body: Callable[[argparse.Namespace], None], flags: argparse.Namespace) -> int:
     """Do `body`; a LauncherError is printed without a traceback and gives 1, Ctrl-C 130."""
     try:
-        body()
+        body(flags)
     except LauncherError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,7 +8,14 @@ from typing import Any
 import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.clients.connection import GRPC_ARGUMENTS, infer_inputs, infer_outputs
+from launcher_scripts.clients.connection import (
+    GRPC_ARGUMENTS,
+    Tensors,
+    infer_arguments,
+    ready_names,
+    received,
+    tls_arguments,
+)
 from launcher_scripts.config.security import ClientTls
 
 ServerFailure = InferenceServerException
@@ -27,12 +34,7 @@ class TritonServer:
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         self.address = address
         self._client = triton.InferenceServerClient(
-            address,
-            ssl=tls is not None,
-            root_certificates=tls and tls.ca,
-            private_key=tls and tls.key,
-            certificate_chain=tls and tls.certificate,
-            channel_args=_CHANNEL,
+            address, channel_args=_CHANNEL, **tls_arguments(tls)
         )
 
     async def is_ready(self, model: str) -> bool:
@@ -47,9 +49,7 @@ class TritonServer:
         index = await self._client.get_model_repository_index(
             as_json=True, client_timeout=_READY_SECONDS
         )
-        return sorted(
-            each["name"] for each in index.get("models", []) if each.get("state") == "READY"
-        )
+        return ready_names(index.get("models", []))
 
     async def model_config(self, model: str) -> dict[str, Any]:
         """The model's config.pbtxt as JSON."""
@@ -60,40 +60,27 @@ class TritonServer:
 
     async def infer(
         self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
-    ) -> dict[str, Any]:
+    ) -> Tensors:
         """The answer of a model that gives one."""
-        answer = await self._client.infer(
-            model, infer_inputs(triton, tensors), outputs=infer_outputs(triton, outputs), **more
-        )
-        return _arrays(answer)
+        request = infer_arguments(triton, model, tensors, outputs)
+        return received(await self._client.infer(**request, **more))
 
     async def stream(
         self, model: str, tensors: Mapping[str, Any], outputs: Sequence[str], **more: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Tensors, None]:
         """Every response of a decoupled model; closing the generator cancels the request."""
 
         async def once() -> AsyncGenerator[dict[str, Any], None]:
-            yield {
-                "model_name": model,
-                "inputs": infer_inputs(triton, tensors),
-                "outputs": infer_outputs(triton, outputs),
-                **more,
-            }
+            yield {**infer_arguments(triton, model, tensors, outputs), **more}
 
         responses = self._client.stream_infer(once())
         try:
             async for result, error in responses:
                 if error is not None:
                     raise error
-                yield _arrays(result)
+                yield received(result)
         finally:
             responses.cancel()
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _arrays(answer: Any) -> dict[str, Any]:
-    """The tensors of a response by name; none in an empty last one."""
-    outputs = answer.get_response().outputs
-    return {output.name: answer.as_numpy(output.name) for output in outputs}

@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-topp", "--topp", type=float, default=0.0, help="nucleus' mass [0.0]")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="[1.0]")
     parser.add_argument("--seed", type=int, default=0, help="of the first turn [0]")
-    flags = parser.parse_args(argv)
-    return run(lambda: chat(flags))
+    return run(chat, parser.parse_args(argv))
 
 
 def chat(flags: argparse.Namespace) -> None:

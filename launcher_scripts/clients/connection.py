@@ -50,13 +50,6 @@ class SequenceStep:
     start: bool = False
     end: bool = False
 
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "sequence_id": self.sequence_id,
-            "sequence_start": self.start,
-            "sequence_end": self.end,
-        }
-
 
 class HttpConnection:
     """Requests over HTTP, which Triton cannot encrypt; many may be in flight at once from the one
@@ -90,7 +83,7 @@ class HttpConnection:
 
     def models(self) -> list[str]:
         """The names of the models that the server serves."""
-        return _ready_names(self._client.get_model_repository_index())
+        return ready_names(self._client.get_model_repository_index())
 
     def statistics(self, model_name: str) -> dict[str, Any]:
         """What Triton has counted of the model since the server began."""
@@ -104,13 +97,8 @@ class HttpConnection:
         step: SequenceStep | None = None,
     ) -> Callable[[], Tensors]:
         """Send one request; the result waits for its answer. outputs None: all that there are."""
-        pending = self._pending.spawn(
-            self._client.infer,
-            model_name,
-            infer_inputs(self._module, tensors),
-            outputs=infer_outputs(self._module, outputs),
-            **(step.arguments() if step else {}),
-        )
+        request = infer_arguments(self._module, model_name, tensors, outputs, step)
+        pending = self._pending.spawn(self._client.infer, **request)
 
         def answer() -> Tensors:
             result = pending.get()
@@ -155,10 +143,7 @@ class GrpcConnection:
             address,
             verbose=verbose,
             channel_args=GRPC_ARGUMENTS,
-            ssl=tls is not None,
-            root_certificates=tls and tls.ca,
-            private_key=tls and tls.key,
-            certificate_chain=tls and tls.certificate,
+            **tls_arguments(tls),
         )
         self._client = self._connect()
         self._idle: list[Any] = []  # clients without a stream
@@ -178,7 +163,7 @@ class GrpcConnection:
 
     def models(self) -> list[str]:
         answer = self._client.get_model_repository_index(as_json=True, client_timeout=self._timeout)
-        return _ready_names(answer.get("models", []))
+        return ready_names(answer.get("models", []))
 
     def statistics(self, model_name: str) -> dict[str, Any]:
         answer = self._client.get_inference_statistics(
@@ -201,19 +186,9 @@ class GrpcConnection:
             else:
                 future.set_exception(error)
 
-        self._client.async_infer(
-            model_name,
-            infer_inputs(self._module, tensors),
-            callback=done,
-            outputs=infer_outputs(self._module, outputs),
-            client_timeout=self._timeout,
-            **(step.arguments() if step else {}),
-        )
-
-        def answer() -> Tensors:
-            return _received(future.result(), outputs)
-
-        return answer
+        request = infer_arguments(self._module, model_name, tensors, outputs, step)
+        self._client.async_infer(**request, callback=done, client_timeout=self._timeout)
+        return lambda: received(future.result(), outputs)
 
     def infer(
         self,
@@ -223,14 +198,8 @@ class GrpcConnection:
         step: SequenceStep | None = None,
     ) -> Tensors:
         """As submit, but the thread waits for the answer, for which no other one is started."""
-        result = self._client.infer(
-            model_name,
-            infer_inputs(self._module, tensors),
-            outputs=infer_outputs(self._module, outputs),
-            client_timeout=self._timeout,
-            **(step.arguments() if step else {}),
-        )
-        return _received(result, outputs)
+        request = infer_arguments(self._module, model_name, tensors, outputs, step)
+        return received(self._client.infer(**request, client_timeout=self._timeout), outputs)
 
     def submit_streamed(
         self,
@@ -272,13 +241,8 @@ class GrpcConnection:
                 callback=lambda result, error: arrived.put((result, error)),
                 stream_timeout=self._timeout,
             )
-            client.async_stream_infer(
-                model_name,
-                infer_inputs(self._module, tensors),
-                outputs=infer_outputs(self._module, outputs),
-                enable_empty_final_response=True,
-                **(step.arguments() if step else {}),
-            )
+            request = infer_arguments(self._module, model_name, tensors, outputs, step)
+            client.async_stream_infer(**request, enable_empty_final_response=True)
             yield {}
             while not final:
                 result, error = arrived.get()
@@ -288,7 +252,7 @@ class GrpcConnection:
                 response = result.get_response()
                 final = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    yield _received(result, outputs)
+                    yield received(result, outputs)
         finally:
             client.stop_stream(cancel_requests=not final)
             self._streaming.remove(client)
@@ -338,25 +302,51 @@ def _grpc_alone(model_name: str) -> ServerError:
     )
 
 
-def _received(result: Any, outputs: Sequence[str] | None) -> Tensors:
-    """The arrays of a gRPC answer."""
+def received(result: Any, outputs: Sequence[str] | None = None) -> Tensors:
+    """The arrays of a gRPC answer by name; outputs None: all that it has."""
     names = outputs or [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name) for name in names}
 
 
-def _ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
+def ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the models that serve, of Triton's index of its repository."""
     return sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
 
 
-def infer_outputs(module: Any, names: Sequence[str] | None) -> list[Any] | None:
-    return None if names is None else [module.InferRequestedOutput(name) for name in names]
+def tls_arguments(tls: ClientTls | None) -> dict[str, Any]:
+    """What tritonclient.grpc and .grpc.aio take for a connection with TLS, or without."""
+    if tls is None:
+        return {}
+    return {
+        "ssl": True,
+        "root_certificates": tls.ca,
+        "private_key": tls.key,
+        "certificate_chain": tls.certificate,
+    }
 
 
-def infer_inputs(module: Any, tensors: Mapping[str, Any]) -> list[Any]:
-    """The tensors as inputs of `module`: tritonclient.http, .grpc or .grpc.aio."""
+def infer_arguments(
+    module: Any,
+    model_name: str,
+    tensors: Mapping[str, Any],
+    outputs: Sequence[str] | None,
+    step: SequenceStep | None = None,
+) -> dict[str, Any]:
+    """What `module` takes for one request: tritonclient.http, .grpc or .grpc.aio.
+
+    outputs: names; None: all that there are
+    """
     inputs = []
     for name, array in tensors.items():
         tensor = module.InferInput(name, list(array.shape), TRITON_TYPES[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
-    return inputs
+    wanted = None if outputs is None else [module.InferRequestedOutput(name) for name in outputs]
+    request: dict[str, Any] = {"model_name": model_name, "inputs": inputs, "outputs": wanted}
+    if step is not None:
+        request |= {
+            "sequence_id": step.sequence_id,
+            "sequence_start": step.start,
+            "sequence_end": step.end,
+        }
+    return request

@@ -6,7 +6,7 @@ Flags and printed blocks are those of the FasterTransformer backend's tools/gpt/
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_text_flags(parser)
-    flags = parser.parse_args(argv)
-    return run(lambda: test(flags))
+    return run(test, parser.parse_args(argv))
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,19 +73,37 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 def test(flags: argparse.Namespace) -> None:
     """The four blocks, one after the other."""
-    sampling = sampling_tensors(flags, len(SENTENCES), log_probs=flags.return_log_probs)
     with connect(flags) as server:
         models = find_models(server, flags.model)
-        contract = generating_contract(models)
-        encoded = server.infer(models.text_model("preprocessing"), query_tensors(flags.output_len))
-        block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
-        inputs = model_inputs(contract, encoded)
-        answer = server.infer(models.name, {**inputs, **sampling})
-        block("fastertransformer", *shown(answer, "output_ids", flags.return_log_probs))
-        block("postprocessing", *decoded(server, models, answer))
-        ensemble = models.text_model("ensemble")
-        whole = server.infer(ensemble, ensemble_tensors(flags, sampling))
-        block("ensemble", *shown(whole, "OUTPUT_0", flags.return_log_probs))
+        print_blocks(flags, server, models, lambda *request: [server.infer(*request)])
+
+
+def print_blocks(
+    flags: argparse.Namespace,
+    server: RemoteServer,
+    models: Models,
+    ask: Callable[[str, Tensors], Iterable[Tensors]],
+    shaped: Callable[[Tensors], Tensors] = dict,
+) -> None:
+    """A block for preprocessing, for every answer of the model, for postprocessing of the last
+    one, and for every answer of the ensemble.
+
+    ask:    the answers of a model to a request
+    shaped: tensors [rows, ...] in the shape that these models take
+    """
+    contract = generating_contract(models)
+    log_probs = flags.return_log_probs
+    sampling = sampling_tensors(flags, len(SENTENCES), log_probs=log_probs)
+    query = shaped(query_tensors(flags.output_len))
+    encoded = server.infer(models.text_model("preprocessing"), query)
+    block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
+    answer: Tensors = {}
+    for answer in ask(models.name, {**model_inputs(contract, encoded), **shaped(sampling)}):
+        block("fastertransformer", *shown(answer, "output_ids", log_probs))
+    block("postprocessing", *decoded(server, models, answer))
+    whole = shaped(ensemble_tensors(flags, sampling))
+    for answer in ask(models.text_model("ensemble"), whole):
+        block("ensemble", *shown(answer, "OUTPUT_0", log_probs))
 
 
 def generating_contract(models: Models) -> Contract:

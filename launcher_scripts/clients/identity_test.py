@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.is_decoupled:
         flags.protocol = "grpc"
-    return run(lambda: test(flags))
+    return run(test, flags)
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,16 +100,8 @@ def test(flags: argparse.Namespace) -> None:
                 return streamed(server, model, tensors, flags.output_len)
             return server.infer(model, tensors)
 
-        if flags.warm_up:
-            print("[INFO] sending requests to warm up")
-            send_requests(ask, WARM_UP_REQUESTS)
-        latencies = []
-        for _ in range(flags.num_runs):
-            answers, seconds = send_requests(ask, REQUESTS)
-            print_answers(answers)
-            latencies.append(seconds * 1000 / REQUESTS)
-    write_rows(answers[-1], delimiter=" ")
-    print_latencies(latencies)
+        requests = [ask] * REQUESTS
+        time_runs(flags, requests, warm_up=WARM_UP_REQUESTS, timed_as=REQUESTS, delimiter=" ")
 
 
 def streamed(server: RemoteServer, model: str, tensors: Tensors, output_len: int) -> Tensors:
@@ -126,15 +118,41 @@ def streamed(server: RemoteServer, model: str, tensors: Tensors, output_len: int
     return responses[-1]
 
 
-def send_requests(ask: Callable[[], Tensors], count: int) -> tuple[list[Tensors], float]:
-    """The answers of `count` requests, one after the other, and the seconds they took together."""
+def time_runs(
+    flags: argparse.Namespace,
+    requests: Sequence[Callable[[], Tensors]],
+    *,
+    warm_up: int,
+    timed_as: int,
+    delimiter: str,
+) -> None:
+    """Send the requests of a run flags.num_runs times, print the answers and the mean time.
+
+    warm_up:   how many of them are sent before, with flags.warm_up
+    timed_as:  over how many the time of a run is divided
+    delimiter: between the ids in triton_out
+    """
+    if flags.warm_up:
+        print("[INFO] sending requests to warm up")
+        send_requests(requests[:warm_up])
+    latencies = []
+    for _ in range(flags.num_runs):
+        start = time.perf_counter()
+        answers = send_requests(requests)
+        latencies.append((time.perf_counter() - start) * 1000 / timed_as)
+        print_answers(answers)
+    write_rows(answers[-1], delimiter)
+    print_latencies(latencies)
+
+
+def send_requests(requests: Sequence[Callable[[], Tensors]]) -> list[Tensors]:
+    """The answers of the requests, which are sent one after the other."""
     answers = []
-    start = time.perf_counter()
-    for _ in range(count):
+    for ask in requests:
         print("set request")
         answers.append(ask())
         print("get request")
-    return answers, time.perf_counter() - start
+    return answers
 
 
 def print_answers(answers: Sequence[Tensors]) -> None:

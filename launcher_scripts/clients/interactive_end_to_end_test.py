@@ -7,7 +7,7 @@ tools/interactive_text_generation/end_to_end_test.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from launcher_scripts.clients.arguments import (
     add_sampling_flags,
@@ -17,27 +17,9 @@ from launcher_scripts.clients.arguments import (
     run,
 )
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.end_to_end_test import (
-    SENTENCES,
-    add_text_flags,
-    block,
-    decoded,
-    ensemble_tensors,
-    generating_contract,
-    model_inputs,
-    query_tensors,
-    shown,
-)
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.sessions import (
-    check_flags,
-    first_tensors,
-    in_session,
-    require_sessions,
-    steps,
-)
-from launcher_scripts.clients.tensors import sampling_tensors
+from launcher_scripts.clients.end_to_end_test import SENTENCES, add_text_flags, print_blocks
+from launcher_scripts.clients.models import find_models
+from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,39 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_sampling_flags(parser)
     add_session_flags(parser)
     add_text_flags(parser)
-    flags = parser.parse_args(argv)
-    return run(lambda: test(flags))
+    return run(test, parser.parse_args(argv))
 
 
 def test(flags: argparse.Namespace) -> None:
     """The blocks, with one of the model and one of the ensemble for every request of a session."""
     check_flags(flags)
-    sampling = in_session(sampling_tensors(flags, len(SENTENCES), log_probs=flags.return_log_probs))
     with connect(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)
-        contract = generating_contract(models)
-        query = in_session(query_tensors(flags.output_len))
-        encoded = server.infer(models.text_model("preprocessing"), query)
-        block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
-        request = {**model_inputs(contract, encoded), **sampling}
-        answer = talk(server, models, models.name, request, flags)
-        block("postprocessing", *decoded(server, models, answer))
-        whole = in_session(ensemble_tensors(flags, {}))
-        talk(server, models, models.text_model("ensemble"), {**whole, **sampling}, flags)
 
+        def talk(name: str, request: Tensors) -> Iterator[Tensors]:
+            """The answers of a session in which the same request is sent at every step."""
+            for step, more in steps(flags, len(SENTENCES)):
+                yield server.infer(name, {**request, **in_session(more)}, step=step)
 
-def talk(
-    server: RemoteServer, models: Models, name: str, request: Tensors, flags: argparse.Namespace
-) -> Tensors:
-    """The last answer of a session in which the same request is sent at every step."""
-    head, output = "fastertransformer", "output_ids"
-    if name != models.name:
-        head, output = "ensemble", "OUTPUT_0"
-    answer: Tensors = {}
-    first = in_session(first_tensors(flags, len(SENTENCES)))
-    for step in steps(flags):
-        tensors = {**request, **(first if step.start else {})}
-        answer = server.infer(name, tensors, step=step)
-        block(head, *shown(answer, output, flags.return_log_probs))
-    return answer
+        print_blocks(flags, server, models, talk, in_session)

@@ -7,8 +7,8 @@ tools/interactive_text_generation/identity_test.py.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
+from functools import partial
 
 from launcher_scripts.clients.arguments import (
     add_server_flags,
@@ -16,23 +16,10 @@ from launcher_scripts.clients.arguments import (
     connect,
     run,
 )
-from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.identity_test import (
-    add_request_flags,
-    print_answers,
-    print_latencies,
-    request_of,
-    write_rows,
-)
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.sessions import (
-    check_flags,
-    first_tensors,
-    in_session,
-    require_sessions,
-    steps,
-)
+from launcher_scripts.clients.connection import SequenceStep, Tensors
+from launcher_scripts.clients.identity_test import add_request_flags, request_of, time_runs
+from launcher_scripts.clients.models import find_models
+from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,37 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_request_flags(parser)
     add_session_flags(parser)
-    flags = parser.parse_args(argv)
-    return run(lambda: test(flags))
+    return run(test, parser.parse_args(argv))
 
 
 def test(flags: argparse.Namespace) -> None:
-    """Ask, print and time."""
+    """Ask, print and time: a session is one run, and every answer has the whole session's text."""
     check_flags(flags)
     with connect(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)
-        if flags.warm_up:
-            print("[INFO] sending requests to warm up")
-            session(server, models, flags)
-        latencies = []
-        for _ in range(flags.num_runs):
-            start = time.perf_counter()
-            answers = session(server, models, flags)
-            latencies.append((time.perf_counter() - start) * 1000)
-            print_answers(answers)
-    write_rows(answers[-1], delimiter=",")
-    print_latencies(latencies)
+        request = request_of(flags)
 
+        def ask(step: SequenceStep, more: Tensors) -> Tensors:
+            return server.infer(models.name, in_session({**request, **more}), step=step)
 
-def session(server: RemoteServer, models: Models, flags: argparse.Namespace) -> list[Tensors]:
-    """The answers of one session, each with the whole session's text."""
-    request = request_of(flags)
-    rows = len(request["input_ids"])
-    answers = []
-    for step in steps(flags):
-        tensors = {**request, **(first_tensors(flags, rows) if step.start else {})}
-        print("set request")
-        answers.append(server.infer(models.name, in_session(tensors), step=step))
-        print("get request")
-    return answers
+        session = [partial(ask, *each) for each in steps(flags, len(request["input_ids"]))]
+        time_runs(flags, session, warm_up=len(session), timed_as=1, delimiter=",")

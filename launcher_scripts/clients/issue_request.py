@@ -71,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="streaming: fail unless every response adds one token to the one before",
     )
-    flags = parser.parse_args(argv)
-    return run(lambda: issue(flags))
+    return run(issue, parser.parse_args(argv))
 
 
 def issue(flags: argparse.Namespace) -> None:

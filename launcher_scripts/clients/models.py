@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from launcher_scripts.clients.connection import is_decoupled
+from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.models.repository import TEXT_MODELS
 
@@ -42,15 +43,7 @@ class Models:
         return self.text[role]
 
 
-class ModelServer(Protocol):
-    """What knows its models: one server, or several as one."""
-
-    def models(self) -> list[str]: ...
-
-    def model_config(self, model_name: str) -> dict[str, Any]: ...
-
-
-def find_models(server: ModelServer, wanted: str | None) -> Models:
+def find_models(server: RemoteServer, wanted: str | None) -> Models:
     """The model called `wanted`; without a name the tools' usual one, else the only one."""
     served = server.models()
     if wanted is not None and wanted not in served:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from launcher_scripts.clients.connection import (
     CONNECTIONS,
@@ -14,8 +15,6 @@ from launcher_scripts.clients.connection import (
 )
 from launcher_scripts.common.errors import LauncherError, ServerError, lookup, problem
 from launcher_scripts.config.security import ClientTls
-
-Answer = TypeVar("Answer")
 
 
 class RemoteServer:
@@ -61,11 +60,13 @@ class RemoteServer:
 
     def models(self) -> list[str]:
         """The names of all models that the server serves."""
-        return self._asked(self._connection.models, "its list of models")
+        with self._failures_of("its list of models"):
+            return self._connection.models()
 
     def model_config(self, model_name: str) -> dict[str, Any]:
         """The model's config.pbtxt, as Triton's JSON."""
-        return self._asked(lambda: self._connection.model_config(model_name), f"model {model_name}")
+        with self._failures_of(f"model {model_name}"):
+            return self._connection.model_config(model_name)
 
     def streams(self, model_name: str) -> bool:
         """Whether the model answers a request with several responses (`decoupled`)."""
@@ -75,8 +76,8 @@ class RemoteServer:
 
     def requests_taken(self, model_name: str) -> int:
         """How many requests the model has taken since the server began."""
-        what = f"the statistics of model {model_name}"
-        found = self._asked(lambda: self._connection.statistics(model_name), what)
+        with self._failures_of(f"the statistics of model {model_name}"):
+            found = self._connection.statistics(model_name)
         return int(found.get("inference_stats", {}).get("success", {}).get("count", 0))
 
     def infer(
@@ -92,10 +93,8 @@ class RemoteServer:
         """
         if self.streams(model_name):
             return self.submit(model_name, tensors, outputs, step)()
-        return self._asked(
-            lambda: self._connection.infer(model_name, tensors, outputs, step),
-            f"model {model_name}",
-        )
+        with self._failures_of(f"model {model_name}"):
+            return self._connection.infer(model_name, tensors, outputs, step)
 
     def submit(
         self,
@@ -108,23 +107,27 @@ class RemoteServer:
         what = f"model {model_name}"
         streams, connection = self.streams(model_name), self._connection
         send = connection.submit_streamed if streams else connection.submit
-        answer = self._asked(lambda: send(model_name, tensors, outputs, step), what)
-        return lambda: self._asked(answer, what)
+        with self._failures_of(what):
+            answer = send(model_name, tensors, outputs, step)
+
+        def outputs_of_request() -> Tensors:
+            with self._failures_of(what):
+                return answer()
+
+        return outputs_of_request
 
     def stream(
         self, model_name: str, tensors: Tensors, step: SequenceStep | None = None
     ) -> Generator[Tensors, None, None]:
         """The responses to one request as they come (gRPC alone); closing cancels the request."""
-        try:
+        with self._failures_of(f"model {model_name}"):
             yield from self._connection.stream(model_name, tensors, step)
-        except LauncherError:
-            raise
-        except Exception as error:
-            raise self._failure(error, f"model {model_name}") from error
 
-    def _asked(self, question: Callable[[], Answer], what: str) -> Answer:
+    @contextmanager
+    def _failures_of(self, what: str) -> Iterator[None]:
+        """What the transport raises becomes an error that is meant for the user."""
         try:
-            return question()
+            yield
         except LauncherError:
             raise
         except Exception as error:

@@ -12,19 +12,18 @@ from launcher_scripts.clients.models import Models
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 
 
-def steps(flags: argparse.Namespace) -> Iterator[SequenceStep]:
-    """The requests of one session, the first and the last marked."""
-    last = flags.num_session_steps - 1
-    for number in range(flags.num_session_steps):
-        yield SequenceStep(flags.session_id, number == 0, number == last)
-
-
-def first_tensors(flags: argparse.Namespace, rows: int) -> Tensors:
-    """What only the first request of a session carries, UINT32 [rows, 1] each."""
-    return {
+def steps(flags: argparse.Namespace, rows: int) -> Iterator[tuple[SequenceStep, Tensors]]:
+    """The requests of one session, the first and the last marked, with their further tensors:
+    the first one carries the session's sizes, UINT32 [rows, 1] each.
+    """
+    sizes = {
         "session_len": np.full((rows, 1), flags.session_len, np.uint32),
         "memory_len": np.full((rows, 1), flags.memory_len, np.uint32),
     }
+    last = flags.num_session_steps - 1
+    for number in range(flags.num_session_steps):
+        step = SequenceStep(flags.session_id, number == 0, number == last)
+        yield step, sizes if step.start else {}
 
 
 def in_session(tensors: Tensors) -> Tensors:

@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the words of a row, comma separated; a blank in front is a part of a word; one in "
         "double quotes may hold commas",
     )
-    flags = parser.parse_args(argv)
-    return run(lambda: show(flags))
+    return run(show, parser.parse_args(argv))
 
 
 def show(flags: argparse.Namespace) -> None:

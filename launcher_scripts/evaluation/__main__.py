@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,15 +14,6 @@ from launcher_scripts.config.policy import PolicySettings, read_policy
 from launcher_scripts.evaluation import compare, gate
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.evaluation.report_content import read_content, report_file
-
-
-@dataclass(frozen=True)
-class Command:
-    """One word of the command line. run: gives the exit code."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,21 +27,19 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help))
+    compare.add_arguments(commands.add_parser("compare", help="what differs between two reports"))
+    judge = commands.add_parser("judge", help="may the model go live?")
+    judge.add_argument(
+        "report", type=Path, help="report.json or its folder; its verdict is replaced"
+    )
+    judge.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
+    judge.set_defaults(run=_judge)
     given = parser.parse_args(argv)
     try:
-        return COMMANDS[given.command].run(given)
+        return int(given.run(given))
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return ERROR
-
-
-def _judge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "report", type=Path, help="report.json or its folder; its verdict is replaced"
-    )
-    parser.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
 
 
 def _judge(given: argparse.Namespace) -> int:
@@ -63,12 +51,6 @@ def _judge(given: argparse.Namespace) -> int:
     print("\n".join(verdict.lines()))
     Report(folder, content["model"]).add_verdict(verdict)
     return verdict.exit_code
-
-
-COMMANDS = {
-    "compare": Command("what differs between two reports", compare.add_arguments, compare.run),
-    "judge": Command("may the model go live?", _judge_arguments, _judge),
-}
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from launcher_scripts.config.policy import (
 )
 from launcher_scripts.evaluation import paired, statistics
 from launcher_scripts.evaluation.paired import ComparedAnswers
-from launcher_scripts.evaluation.report_content import harness_samples, read_content
+from launcher_scripts.evaluation.report_content import harness_samples, harness_tasks, read_content
 from launcher_scripts.evaluation.statistics import Interval
 
 Content = Mapping[str, Any]
@@ -52,10 +52,10 @@ def milliseconds(value: float) -> str:
 class Check:
     """A bound with what was measured.
 
-    bound:    its key in the policy
+    bound:    its key in the policy; `limit` is the smallest value that is allowed where that ends
+              with min or min_<figure>, else the largest
     what:     the figure in words
     measured: a figure of one run has no interval; None: not measured
-    at_least: whether `limit` is the smallest value that is allowed, else it is the largest
     how:      what measures it
     by_value: the value decides in spite of an interval
     """
@@ -64,11 +64,14 @@ class Check:
     what: str
     measured: Interval | float | None
     limit: float
-    at_least: bool
     how: str
     show: Show = plain
     note: str = ""
     by_value: bool = False
+
+    @property
+    def at_least(self) -> bool:
+        return self.bound.rpartition(".")[2].startswith("min")
 
     def holds(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
@@ -122,7 +125,7 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
     }
     harness = {
         ("harness", name): TaskSection(task["metrics"], harness_samples(task, folder), task)
-        for name, task in sorted(content.get("harness", {}).get("tasks", {}).items())
+        for name, task in sorted(harness_tasks(content).items())
     }
     return {**native, **harness}
 
@@ -211,14 +214,14 @@ def _figures(
         elif task is not None:
             how = f"the figures of {name} are {', '.join(sorted(task.metrics))}"
         if limits.min is not None:
-            yield Check(f"{key}.min", what, measured, limits.min, True, how, show)
+            yield Check(f"{key}.min", what, measured, limits.min, how, show)
         if limits.max is not None:
-            yield Check(f"{key}.max", what, measured, limits.max, False, how, show)
+            yield Check(f"{key}.max", what, measured, limits.max, how, show)
         yield from drops
         if limits.max_drop is not None and not drops:
             how = f"{how}, {KEY}.baseline or the task's reference is what it is compared with"
             what = f"the drop of {what}"
-            yield Check(f"{key}.max_drop", what, None, limits.max_drop, False, how, percent)
+            yield Check(f"{key}.max_drop", what, None, limits.max_drop, how, percent)
 
 
 def _agreement(
@@ -234,7 +237,7 @@ def _agreement(
     for key, others in all_others.items():
         if key not in tasks:
             missing = f"{MEASURED_BY[key[0]].format(key[1])} measures it"
-            yield Check(name, f"{key[1]} of {others.source}", None, 0, False, missing)
+            yield Check(name, f"{key[1]} of {others.source}", None, 0, missing)
             continue
         for check in _task_agreement(name, bounds, key, tasks[key], others, own):
             answered.add(check.bound)
@@ -244,7 +247,7 @@ def _agreement(
         # A drop may be bounded figure by figure.
         if limit is not None and bound not in answered and not (field == "max_drop" and own):
             what = f"{field} of the agreement with a {name}"
-            yield Check(bound, what, None, limit, field.startswith("min"), how)
+            yield Check(bound, what, None, limit, how)
 
 
 def _task_agreement(
@@ -265,15 +268,13 @@ def _task_agreement(
         same = statistics.share(sum(alike), len(alike)) if alike else None
         what = f"{key[1]}'s share of items answered as by {others.source}"
         note = f"{sum(alike)} of {len(alike)} items"
-        yield Check(
-            f"{name}.min_agreement", what, same, limit, True, how, percent, note, limit == 1
-        )
+        yield Check(f"{name}.min_agreement", what, same, limit, how, percent, note, limit == 1)
     if bounds.max_log_likelihood_difference is not None:
         what = f"the largest difference of an item's log-likelihood in {key[1]}"
         largest = paired.largest_difference(others)
         if largest is not None or not others.pairs:
             limit = bounds.max_log_likelihood_difference
-            yield Check(f"{name}.max_log_likelihood_difference", what, largest, limit, False, how)
+            yield Check(f"{name}.max_log_likelihood_difference", what, largest, limit, how)
 
 
 def _drop(
@@ -288,32 +289,32 @@ def _drop(
     how = f"{others.source} has no item in common with it"
     found = paired.drop(figure, task.metrics[figure], others)
     interval, note = (None, "") if found is None else found
-    return Check(bound, what, interval, limit, False, how, percent, note)
+    return Check(bound, what, interval, limit, how, percent, note)
 
 
 def _twin(twin: Content | None, bounds: TwinBounds) -> Iterator[Check]:
     how = "evaluate.twin measures it"
     items = (twin or {}).get("items", [])
-    for field, key, what, at_least, show in (
-        ("max_kl", "kl", "the mean KL divergence from the twin", False, plain),
-        ("min_top1", "top1", "the top-1 agreement with the twin", True, percent),
+    for field, key, what, show in (
+        ("max_kl", "kl", "the mean KL divergence from the twin", plain),
+        ("min_top1", "top1", "the top-1 agreement with the twin", percent),
     ):
         limit = getattr(bounds, field)
         if limit is not None:
             values = [item[key] for item in items if item.get(key) is not None]
             measured = statistics.mean(values) if values else None
-            yield Check(f"twin.{field}", what, measured, limit, at_least, how, show)
+            yield Check(f"twin.{field}", what, measured, limit, how, show)
     if bounds.max_log_likelihood_difference is not None:
         largest = max((abs(item["difference"]) for item in items), default=None)
         what = "the largest difference of an item's log-likelihood from the twin's"
         limit = bounds.max_log_likelihood_difference
-        yield Check("twin.max_log_likelihood_difference", what, largest, limit, False, how)
+        yield Check("twin.max_log_likelihood_difference", what, largest, limit, how)
     if bounds.max_findings is not None:
         findings = None if twin is None else twin.get("findings", [])
         note = "; ".join(f"{one['name']}: {one['text']}" for one in findings or [])
         count = None if findings is None else float(len(findings))
         what = "the number of findings of the twin"
-        yield Check(FINDINGS, what, count, bounds.max_findings, False, how, plain, note)
+        yield Check(FINDINGS, what, count, bounds.max_findings, how, plain, note)
 
 
 def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
@@ -346,13 +347,13 @@ def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:
         failed = float(sum(run["failed"] for run in runs)) if runs else None
         note = f"of {sum(run['requests'] for run in runs)} requests"
         what, limit = "the number of failed requests", bounds.max_failed
-        yield Check("load.max_failed", what, failed, limit, False, how, plain, note)
+        yield Check("load.max_failed", what, failed, limit, how, plain, note)
     if bounds.max_invalid is not None:
         reasons = [text for run in runs if not run["valid"] for text in run["invalid_reasons"]]
         invalid = float(sum(not run["valid"] for run in runs)) if runs else None
         what, limit = "the number of invalid runs", bounds.max_invalid
         note = "; ".join(dict.fromkeys(reasons))
-        yield Check("load.max_invalid", what, invalid, limit, False, how, plain, note)
+        yield Check("load.max_invalid", what, invalid, limit, how, plain, note)
     valid = [run for run in runs if run["valid"]]
     how = f"a valid run measures it: {how}" if runs else how
     for field, what in (
@@ -375,9 +376,7 @@ def _times(
         limit = getattr(bounds, name, None)
         if limit is not None:
             largest = max((times[name] for times in found), default=None)
-            yield Check(
-                f"{bound}.{name}", f"{what} ({name})", largest, limit, False, how, milliseconds
-            )
+            yield Check(f"{bound}.{name}", f"{what} ({name})", largest, limit, how, milliseconds)
 
 
 def _best(
@@ -387,4 +386,4 @@ def _best(
     if limit is not None:
         best = max((row[field] for row in rows if row.get(field) is not None), default=None)
         what = f"the best {field.replace('_', ' ')} of the {section} test"
-        yield Check(f"{section}.min_{field}", what, best, limit, True, how)
+        yield Check(f"{section}.min_{field}", what, best, limit, how)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.connection import MOST_IN_FLIGHT, Tensors
-from launcher_scripts.clients.models import find_models, parameter, parameters_of
+from launcher_scripts.clients.connection import MOST_IN_FLIGHT
+from launcher_scripts.clients.models import find_models, parameters_of
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
@@ -21,65 +21,6 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import States
 from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
-
-
-class SpreadServer:
-    """What an evaluation asks of a server, asked of replicas. To be used from one thread."""
-
-    def __init__(self, servers: Sequence[RemoteServer]) -> None:
-        self._servers = tuple(servers)
-        self._in_flight = [0] * len(self._servers)
-        self._sent = [0] * len(self._servers)
-
-    def is_ready(self, model_name: str) -> bool:
-        """Whether all of them are."""
-        return all(server.is_ready(model_name) for server in self._servers)
-
-    def model_config(self, model_name: str) -> dict[str, Any]:
-        """The first one's: they serve the same repository."""
-        return self._servers[0].model_config(model_name)
-
-    def models(self) -> list[str]:
-        """The first one's, as well."""
-        return self._servers[0].models()
-
-    def streams(self, model_name: str) -> bool:
-        """As the first one's."""
-        return self._servers[0].streams(model_name)
-
-    def requests_taken(self, model_name: str) -> int:
-        """Of all of them together."""
-        return sum(server.requests_taken(model_name) for server in self._servers)
-
-    def submit(
-        self, model_name: str, tensors: Tensors, outputs: Sequence[str] | None = None
-    ) -> Callable[[], Tensors]:
-        """Send one request to the server with the fewest in flight; those that had less come first.
-
-        The result waits for the answer.
-        """
-        chosen = min(range(len(self._servers)), key=lambda n: (self._in_flight[n], self._sent[n]))
-        answer = self._servers[chosen].submit(model_name, tensors, outputs)
-        self._sent[chosen] += 1
-        self._in_flight[chosen] += 1
-
-        def outputs_of_server() -> Tensors:
-            try:
-                return answer()
-            finally:
-                self._in_flight[chosen] -= 1
-
-        return outputs_of_server
-
-    def infer(
-        self, model_name: str, tensors: Tensors, outputs: Sequence[str] | None = None
-    ) -> Tensors:
-        """Submit, and wait for the answer."""
-        return self.submit(model_name, tensors, outputs)()
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.close()
 
 
 class Client:
@@ -99,7 +40,7 @@ class Client:
         """
         self.address = address
         self.model_name = model_name
-        servers = [
+        self._servers = [
             RemoteServer(
                 each,
                 protocol=protocol,
@@ -109,7 +50,9 @@ class Client:
             )
             for each in address.split(",")
         ]
-        self._server = SpreadServer(servers) if servers[1:] else servers[0]
+        self._first = self._servers[0]  # they serve the same repository
+        self._in_flight = [0] * len(self._servers)
+        self._sent = [0] * len(self._servers)
 
     def __enter__(self) -> Client:
         return self
@@ -118,11 +61,12 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     def is_ready(self) -> bool:
-        """Whether the server answers and serves the model. A server that is not there is not."""
-        return self._server.is_ready(self.model_name)
+        """Whether every server answers and serves the model. One that is not there does not."""
+        return all(server.is_ready(self.model_name) for server in self._servers)
 
     def max_batch_size(self) -> int:
         """The most rows that the model takes in one request."""
@@ -136,7 +80,9 @@ class Client:
         """
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        return row_outputs(rows, self._server.infer(self.model_name, tensors, names))
+        chosen = self._least_busy()
+        self._sent[chosen] += 1
+        return row_outputs(rows, self._servers[chosen].infer(self.model_name, tensors, names))
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8
@@ -188,21 +134,21 @@ class Client:
     @cached_property
     def special_ids(self) -> SpecialIds:
         """Those that the served preprocessing knows of; none without one."""
-        text = find_models(self._server, self.model_name).text
+        text = find_models(self._first, self.model_name).text
         if "preprocessing" not in text:
             return SpecialIds()
-        return SpecialIds.of(parameters_of(self._server.model_config(text["preprocessing"])))
+        return SpecialIds.of(parameters_of(self._first.model_config(text["preprocessing"])))
 
     def encode(self, text: str) -> list[int] | None:
         """The ids that the served preprocessing makes of a text; None where there is none."""
-        name = find_models(self._server, self.model_name).text.get("preprocessing")
+        name = find_models(self._first, self.model_name).text.get("preprocessing")
         if name is None:
             return None
         tensors = {
             "QUERY": np.array([[text.encode()]], dtype=object),
             "REQUEST_OUTPUT_LEN": np.ones((1, 1), dtype=np.uint32),
         }
-        made = self._server.submit(name, tensors, ("INPUT_ID", "REQUEST_INPUT_LEN"))()
+        made = self._first.infer(name, tensors, ("INPUT_ID", "REQUEST_INPUT_LEN"))
         return [int(each) for each in made["INPUT_ID"][0, : int(made["REQUEST_INPUT_LEN"][0, 0])]]
 
     def precision(self, weight_data_type: str) -> str:
@@ -210,19 +156,19 @@ class Client:
 
         weight_data_type: of its files
         """
-        config = self._server.model_config(self.model_name)
-        computed = parameter(config, "data_type") or "fp32"
-        mode, said = (parameter(config, name) for name in ("int8_mode", "quantization"))
-        if kv_cache_dtype_of(parameter(config, "kv_cache_dtype"), "{}") == "fp8":
+        said = self.parameters
+        computed = said.get("data_type") or "fp32"
+        if kv_cache_dtype_of(said.get("kv_cache_dtype"), "{}") == "fp8":
             return "fp8"
-        if quantization := quantization_of(int(mode or 0), said, "{}"):
+        mode = int(said.get("int8_mode") or 0)
+        if quantization := quantization_of(mode, said.get("quantization"), "{}"):
             return quantization
         return max(weight_data_type, computed, key=("fp32", "fp16", "bf16").index)
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
         """Those of config.pbtxt, as texts, and max_batch_size."""
-        config = self._server.model_config(self.model_name)
+        config = self._first.model_config(self.model_name)
         return {"max_batch_size": config.get("max_batch_size", 0), **parameters_of(config)}
 
     @cached_property
@@ -233,11 +179,11 @@ class Client:
     @property
     def streams(self) -> bool:
         """Whether the model answers as tokens come (`decoupled`)."""
-        return self._server.streams(self.model_name)
+        return self._first.streams(self.model_name)
 
     def requests_taken(self) -> int:
         """How many requests the model has taken since its servers began."""
-        return self._server.requests_taken(self.model_name)
+        return sum(server.requests_taken(self.model_name) for server in self._servers)
 
     def _each(
         self, requests: Iterable[list[GenerateRequest]], in_flight: int
@@ -253,5 +199,19 @@ class Client:
     def _submit(self, rows: Sequence[GenerateRequest]) -> Callable[[], list[GenerateOutput]]:
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        answer = self._server.submit(self.model_name, tensors, names)
-        return lambda: row_outputs(rows, answer())
+        chosen = self._least_busy()
+        answer = self._servers[chosen].submit(self.model_name, tensors, names)
+        self._sent[chosen] += 1
+        self._in_flight[chosen] += 1
+
+        def outputs() -> list[GenerateOutput]:
+            try:
+                return row_outputs(rows, answer())
+            finally:
+                self._in_flight[chosen] -= 1
+
+        return outputs
+
+    def _least_busy(self) -> int:
+        """The server with the fewest requests in flight; those that had less come first."""
+        return min(range(len(self._servers)), key=lambda n: (self._in_flight[n], self._sent[n]))

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "how far apart figures may be and count as the same, relative to A's where that is "
     about += "larger than 1 (%(default)s)"
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X", help=about)
+    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:

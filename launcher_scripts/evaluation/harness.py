@@ -31,7 +31,8 @@ from launcher_scripts.config.harness import KEY, HarnessSettings
 from launcher_scripts.config.security import read_secrets
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.lm_eval_program import NO_DATA
-from launcher_scripts.evaluation.tasks.task import Z_95, Metric
+from launcher_scripts.evaluation.statistics import Z
+from launcher_scripts.evaluation.tasks.task import Metric
 
 PROGRAM = Path(__file__).with_name("lm_eval_program.py")
 INSTALL = "pip install -r requirements/harness.txt"
@@ -272,9 +273,9 @@ def _metric(task: str, key: str, value: float, stderr: Any) -> Metric:
     if not isinstance(stderr, (int, float)) or not math.isfinite(stderr):
         return Metric(value, None, None, percent, meaning)
     if _EXPONENTIAL.fullmatch(metric) and value:
-        factor = math.exp(Z_95 * stderr / value)
+        factor = math.exp(Z * stderr / value)
         return Metric(value, value / factor, value * factor, percent, meaning)
-    low, high = value - Z_95 * stderr, value + Z_95 * stderr
+    low, high = value - Z * stderr, value + Z * stderr
     if percent:
         low, high = max(0.0, low), min(1.0, high)
     return Metric(value, low, high, percent, meaning)

@@ -11,6 +11,7 @@ from typing import Any
 from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.ladder import LadderRung
+from launcher_scripts.evaluation.report_content import harness_tasks
 from launcher_scripts.evaluation.tables import interval
 from launcher_scripts.evaluation.tasks.task import Metric
 
@@ -116,10 +117,8 @@ def ladder_table(rows: Sequence[LadderRow]) -> str:
 
 
 def _tasks(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Native tasks and those of lm-evaluation-harness; the latter are measured together."""
-    harness = report.get("harness") or {}
-    shared = {"measured_on": harness.get("measured_on")}
-    others = {f"harness.{name}": task | shared for name, task in harness.get("tasks", {}).items()}
+    """Native tasks and those of lm-evaluation-harness."""
+    others = {f"harness.{name}": task for name, task in harness_tasks(report).items()}
     return {**report.get("tasks", {}), **others}
 
 

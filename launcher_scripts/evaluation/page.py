@@ -347,12 +347,12 @@ def _timelines(runs: Sequence[Section]) -> Iterator[dict[str, Any]]:
         key=lambda run: (run["valid"], run["tokens_per_second"]),
         reverse=True,
     )
-    best = {
-        path: next(run for run in drawn if run["path"] == path)
-        for path in dict.fromkeys(run["path"] for run in runs)
-        if any(run["path"] == path for run in drawn)
-    }
-    ordered = [*best.values(), *(run for run in drawn if run is not best[run["path"]])]
+    best: dict[str, Section] = {}
+    for run in drawn:
+        best.setdefault(run["path"], run)
+    paths = dict.fromkeys(run["path"] for run in runs)
+    ordered = [best[path] for path in paths if path in best]
+    ordered += [run for run in drawn if run is not best[run["path"]]]
     for run in ordered[:TIMELINES_SHOWN]:
         name = f"{run['path']}, {run_name(run)}{'' if run['valid'] else ' (invalid)'}"
         yield {"svg": plots.timeline(run, name), "first": best[run["path"]] is run}

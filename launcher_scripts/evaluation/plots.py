@@ -13,6 +13,7 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,8 +27,13 @@ PAGE_COLOURS = {
     INK: "currentColor",
     GRID: "var(--line)",
 }
-# Lines differ by more than colour.
-MARKERS, DASHES = "os^Dv", ("-", "--", "-.", ":", (0, (5, 1, 1, 1)))
+# Lines differ by more than colour; beyond the fifth they repeat.
+LINES = cycler(
+    color=SERIES,
+    marker="os^Dv",
+    linestyle=("-", "--", "-.", ":", (0, (5, 1, 1, 1))),
+    markersize=[5] * len(SERIES),
+)
 RIGHT, WRONG = SERIES[:2]
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -87,10 +93,7 @@ def positions(rows: Sequence[Mapping[str, Any]]) -> str:
         middle = range(len(rows))
         axes.plot(middle, [row["kl"] for row in rows], "o-", color=SERIES[0])
         if min(row["kl"] for row in rows) > 0:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
+            _log_axis(axes)
         axes.xaxis.set_major_locator(FixedLocator(list(middle)))
         axes.set_xticklabels([f"{row['first']}-{row['last']}" for row in rows])
         axes.set_xlabel("position in the text [tokens]")
@@ -144,7 +147,7 @@ def _throughput_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], by: str, 
     title = f"Generated tokens per second by {label}"
     with rc_context(STYLE):
         figure, axes = _figure(title)
-        for (path, runs), style in zip(lines.items(), _styles(), strict=False):
+        for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             axes.plot(
                 [run[by] for run in runs],
                 [run["tokens_per_second"] for run in runs],
@@ -163,7 +166,7 @@ def _latency_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) 
     title = "Time to the first token [ms] against throughput"
     with rc_context(STYLE):
         figure, axes = _figure(title)
-        for (path, runs), style in zip(lines.items(), _styles(), strict=False):
+        for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             tokens = [run["tokens_per_second"] for run in runs]
             first = [run["first_token_ms"] for run in runs]
             axes.plot(tokens, [times["p50"] for times in first], label=f"{path} p50", **style)
@@ -201,7 +204,7 @@ def _speed_plot(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> st
     pairs = list(dict.fromkeys((row["input_len"], row["output_len"]) for row in rows))
     with rc_context(STYLE):
         figure, axes = _figure(title)
-        for pair, style in zip(pairs, _styles(len(pairs)), strict=True):
+        for pair, style in zip(pairs, LINES(), strict=False):
             chosen = [row for row in rows if (row["input_len"], row["output_len"]) == pair]
             chosen.sort(key=lambda row: int(row["batch_size"]))
             sizes = [row["batch_size"] for row in chosen]
@@ -218,19 +221,6 @@ def _speed_plot(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> st
         return _svg(figure, title, f"Between {min(values):,.1f} and {max(values):,.1f}.")
 
 
-def _styles(count: int = len(SERIES)) -> list[dict[str, Any]]:
-    """How each line of a plot looks; beyond the fifth they repeat."""
-    return [
-        {
-            "color": SERIES[index % len(SERIES)],
-            "marker": MARKERS[index % len(SERIES)],
-            "linestyle": DASHES[index % len(SERIES)],
-            "markersize": 5,
-        }
-        for index in range(count)
-    ]
-
-
 def _count_axis(axes: Axes, counts: Sequence[float]) -> None:
     """A tick for each count: by powers of two, as one chooses them."""
     axes.set_xscale("log", base=2)
@@ -244,7 +234,11 @@ def _value_axis(axes: Axes, values: Sequence[float]) -> None:
     """From 0, or logarithmic where the values are too far apart to be read that way."""
     if max(values) <= 10 * min(values):
         axes.set_ylim(0, 1.08 * max(values))
-        return
+    else:
+        _log_axis(axes)
+
+
+def _log_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -41,6 +41,15 @@ def report_file(path: Path) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
+def harness_tasks(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tasks of lm-evaluation-harness, each with what they have in common: measured_on,
+    settings and, unless it has its own, version.
+    """
+    harness = content.get("harness") or {}
+    shared = {name: harness.get(name) for name in ("measured_on", "settings", "version")}
+    return {name: {**shared, **task} for name, task in harness.get("tasks", {}).items()}
+
+
 def harness_samples(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """What lm-evaluation-harness wrote for each item of a task, below `folder`/harness.
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.evaluation import statistics
-from launcher_scripts.evaluation.comparison import TARGET_KEYS, answer
+from launcher_scripts.evaluation.comparison import answer, same_item
 from launcher_scripts.evaluation.journal import differences
 from launcher_scripts.evaluation.paired import FIELDS, flags
-from launcher_scripts.evaluation.report_content import harness_items
+from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
 
 # When and by which processes something was measured, which differs between any two reports.
 PASSING = ("date", "runs")
@@ -143,10 +143,8 @@ def _sections(content: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, M
     for name in ("speed", "twin", "load"):
         if content.get(name):
             yield name, content[name]
-    harness = content.get("harness") or {}
-    about = {name: harness.get(name) for name in ("measured_on", "settings", "version")}
-    for name, task in harness.get("tasks", {}).items():
-        yield f"harness {name}", {**about, **task, "items": harness_items(task, folder)}
+    for name, task in harness_tasks(content).items():
+        yield f"harness {name}", {**task, "items": harness_items(task, folder)}
 
 
 def _verdict(content: Mapping[str, Any]) -> str | None:
@@ -193,7 +191,7 @@ def _lasting(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDifference:
     items_a, items_b = _items(a), _items(b)
-    shared = [index for index, item in items_a.items() if _same_question(item, items_b.get(index))]
+    shared = [index for index, item in items_a.items() if same_item(item, items_b)]
     pairs = {index: (items_a[index], items_b[index]) for index in shared}
     figures = {
         metric: _figure(metric, values, b["metrics"][metric], list(pairs.values()))
@@ -222,10 +220,6 @@ def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 def _flags(item: Mapping[str, Any]) -> dict[str, bool]:
     """What is right or wrong of an item."""
     return {name: value for name, value in item.items() if isinstance(value, bool)}
-
-
-def _same_question(one: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
-    return other is not None and all(one.get(key) == other.get(key) for key in TARGET_KEYS)
 
 
 def _figure(

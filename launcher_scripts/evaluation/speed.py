@@ -75,9 +75,11 @@ def sweep(
             outputs = generate(rows)
             elapsed = clock() - start
             if encodes:
-                _check_states(outputs, input_len)
+                found = {len(output.hidden_state) for output in outputs}
+                _check_lengths(found, input_len, f"give states of {input_len} tokens")
             else:
-                _check_lengths(outputs, output_len)
+                found = {len(output.output_ids) for output in outputs}
+                _check_lengths(found, output_len, f"generate {output_len} tokens")
             if index >= settings.warmup:
                 latencies.append(elapsed)
         yield _row(batch_size, input_len, output_len, latencies)
@@ -117,20 +119,9 @@ def check_batch_sizes(settings: BenchmarkSettings, max_batch_size: int) -> None:
         )
 
 
-def _check_lengths(outputs: Sequence[GenerateOutput], output_len: int) -> None:
-    lengths = sorted({len(output.output_ids) for output in outputs})
-    if lengths != [output_len]:
-        raise ServerError(
-            problem(f"the server did not generate {output_len} tokens per row", got=lengths)
-        )
-
-
-def _check_states(outputs: Sequence[GenerateOutput], input_len: int) -> None:
-    lengths = sorted({len(output.hidden_state) for output in outputs})
-    if lengths != [input_len]:
-        raise ServerError(
-            problem(f"the server did not give states of {input_len} tokens per row", got=lengths)
-        )
+def _check_lengths(found: set[int], wanted: int, task: str) -> None:
+    if found != {wanted}:
+        raise ServerError(problem(f"the server did not {task} per row", got=sorted(found)))
 
 
 def _row(batch_size: int, input_len: int, output_len: int, latencies: Sequence[float]) -> SpeedRow:

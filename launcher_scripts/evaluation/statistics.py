@@ -7,6 +7,7 @@ resampling. docs/evaluation.md says which one is used where.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-Z = NormalDist().inv_cdf(0.975)
+Z = NormalDist().inv_cdf(0.975)  # a normal variable is within so many deviations 95 % of the time
 RESAMPLES = 10_000
 SEED = 0
 # The methods for items that are right or wrong, which hold for few items too.
@@ -60,16 +61,9 @@ class Interval:
             low, high = self.grown(items)
             return not low < limit < high
 
-        upper = max(self.items, least)
-        while not decides(upper):
-            if upper > _ENOUGH:
-                return None
-            upper *= 2
-        lower = max(self.items, least) - 1  # undecided
-        while upper - lower > 1:
-            middle = (lower + upper) // 2
-            lower, upper = (lower, middle) if decides(middle) else (middle, upper)
-        return upper
+        counts = range(max(self.items, least), _ENOUGH)
+        place = bisect.bisect_left(counts, True, key=decides)
+        return counts[place] if place < len(counts) else None
 
 
 def share(successes: int, items: int) -> Interval:

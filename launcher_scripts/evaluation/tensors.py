@@ -179,10 +179,11 @@ def grammar_tensor(rows: Sequence[GenerateRequest]) -> NDArray[np.uint8]:
 
 def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tuple[str, ...]:
     """The output tensors that these rows need."""
-    if lookup(CONTRACTS, model_type, "model_type").encoder_only:
+    contract = lookup(CONTRACTS, model_type, "model_type")
+    if contract.encoder_only:
         return ("output_hidden_state",)
     names = ["output_ids", "sequence_length"]
-    if lookup(CONTRACTS, model_type, "model_type").returns_prompts:
+    if contract.returns_prompts:
         names.append("response_input_lengths")
     if any(row.return_log_probs for row in rows):
         names += ["cum_log_probs", "output_log_probs"]

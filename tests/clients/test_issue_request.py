@@ -125,7 +125,8 @@ def test_bfloat16_is_sent_as_its_bytes() -> None:
     pytest.importorskip("ml_dtypes", reason="tritonclient needs it for BF16")
     http = pytest.importorskip("tritonclient.http")
     array = issue_request.tensor([[1.0, -2.0, 0.1]], "bfloat16")
-    (sent,) = connection.infer_inputs(http, {"request_prompt_embedding": array})
+    tensors = {"request_prompt_embedding": array}
+    (sent,) = connection.infer_arguments(http, "gpt", tensors, None)["inputs"]
     assert (sent.datatype(), sent.shape()) == ("BF16", [1, 3])
     assert sent._get_binary_data() == bytes.fromhex("803f00c0cd3d")
 

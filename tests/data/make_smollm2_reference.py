@@ -92,7 +92,6 @@ def main() -> None:
                 yield model(torch.tensor([row])).logits[0].numpy()
 
     results = list(lambada.measure(items, score(lambada.rows_to_score(items))))
-    items = [dataclasses.asdict(result) for result in results]
     section = {
         "settings": {"limit": None},
         "metrics": {
@@ -108,7 +107,7 @@ def main() -> None:
         "data_type": "fp32",
         "tasks": {"lambada": section},
     }
-    write(reference, items)
+    write(reference, results)
 
 
 def write(reference: dict, items: list[dict]) -> None:

@@ -17,9 +17,7 @@ from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
 from launcher_scripts.steps import measure_accuracy
 from tests.evaluation.fake_server import FakeServer
-from tests.evaluation.test_steps import ROOT, announce, job, settings_file
-
-__all__ = ["job"]  # a fixture
+from tests.evaluation.test_steps import ROOT, announce, settings_file
 
 Content = dict[str, Any]
 

@@ -21,10 +21,8 @@ from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings,
 from launcher_scripts.evaluation.journal import Journal, differences, locked
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.fake_server import FakeServer
-from tests.evaluation.test_steps import ROOT, announce, job, settings_file
+from tests.evaluation.test_steps import ROOT, announce, settings_file
 from tests.processes import wait_for
-
-__all__ = ["job"]  # a fixture
 
 STEPS = ("measure_accuracy", "measure_speed")
 BEGUN = {"date": "2026-01-01"}

@@ -11,7 +11,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks import TASKS, lambada
-from launcher_scripts.evaluation.tasks.lambada import Item, ItemResult
+from launcher_scripts.evaluation.tasks.lambada import Item
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
@@ -66,19 +66,24 @@ def test_an_item_is_right_when_all_its_target_tokens_are_the_likeliest():
     for tokens, length, correct, log_likelihood, last in cases:
         item = Item(index=7, target=" x", tokens=tokens, target_length=length)
         result = lambada.score_item(item, logits_after(tokens[:-1]))
-        assert result.log_likelihood == pytest.approx(log_likelihood)
-        assert (result.index, result.correct, result.last_token_correct) == (7, correct, last)
+        assert result == {
+            "index": 7,
+            "target": " x",
+            "correct": correct,
+            "log_likelihood": pytest.approx(log_likelihood),
+            "last_token_correct": last,
+        }
 
 
 def test_large_logits_do_not_overflow():
     logits = np.array([[4e4, 4e4 - 1]], np.float32)
     result = lambada.score_item(Item(0, " b", (0, 1), 1), logits)
-    assert result.log_likelihood == pytest.approx(-1 - math.log1p(math.exp(-1)))
+    assert result["log_likelihood"] == pytest.approx(-1 - math.log1p(math.exp(-1)))
 
 
 def test_summary_of_three_items():
     results = [
-        ItemResult(0, "", correct, log_likelihood, last)
+        {"correct": correct, "log_likelihood": log_likelihood, "last_token_correct": last}
         for correct, log_likelihood, last in [(1, -1.0, 1), (0, -2.0, 1), (0, -6.0, 1)]
     ]
     metrics = lambada.summarise(results)
@@ -96,7 +101,8 @@ def test_summary_of_three_items():
 
 
 def test_one_item_has_no_interval():
-    metrics = lambada.summarise([ItemResult(0, "", True, -1.0, True)])
+    item = {"correct": True, "log_likelihood": -1.0, "last_token_correct": True}
+    metrics = lambada.summarise([item])
     assert [metric.low for metric in metrics.values()] == [None, None, None]
 
 
@@ -128,7 +134,7 @@ def test_a_text_beyond_the_models_positions_loses_its_beginning():
     assert [item.tokens for item in cut] == [(0, 1, 2), (3, 4, 5, 6)]
     assert list(lambada.rows_to_score(cut)) == [(0, 1), (3, 4, 5)]
     assert all(
-        result.correct for result in lambada.measure(cut, map(logits_after, [(0, 1), (3, 4, 5)]))
+        result["correct"] for result in lambada.measure(cut, map(logits_after, [(0, 1), (3, 4, 5)]))
     )
     with pytest.raises(ConfigError, match="item 1 has a last word of too many tokens; got ' fg'"):
         lambada.fitting(items, 1)
@@ -167,7 +173,7 @@ def test_logits_that_are_no_numbers_are_an_error(value):
         list(lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits]))
     logits[1, 3] = -np.inf  # of a token that never comes
     (result,) = lambada.measure([Item(0, " c", (0, 1, 2), 1)], [logits])
-    assert result.correct
+    assert result["correct"]
 
 
 def test_bad_items_are_all_named(tmp_path):
@@ -197,7 +203,7 @@ def test_the_shipped_items_are_those_of_the_reference():
     assert [lambada.split_target(text)[1] for text in texts] == [
         item["target"] for item in reference["items"]
     ]
-    metrics = lambada.summarise([ItemResult(**item) for item in reference["items"]])
+    metrics = lambada.summarise(reference["items"])
     assert {name: dataclasses.asdict(metric) for name, metric in metrics.items()} == {
         name: pytest.approx(metric) for name, metric in reference["metrics"].items()
     }

@@ -25,9 +25,8 @@ from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import guidellm, load_test
 from launcher_scripts.evaluation.load.driver import DriverResult, drive
 from launcher_scripts.evaluation.load.figures import run_figures
-from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.paths import Target, TokenRequest
 from launcher_scripts.evaluation.load.plan import Load, LoadRequest, Plan, Prompts, make_plan
-from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.steps import measure_load
 
@@ -263,7 +262,13 @@ class FakeClient:
 
 
 @pytest.fixture
-def step(exact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path) -> Any:
+def step(
+    exact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    data_dir: Path,
+    undrawn: None,  # noqa: ARG001
+) -> Any:
     """Runs the step with LoadSettings; its exit code and the report's section."""
     ready = {"openai": exact, "grpc": "h:1", "ranks": []}
     (tmp_path / "ready.json").write_text(json.dumps(ready))

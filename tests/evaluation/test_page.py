@@ -25,24 +25,23 @@ def example():
     return json.loads(EXAMPLE_FILE.read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Plots that are not drawn, where they are not what is looked at."""
-    monkeypatch.setattr(plots, "_svg", lambda *_: '<svg role="img"></svg>')
+@pytest.fixture(scope="module")
+def example_page():
+    """report.html of the example, with its plots."""
+    return html(json.loads(EXAMPLE_FILE.read_text(encoding="utf-8")))
 
 
 def headings(page):
     return re.findall(r"<h2 [^>]*>([^<]*)</h2>", page)
 
 
-def test_every_section_is_shown_in_its_order(example):
-    page = html(example)
-    assert headings(page) == list(TITLES.values())
-    assert len(page) < 1_000_000
+def test_every_section_is_shown_in_its_order(example_page):
+    assert headings(example_page) == list(TITLES.values())
+    assert len(example_page) < 1_000_000
     for shown in ("NO-GO", "must not go live", "4 bounds passed", "25.80", "NVIDIA H200"):
-        assert shown in page
-    assert not re.search(r'(?:src|href)="(?!#|report\.json|\.\./|data:,)', page)
-    assert not re.search(r"@import|url\((?!#)", page)
+        assert shown in example_page
+    assert not re.search(r'(?:src|href)="(?!#|report\.json|\.\./|data:,)', example_page)
+    assert not re.search(r"@import|url\((?!#)", example_page)
 
 
 @pytest.mark.parametrize("section", ["twin", "harness", "load", "ladder", "verdict", "speed"])
@@ -333,11 +332,10 @@ def test_a_plot_takes_the_colours_of_its_page_and_says_what_it_shows(example):
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
+def chromium(tmp_path_factory, example_page):
     """A browser with the example, and everything on it unfolded."""
     folder = tmp_path_factory.mktemp("report")
-    report = json.loads(EXAMPLE_FILE.read_text(encoding="utf-8"))
-    (folder / "report.html").write_text(html(report), encoding="utf-8")
+    (folder / "report.html").write_text(example_page, encoding="utf-8")
     with browser(folder) as started:
         started.open((folder / "report.html").as_uri())
         yield started

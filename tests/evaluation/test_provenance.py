@@ -18,9 +18,7 @@ from launcher_scripts.evaluation import provenance
 from launcher_scripts.evaluation.provenance import data_files, digests, project_commit
 from launcher_scripts.steps import measure_accuracy, measure_reference
 from tests.evaluation.fake_server import FakeServer, logits_after
-from tests.evaluation.test_steps import announce, job, settings_file
-
-__all__ = ["job"]  # a fixture
+from tests.evaluation.test_steps import announce, settings_file
 
 
 def settings(folder: Path, **changes: Any) -> EvaluateSettings:

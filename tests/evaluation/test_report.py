@@ -75,6 +75,7 @@ class Page(html.parser.HTMLParser):
             self.text.append(data.strip())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_both_steps_meet_in_one_report(tmp_path):
     measured = environment(tmp_path)
     folder = tmp_path / "results"
@@ -106,6 +107,7 @@ def test_both_steps_meet_in_one_report(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_measuring_again_replaces_the_section(tmp_path):
     measured = environment(tmp_path)
     Report(tmp_path, "gpt").add_task(TASK, RESULT, measured)

@@ -19,6 +19,7 @@ from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.steps import measure_accuracy, measure_speed
+from tests.evaluation.text_tasks import write_letters
 from tests.server.processes import running
 
 pytest.importorskip("torch")
@@ -58,14 +59,8 @@ def served(tmp_path_factory, engine):
     tensors = small_models.random_tensors(config)
     small_models.write_checkpoint(export.checkpoint_dir, config, tensors, 2)
     ModelRepository(export.model_repository).write(export)
-    letters = {chr(ord("A") + index): index for index in range(config.vocab_size)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""},
-        "model": {"type": "BPE", "vocab": letters, "merges": []},
-    }
-    (export.checkpoint_dir / "tokenizer.json").write_text(json.dumps(tokenizer))
+    letters = "".join(chr(ord("A") + index) for index in range(config.vocab_size))
+    write_letters(export.checkpoint_dir, letters)
     with running(folder / "deploy", export.model_repository, device="cpu") as step:
         step.wait_until_ready()
         yield evaluate_settings(folder, export, step.settings.ready_file)

@@ -13,27 +13,10 @@ from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.steps import judge, measure_accuracy, measure_speed
-from tests.evaluation.fake_server import VOCAB, FakeServer
+from tests.evaluation.fake_server import FakeServer
 from tests.processes import read, wait_for, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def job(tmp_path):
-    """A folder with items, a tokenizer of the letters a to k, and settings to measure both."""
-    vocab = {letter: index for index, letter in enumerate("abcdefghijk")}
-    assert len(vocab) == VOCAB
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    texts = ["ab cd", "b f", "k a"]
-    (tmp_path / "items.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-    return tmp_path
 
 
 def settings_file(job, **changes):

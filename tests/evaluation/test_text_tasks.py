@@ -165,7 +165,7 @@ def test_questions_with_a_learned_prompt(data_dir: Path, tmp_path: Path) -> None
 
 def test_a_prompt_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "config.ini").write_text(PARTS)
-    assert prompts.read_virtual_tokens(tmp_path, 0).ids == (900, 901, 902)
+    assert prompts.read_virtual_tokens(tmp_path, 0) == (900, 901, 902)
     with pytest.raises(ConfigError, match="no learned prompt task_2; choices: task_0, task_1"):
         prompts.read_virtual_tokens(tmp_path, 2)
     with pytest.raises(ConfigError, match="no learned prompt task_0"):

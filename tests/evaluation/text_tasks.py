@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def asked(texts: Sequence[str], folder: Path, closing: tuple[int, ...] = ()) -> 
     return EvaluatedModel(
         Prepared(tokenizer, texts), tokenizer, folder, SpecialIds(closing=closing)
     )
+
+
+def write_letters(folder: Path, letters: str) -> None:
+    """A tokenizer.json of one token a letter, which takes no notice of blanks."""
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": ""},
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: index for index, letter in enumerate(letters)},
+            "merges": [],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def no_progress(done: int, total: int) -> None:

@@ -17,10 +17,9 @@ from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.load.driver import DriverResult
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.guidellm import find_guidellm, run_guidellm
-from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.paths import Target, TokenRequest
 from launcher_scripts.evaluation.load.plan import Load, Plan, Prompts, make_plan, read_texts
 from launcher_scripts.evaluation.load.saturation import Saturation, find_saturation
-from launcher_scripts.evaluation.load.tokens import TokenRequest
 from launcher_scripts.evaluation.load.validity import invalid_reasons
 from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer, read_vocab_size

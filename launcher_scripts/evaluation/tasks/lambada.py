@@ -34,6 +34,7 @@ from launcher_scripts.evaluation.tasks.task import (
     mean_95,
 )
 from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
+from launcher_scripts.evaluation.twin.logits import next_log_probs
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,6 @@ class Item:
     target: str
     tokens: tuple[int, ...]
     target_length: int
-
-
-@dataclass(frozen=True)
-class ItemResult:
-    """What the model made of one item; log_likelihood is the target's, natural logarithm."""
-
-    index: int
-    target: str
-    correct: bool
-    log_likelihood: float
-    last_token_correct: bool
 
 
 def read_texts(data_file: Path, limit: int | None = None) -> list[str]:
@@ -114,30 +104,28 @@ def make_items(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
     return items
 
 
-def score_item(item: Item, logits: NDArray[np.float32]) -> ItemResult:
-    """Judge one item by the logits at every position of its tokens but the last.
+def score_item(item: Item, logits: NDArray[np.float32]) -> dict[str, Any]:
+    """One item of the report, judged by the logits at every position of its tokens but the last.
 
+    Its log_likelihood is the target's, in nats.
     logits: float32 [len(item.tokens) - 1, vocab]; row i predicts token i + 1
     """
-    target = np.asarray(item.tokens[-item.target_length :])  # [T]
-    predictions = np.asarray(logits[-item.target_length :], dtype=np.float64)  # [T, vocab]
-    best = predictions.max(axis=-1)  # [T]
-    normaliser = best + np.log(np.exp(predictions - best[:, None]).sum(axis=-1))  # [T]
-    log_probs = predictions[np.arange(len(target)), target] - normaliser  # [T]
-    hits = predictions.argmax(axis=-1) == target  # [T]
-    return ItemResult(
-        index=item.index,
-        target=item.target,
-        correct=bool(hits.all()),
-        log_likelihood=float(log_probs.sum()),
-        last_token_correct=bool(hits[-1]),
-    )
+    read = item.tokens[-item.target_length - 1 :]  # one before the target, and the target
+    predictions = logits[-item.target_length :]  # [T, vocab]
+    hits = predictions.argmax(axis=-1) == np.asarray(read[1:])  # [T]
+    return {
+        "index": item.index,
+        "target": item.target,
+        "correct": bool(hits.all()),
+        "log_likelihood": float(next_log_probs(read, predictions).sum()),
+        "last_token_correct": bool(hits[-1]),
+    }
 
 
 def measure(
     items: Sequence[Item], logits_of_rows: Iterable[NDArray[np.float32]]
-) -> Iterator[ItemResult]:
-    """The items' results in order; row n of logits is that of rows_to_score's row n."""
+) -> Iterator[dict[str, Any]]:
+    """The report's items in order; row n of logits is that of rows_to_score's row n."""
     for item, logits in zip(items, logits_of_rows, strict=True):
         if len(logits) != len(item.tokens) - 1:
             raise ServerError(
@@ -186,22 +174,22 @@ def learned_positions(folder: Path) -> int | None:
     return config["gpt"].getint("max_pos_seq_len")
 
 
-def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
+def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     """The task's figures; the perplexity's interval comes from the mean log-likelihood's."""
-    mean, half_width = mean_95(np.array([result.log_likelihood for result in results]))
+    mean, half_width = mean_95(np.array([item["log_likelihood"] for item in items]))
     low = high = None
     if half_width is not None:
         low, high = math.exp(-mean - half_width), math.exp(-mean + half_width)
     return {
         "accuracy": fraction(
-            [result.correct for result in results],
+            [item["correct"] for item in items],
             "last words of which every token is the likeliest",
         ),
         "perplexity": Metric(
             math.exp(-mean), low, high, False, "exp of minus the last words' mean log-likelihood"
         ),
         "last_token_accuracy": fraction(
-            [result.last_token_correct for result in results],
+            [item["last_token_correct"] for item in items],
             "texts whose last token is the likeliest after the others",
         ),
     }
@@ -210,15 +198,14 @@ def summarise(results: Sequence[ItemResult]) -> dict[str, Metric]:
 def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
-    items = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))
-    results = []
+    passages = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))
+    items: list[dict[str, Any]] = []
 
     def ask(first: int) -> Iterator[dict[str, Any]]:
-        left = items[first:]
-        scored = asked.model.score(rows_to_score(left), settings.batch_size)
-        return map(dataclasses.asdict, measure(left, scored))
+        left = passages[first:]
+        return measure(left, asked.model.score(rows_to_score(left), settings.batch_size))
 
-    for result in asked.continued(ask):
-        results.append(ItemResult(**result))
-        progress(len(results), len(items))
-    return TaskResult(summarise(results), [dataclasses.asdict(result) for result in results])
+    for item in asked.continued(ask):
+        items.append(item)
+        progress(len(items), len(passages))
+    return TaskResult(summarise(items), items)

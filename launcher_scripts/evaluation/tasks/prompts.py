@@ -18,18 +18,6 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class VirtualTokens:
-    """A learned prompt's ids, which stand in front of every prompt: `length` from `start` on."""
-
-    start: int
-    length: int
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(range(self.start, self.start + self.length))
-
-
-@dataclass(frozen=True)
 class Prompt:
     """One item's prompt; ending: what stands behind its longest field, which is never cut off."""
 
@@ -71,7 +59,7 @@ def answers(
 ) -> list[str]:
     """What the model generates behind every prompt."""
     task = settings.generation.prompt_task
-    virtual = () if task is None else read_virtual_tokens(asked.folder, task).ids
+    virtual = () if task is None else read_virtual_tokens(asked.folder, task)
     rows = [row_of(asked, prompt, settings.generation, virtual) for prompt in prompts]
     texts: list[str] = []
 
@@ -118,13 +106,14 @@ def prompts_of(
     ]
 
 
-def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:
-    """Where the ids of a learned prompt begin and how many they are, from the checkpoint's
+def read_virtual_tokens(folder: Path, task: int) -> tuple[int, ...]:
+    """The ids of a learned prompt, which stand in front of every prompt, by the checkpoint's
     config.ini.
     """
+    start_key = "prompt_learning_start_id"
     config = read_model_ini(folder)
     section = config[f"task_{task}"] if config.has_section(f"task_{task}") else {}
-    starts = [part["prompt_learning_start_id"] for part in config.values() if _starts(part)]
+    starts = [part[start_key] for part in config.values() if start_key in part]
     if "prompt_length" not in section or not starts:
         known = [name for name in config.sections() if name.startswith("task_")]
         raise ConfigError(
@@ -135,11 +124,8 @@ def read_virtual_tokens(folder: Path, task: int) -> VirtualTokens:
                 "evaluate.tokenizer_dir",
             )
         )
-    return VirtualTokens(int(starts[0]), int(section["prompt_length"]))
-
-
-def _starts(section: Mapping[str, str]) -> bool:
-    return "prompt_learning_start_id" in section
+    start = int(starts[0])
+    return tuple(range(start, start + int(section["prompt_length"])))
 
 
 def read_lines(path: str, key: str) -> list[str]:

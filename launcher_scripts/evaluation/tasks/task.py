@@ -15,10 +15,10 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.evaluation.statistics import Z
 
 REFERENCE_KEY = "evaluate.tasks.<task>.reference"
 States = NDArray[np.float32]  # [tokens, hidden] of an encoder
-Z_95 = 1.959963984540054  # a normal variable is within this many deviations 95 % of the time
 
 
 @dataclass(frozen=True)
@@ -221,4 +221,4 @@ def mean_95(values: NDArray[np.float64]) -> tuple[float, float | None]:
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None
-    return mean, Z_95 * float(values.std(ddof=1)) / float(np.sqrt(len(values)))
+    return mean, Z * float(values.std(ddof=1)) / float(np.sqrt(len(values)))

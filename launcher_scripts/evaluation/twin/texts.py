@@ -130,8 +130,7 @@ def chat_finding(served: Render | None, original: Render | None) -> Finding | No
     for conversation in CONVERSATIONS:
         ours, theirs = _rendered(served, conversation), _rendered(original, conversation)
         if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            place = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+            place = _first_difference(ours, theirs)
             return Finding(
                 CHAT_TEMPLATE,
                 f"The chat templates write other text from character {place} on. Put the "
@@ -164,10 +163,14 @@ def _tail(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
 
 
 def _example(text: str, ours: list[int], theirs: list[int]) -> dict[str, Any]:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    place = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+    place = _first_difference(ours, theirs)
     around = slice(max(0, place - 2), place + _SHOWN)
     return {"text": text[:200], "place": place, "served": ours[around], "original": theirs[around]}
+
+
+def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _shown(tokenizer: Tokenizer, token_id: int) -> str:
