@@ -123,8 +123,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
             values.problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
-        variants = (row.dialect + variant for variant in row.variants(values))
-        dialects = (*variants, row.dialect, *row.inherits)
+        dialects = row.dialects(values)
         try:
             config = row.read(values)
         except CheckpointError:

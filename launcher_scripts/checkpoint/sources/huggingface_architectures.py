@@ -50,6 +50,11 @@ class Architecture:
     ties: bool = True
     may_be: Callable[[Any], bool] = lambda _: True
 
+    def dialects(self, raw: RawConfig) -> tuple[str, ...]:
+        """The dialects of the weight table for the tensors of one model, first choice first."""
+        variants = (self.dialect + variant for variant in self.variants(raw))
+        return (*variants, self.dialect, *self.inherits)
+
 
 HEAD = "lm_head.weight"
 

@@ -12,6 +12,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -46,12 +47,11 @@ def plain_gpt(
 def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConfig:
     """activation: what it is where the file names none;  fields: as in plain_gpt"""
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
-    for name, value in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        raw.only(name, value)
+    raw.only(
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
     return plain_gpt(
         raw,
         hidden,
@@ -68,8 +68,7 @@ def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConf
 
 def gpt_bigcode(raw: RawConfig) -> GPTConfig:
     """SantaCoder and StarCoder: a GPT-2 whose heads share one key and one value."""
-    raw.only("multi_query", True)
-    raw.only("num_key_value_heads", 1)
+    raw.only(multi_query=True, num_key_value_heads=1)
     raw.unused("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache")
     raw.unused("runner_max_sequence_length", "validate_runner_input")
     return gpt2(raw, "gelu_pytorch_tanh", num_kv_heads=1)
@@ -93,7 +92,7 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
     """GPT-Neo: layers in turn attend to all tokens and to the last ones; scores are not scaled."""
     hidden, layers = raw.size("hidden_size"), raw.layers("num_layers", "num_hidden_layers")
     kinds, window = _attention_kinds(raw, layers), raw.size("window_size", default=256)
-    full = ",".join(str(layer) for layer, kind in enumerate(kinds) if kind == "global")
+    full = layer_list(layer for layer, kind in enumerate(kinds) if kind == "global")
     return plain_gpt(
         raw,
         hidden,
@@ -108,13 +107,13 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
         attention_dense_bias=True,
         softmax_scale=1.0,
         sliding_window=window if "local" in kinds else None,
-        full_attention_layers=(full or None) if "local" in kinds else None,
+        full_attention_layers=full if "local" in kinds else None,
     )
 
 
 def bloom(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
-    raw.only("apply_residual_connection_post_layernorm", False)
+    raw.only(apply_residual_connection_post_layernorm=False)
     return plain_gpt(
         raw,
         hidden,
@@ -132,18 +131,16 @@ def bloom(raw: RawConfig) -> GPTConfig:
 def mpt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model", "hidden_size"), raw.size("n_heads", "num_attention_heads")
     attention = raw.section("attn_config")
-    for name, value in (
-        ("attn_type", "multihead_attention"),
-        ("alibi", True),
-        ("alibi_bias_max", 8),
-        ("clip_qkv", None),
-        ("prefix_lm", False),
-        ("qk_ln", False),
-    ):
-        attention.only(name, value)
+    attention.only(
+        attn_type="multihead_attention",
+        alibi=True,
+        alibi_bias_max=8,
+        clip_qkv=None,
+        prefix_lm=False,
+        qk_ln=False,
+    )
     attention.unused("attn_impl", "attn_uses_sequence_id")
-    for name, value in (("no_bias", True), ("expansion_ratio", 4), ("logit_scale", None)):
-        raw.only(name, value)
+    raw.only(no_bias=True, expansion_ratio=4, logit_scale=None)
     raw.unused("embedding_fraction", "init_config", "init_device", "learned_pos_emb")
     raw.unused("norm_type", "tokenizer_name", "verbose")
     return plain_gpt(
@@ -166,7 +163,7 @@ def mpt(raw: RawConfig) -> GPTConfig:
 def opt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     bias = raw.flag("enable_bias", default=True)
-    raw.only("layer_norm_elementwise_affine", True)
+    raw.only(layer_norm_elementwise_affine=True)
     raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
     return plain_gpt(
         raw,
@@ -187,7 +184,7 @@ def opt(raw: RawConfig) -> GPTConfig:
 
 def xglm(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
-    raw.only("add_cross_attention", False)
+    raw.only(add_cross_attention=False)
     return plain_gpt(
         raw,
         hidden,
@@ -264,10 +261,9 @@ def t5gemma(raw: RawConfig) -> T5Config:
             what = f"{name} of encoder and decoder must be the same"
             raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
     encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
-    decoder.only("cross_attention_hidden_size", encoder.raw.get("hidden_size"))
+    decoder.only(cross_attention_hidden_size=encoder.raw.get("hidden_size"))
     for stack in (encoder, decoder):
-        for switch in ("attention_bias", "use_bidirectional_attention"):
-            stack.only(switch, False)
+        stack.only(attention_bias=False, use_bidirectional_attention=False)
     raw.unused("vocab_size")  # it repeats the decoder's
     rope = decoder.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
@@ -328,13 +324,12 @@ def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) 
 
     sinusoidal: positions are computed
     """
-    for name, value in (
-        ("normalize_before", pre),
-        ("add_final_layer_norm", pre),
-        ("normalize_embedding", embedding_norm),
-        ("static_position_embeddings", sinusoidal),
-    ):
-        raw.only(name, value)
+    raw.only(
+        normalize_before=pre,
+        add_final_layer_norm=pre,
+        normalize_embedding=embedding_norm,
+        static_position_embeddings=sinusoidal,
+    )
     raw.unused("num_hidden_layers")  # it repeats encoder_layers
     forced = None
     if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
@@ -362,42 +357,43 @@ def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) 
 
 
 def bart(raw: RawConfig) -> BartConfig:
-    raw.only("extra_pos_embeddings", 2)
+    raw.only(extra_pos_embeddings=2)
     return _bart(raw, pre=False, embedding_norm=True, sinusoidal=False)
 
 
 def mbart(raw: RawConfig) -> BartConfig:
-    raw.only("extra_pos_embeddings", 2)
+    raw.only(extra_pos_embeddings=2)
     return _bart(raw, pre=True, embedding_norm=True, sinusoidal=False)
 
 
 def m2m_100(raw: RawConfig) -> BartConfig:
-    raw.only("pad_token_id", 1)  # positions are counted from it
+    raw.only(pad_token_id=1)  # positions are counted from it
     return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
 
 
 def pegasus(raw: RawConfig) -> BartConfig:
-    raw.only("add_bias_logits", False)
+    raw.only(add_bias_logits=False)
     raw.unused("extra_pos_embeddings")  # of an older table of positions
     return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
 
 
 def marian(raw: RawConfig) -> BartConfig:
-    raw.only("add_bias_logits", False)
-    raw.only("share_encoder_decoder_embeddings", True)
-    raw.only("decoder_vocab_size", raw.raw.get("vocab_size"))
+    raw.only(
+        add_bias_logits=False,
+        share_encoder_decoder_embeddings=True,
+        decoder_vocab_size=raw.raw.get("vocab_size"),
+    )
     return _bart(raw, pre=False, embedding_norm=False, sinusoidal=True)
 
 
 def agm(raw: RawConfig) -> AgmConfig:
     hidden, heads = raw.size("d_model"), raw.size("decoder_attention_heads")
-    for name, value in (
-        ("position_bias_per_layer", True),
-        ("use_alibi_position_embedding", False),
-        ("scale_embedding", False),
-        ("embed_dim", None),
-    ):
-        raw.only(name, value)
+    raw.only(
+        position_bias_per_layer=True,
+        use_alibi_position_embedding=False,
+        scale_embedding=False,
+        embed_dim=None,
+    )
     scale = 1.0
     if raw.flag("scale_attention", default=True):
         size = raw.head_size(hidden, heads)

@@ -64,8 +64,7 @@ def head_size_of(raw: RawConfig) -> int:
 
 
 def llama(raw: RawConfig) -> GPTConfig:
-    raw.only("sliding_window", None)
-    raw.only("layer_types", ["full_attention"] * raw.layers("num_hidden_layers"))
+    raw.only(sliding_window=None, layer_types=["full_attention"] * raw.layers("num_hidden_layers"))
     return decoder(raw)
 
 
@@ -109,7 +108,7 @@ def qwen_windows(raw: RawConfig) -> Fields:
 
 
 def phi3(raw: RawConfig) -> GPTConfig:
-    raw.only("attention_bias", False)
+    raw.only(attention_bias=False)
     return decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
@@ -169,15 +168,14 @@ def cohere2(raw: RawConfig) -> GPTConfig:
     """Command-R7B and Command-A: layers have a window, or queries and keys that do not turn."""
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % pattern == 0)
-    for name, value in (
-        ("order_of_interleaved_layers", "local_attn_first"),
-        ("position_embedding_type", "rope_gptj"),
-        ("rotary_pct", 1.0),
-        ("use_gated_activation", True),
-        ("use_parallel_block", True),
-        ("use_parallel_embedding", False),
-    ):
-        raw.only(name, value)
+    raw.only(
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_parallel_embedding=False,
+    )
     raw.unused("layer_switch", "use_embedding_sharing")  # sliding_window_pattern and the tensors
     return cohere(raw, unrotated_layers=_unwindowed(raw, fields), **fields)
 
@@ -190,7 +188,7 @@ def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
 
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
-    raw.only("use_qk_norm", False)
+    raw.only(use_qk_norm=False)
     return decoder(
         raw,
         normalization="layernorm",
@@ -207,7 +205,7 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) -> GPTConfig:
     """A Llama with layer norms, of which a share of each head turns."""
-    raw.only("qk_layernorm", False)
+    raw.only(qk_layernorm=False)
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     return decoder(
         raw,
@@ -259,7 +257,7 @@ def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def olmo(raw: RawConfig) -> GPTConfig:
     """The first OLMo, whose norms have no weights."""
-    raw.only("clip_qkv", None)
+    raw.only(clip_qkv=None)
     return decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
 
 
@@ -347,12 +345,7 @@ def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def starcoder2(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", True)
-    for name, value in (
-        ("mlp_type", "default"),
-        ("norm_type", "layer_norm"),
-        ("scale_attn_weights", True),
-    ):
-        raw.only(name, value)
+    raw.only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     raw.unused("layer_norm_epsilon")  # norm_epsilon rules
     return decoder(
         raw,
@@ -427,8 +420,7 @@ def internlm3(raw: RawConfig) -> GPTConfig:
 
 
 def iquestcoder(raw: RawConfig) -> GPTConfig:
-    raw.only("clip_qkv", None)
-    raw.only("use_sliding_window", False)
+    raw.only(clip_qkv=None, use_sliding_window=False)
     raw.unused("sliding_window", "max_window_layers")
     return decoder(raw, norm_eps=raw.real("rms_norm_eps", 1e-5))
 

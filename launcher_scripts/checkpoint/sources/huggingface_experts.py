@@ -36,11 +36,9 @@ def _experts(raw: RawConfig, *names: str, normalized: bool) -> Fields:
 
 def gpt_oss(raw: RawConfig) -> GPTConfig:
     """OpenAI's gpt-oss: a score of no token for every head, biases everywhere."""
-    raw.only("swiglu_alpha", SLOPE)
-    raw.only("swiglu_limit", CLAMP)
-    raw.only("hidden_act", "silu")
+    raw.only(swiglu_alpha=SLOPE, swiglu_limit=CLAMP, hidden_act="silu")
     raw.unused("initial_context_length")  # the rope's original positions
-    raw.only("experts_per_token", raw("num_experts_per_tok"))  # another name of it
+    raw.only(experts_per_token=raw("num_experts_per_tok"))  # another name of it
     turns = rope(raw, head_size_of(raw), rope_theta=150000.0)
     return decoder(
         raw,
@@ -59,7 +57,7 @@ def gpt_oss(raw: RawConfig) -> GPTConfig:
 
 
 def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
-    raw.only("position_embedding_type", "rope")
+    raw.only(position_embedding_type="rope")
     experts = _experts(raw, "num_local_experts", normalized=True)
     return granite(raw, mlp_bias=False, **experts, **fields)
 
@@ -128,7 +126,7 @@ def _said_experts(raw: RawConfig, *names: str, normalized: bool = False) -> Fiel
 
 def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
-    raw.only("clip_qkv", None)
+    raw.only(clip_qkv=None)
     return decoder(
         raw,
         norm_eps=raw.real("rms_norm_eps", 1e-5),
@@ -217,13 +215,7 @@ def _biased_experts(
 
     first_dense, normalized, scaling_factor: where the file does not say them
     """
-    for name, value in (
-        ("n_group", 1),
-        ("topk_group", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-    ):
-        raw.only(name, value)
+    raw.only(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
     size = raw.size("moe_intermediate_size")
     dense = raw.size("first_k_dense_replace", default=first_dense, least=0)
     return {
@@ -240,12 +232,7 @@ def _biased_experts(
 
 def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
     """ERNIE 4.5 chooses by a softmax plus a bias."""
-    for name, value in (
-        ("moe_use_aux_free", True),
-        ("moe_gate", "topk"),
-        ("moe_gate_act", "softmax"),
-    ):
-        raw.only(name, value)
+    raw.only(moe_use_aux_free=True, moe_gate="topk", moe_gate_act="softmax")
     raw.unused("moe_norm_min", "moe_capacity")  # against a division by 0; of the training
     layers, interval = raw.layers("num_hidden_layers"), raw.size("moe_layer_interval", default=1)
     first = raw.size("moe_layer_start_index", default=1, least=0)
@@ -270,15 +257,14 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
 
 def minimax_m2(raw: RawConfig) -> GPTConfig:
     """MiniMax-M2 normalizes all heads' queries and keys together."""
-    for name, value in (
-        ("attn_type_list", [1] * raw.layers("num_hidden_layers")),
-        ("qk_norm_type", "per_layer"),
-        ("scoring_func", "sigmoid"),
-        ("shared_intermediate_size", 0),
-        ("use_qk_norm", True),
-        ("use_routing_bias", True),
-    ):
-        raw.only(name, value)
+    raw.only(
+        attn_type_list=[1] * raw.layers("num_hidden_layers"),
+        qk_norm_type="per_layer",
+        scoring_func="sigmoid",
+        shared_intermediate_size=0,
+        use_qk_norm=True,
+        use_routing_bias=True,
+    )
     head_size = head_size_of(raw)
     turning = raw.size("rotary_dim", default=head_size)
     return decoder(

@@ -80,13 +80,11 @@ class Fp8Scheme:
 class ScaledTensor(SourceTensor):
     """A weight times its scales, computed when it is read.  block: what shares one of them"""
 
-    base: SourceTensor | None = None
-    scales: SourceTensor | None = None
-    block: tuple[int, int] = (1, 1)
+    base: SourceTensor
+    scales: SourceTensor
+    block: tuple[int, int]
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
-        if self.base is None or self.scales is None:
-            return super().read(workspace, name)
         memory, (high, wide) = workspace or Workspace(), self.block
         found = memory.array(name, self.shape, self.dtype)
         values = self.base.read(memory, f"{name} fp8")

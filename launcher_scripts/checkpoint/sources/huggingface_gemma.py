@@ -13,7 +13,7 @@ from launcher_scripts.models.gpt import GPTConfig
 
 def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
-    raw.only("use_bidirectional_attention", False)
+    raw.only(use_bidirectional_attention=False)
     old = raw.text("hidden_act", "gelu_pytorch_tanh")
     activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
     return decoder(

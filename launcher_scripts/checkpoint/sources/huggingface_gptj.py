@@ -13,8 +13,7 @@ from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 def gptj(raw: RawConfig) -> GPTConfig:
     """GPT-J: one norm for attention and MLP, which read the same hidden states."""
-    for name in ("rotary", "scale_attn_weights"):
-        raw.only(name, True)
+    raw.only(rotary=True, scale_attn_weights=True)
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     head_size = raw.head_size(hidden, heads)
     return plain_gpt(
@@ -56,10 +55,10 @@ def falcon(raw: RawConfig) -> GPTConfig:
     if raw.flag("multi_query", True) and not new:
         groups = 1
     bias = raw.flag("bias", False)
-    raw.only("apply_residual_connection_post_layernorm", False)
+    raw.only(apply_residual_connection_post_layernorm=False)
     raw.unused("num_ln_in_parallel_attn")  # the tensors say it
     if new:
-        raw.only("parallel_attn", True)
+        raw.only(parallel_attn=True)
     return plain_gpt(
         raw,
         hidden,

@@ -136,12 +136,13 @@ class RawConfig:
             return "gelu"
         return ACTIVATIONS[found]
 
-    def only(self, name: str, value: Any) -> None:
-        """Refuse anything but `value`, which is also the default and the meaning of null."""
-        self.asked.add(name)
-        found = self.raw.get(name)
-        if found is not None and found != value:
-            self.problems.add(f"{name} is not supported", got=found, choices=(value,))
+    def only(self, **values: Any) -> None:
+        """Refuse anything but these values, which are also the defaults and the meaning of null."""
+        self.asked.update(values)
+        for name, value in values.items():
+            found = self.raw.get(name)
+            if found is not None and found != value:
+                self.problems.add(f"{name} is not supported", got=found, choices=(value,))
 
     def head_size(self, hidden: int, heads: int) -> int:
         if hidden % heads and not self.problems.messages:

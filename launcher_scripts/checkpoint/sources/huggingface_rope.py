@@ -42,8 +42,7 @@ def rope_of(
     share = section.real(
         "partial_rotary_factor", raw.real("partial_rotary_factor", partial_rotary_factor)
     )
-    raw.only("rope_interleaved", False)
-    raw.only("use_mrope", False)
+    raw.only(rope_interleaved=False, use_mrope=False)
     raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
     fields: Fields = {
         "position_embedding": "rope",
@@ -71,7 +70,7 @@ def two_ropes(
         return rope(raw, head_size, rope_theta=base), None
     turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=base)
     local = said.section("sliding_attention")
-    local.only("rope_type", "default")
+    local.only(rope_type="default")
     return turns, local.real("rope_theta", local_base)
 
 

@@ -62,8 +62,8 @@ class StackedTensor(SourceTensor):
     size: the adapters, blocks and ranks of A [in, size], the adapters and ranks of B [size, out]
     """
 
-    parts: Sequence[Part] = ()
-    size: tuple[int, ...] = ()
+    parts: Sequence[Part]
+    size: tuple[int, ...]
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         stacked = (workspace or Workspace()).array(name, self.shape, self.dtype)
