@@ -12,7 +12,7 @@ from launcher_scripts.checkpoint.convert.plan import Task, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
-from launcher_scripts.checkpoint.sources.nemo_options import section
+from launcher_scripts.checkpoint.sources.nemo_options import refuse_others, section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
@@ -26,6 +26,14 @@ KEYS = {
     "ia3": "export.model.ia3_checkpoints",
     "adapter": "export.model.adapter_checkpoints",
     "lora": LORA_KEY,
+}
+
+# What NeMo's adapters may say of themselves (None: absent or null).
+_ADAPTER_VALUES: dict[str, tuple[Any, ...]] = {
+    "type": (None, "linear_adapter", "parallel_adapter"),
+    "norm_type": (None, "mixedfusedlayernorm", "layernorm"),
+    "norm_position": (None, "pre", "post"),
+    "weight_tying": (None, False),
 }
 
 
@@ -206,15 +214,7 @@ def found_parts(
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
     """Size and place of the adapters; what their configuration says that is not supported."""
     tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
-    kind = tuning.get("type", "parallel_adapter")
-    for key, value, choices in (
-        ("type", kind, ("linear_adapter", "parallel_adapter")),
-        ("norm_type", tuning.get("norm_type"), (None, "mixedfusedlayernorm", "layernorm")),
-        ("norm_position", tuning.get("norm_position"), (None, "pre", "post")),
-        ("weight_tying", tuning.get("weight_tying"), (None, False)),
-    ):
-        if value not in choices:
-            problems.add(f"adapter_tuning.{key} is not supported", got=value, choices=choices)
+    refuse_others(tuning, problems, _ADAPTER_VALUES, " of adapter_tuning")
     wide = next(
         (shards for name, shards in part.adapters.items() if name.endswith("wi.weight")), ()
     )

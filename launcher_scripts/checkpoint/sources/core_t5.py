@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.core_options import (
-    ACTIVATIONS,
     CORE_ALONE,
-    NORMALIZATIONS,
     CoreOptions,
     activation_of,
+    normalization_of,
     refuse_unknown,
 )
 from launcher_scripts.checkpoint.sources.nemo_options import flag, nemo_dialects, real, size
@@ -85,17 +84,9 @@ def read_t5(
     the two counts. Raises CheckpointError with everything that cannot be represented.
     """
     raw, problems = options.raw, Problems(options.origin)
-    refuse_unknown(raw, problems, CORE_ALONE)
     heads, hidden = size(raw, "num_attention_heads", problems), size(raw, "hidden_size", problems)
-    activation = str(raw.get("activation_func") or "gelu")
-    normalization = str(raw.get("normalization") or "LayerNorm")
-    for name, value, choices in (
-        ("normalization", normalization, NORMALIZATIONS),
-        ("activation_func", activation, ACTIVATIONS),
-        ("num_query_groups", raw.get("num_query_groups") or heads, (heads,)),
-    ):
-        if value not in choices:
-            problems.add(f"{name} is not supported", got=value, choices=choices)
+    refuse_unknown(raw, problems, {**CORE_ALONE, "num_query_groups": (None, 0, heads)})
+    normalization, activation = normalization_of(raw, problems), activation_of(raw, problems)
     head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
     gated = flag(raw, "gated_linear_unit", False)
     learned = tensors.get("encoder_embedding.position_embeddings.weight")
@@ -112,9 +103,9 @@ def read_t5(
         position_embedding="relative" if relative else "learned",
         max_positions=512 if learned is None else learned.shape[0],
         **relative,
-        normalization=NORMALIZATIONS[normalization],
+        normalization=normalization,
         norm_eps=real(raw, "layernorm_epsilon", 1e-5, problems),
-        activation=activation_of(raw, activation),
+        activation=activation,
         gated=gated,
         bias=flag(raw, "add_bias_linear", True),
         attention_scale=head_size**-0.5,
