@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
-from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, widened
+from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
@@ -54,7 +54,7 @@ class Scale:
 
     def apply(self, blocks: Blocks) -> Blocks:
         """The blocks, scaled in float32."""
-        values = widened(self.vector.read()).astype(np.float32)
+        values = float32(self.vector.read())
         if self.block is None:
             return [[float32(unit) * values[:, None] for unit in block] for block in blocks]
         scaled, start = [], 0
@@ -67,11 +67,6 @@ class Scale:
             scaled if number == self.block else [float32(unit) for unit in block]
             for number, block in enumerate(blocks)
         ]
-
-
-def float32(values: NDArray[Any]) -> NDArray[Any]:
-    """Floats of any type as float32; the same array where they are."""
-    return widened(values).astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoi
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import Adapters, PromptTask, ia3_keys, ia3_sites
-from launcher_scripts.models.family import Partition
+from launcher_scripts.models.family import Partition, stack_layers
 
 KEYS = {
     "prompt": "export.model.prompt_checkpoints",
@@ -236,9 +236,7 @@ def check_folded(
     expected: dict[str, int] = {}
     decoder = family == "t5" and not config.encoder_only
     for site in ia3_sites(family, decoder):
-        layers = (
-            config.num_decoder_layers if site.name.startswith("decoder.") else config.num_layers
-        )
+        layers = getattr(config, stack_layers(site.name))
         for key in ia3_keys(site, count):
             size = int(getattr(config, site.axis))
             expected |= {key.replace("*", str(layer)): size for layer in range(layers)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.convert.plan import float32
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update

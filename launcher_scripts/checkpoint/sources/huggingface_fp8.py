@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
+from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
@@ -88,7 +88,7 @@ class ScaledTensor(SourceTensor):
         memory, (high, wide) = workspace or Workspace(), self.block
         found = memory.array(name, self.shape, self.dtype)
         values = self.base.read(memory, f"{name} fp8")
-        scales = widened(self.scales.read(memory, f"{name} scales")).astype(np.float32)
+        scales = float32(self.scales.read(memory, f"{name} scales"))
         scales = scales.reshape(-(-self.shape[0] // high), -1)
         for number, row in enumerate(range(0, self.shape[0], high)):
             across = np.repeat(scales[number], wide)[: self.shape[1]]

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface import PREFIXES, read_mapping
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES

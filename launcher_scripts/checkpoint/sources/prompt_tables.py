@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.formats.dtypes import widened
+from launcher_scripts.checkpoint.formats.dtypes import float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -130,14 +130,16 @@ def _encoded(part: PartFile) -> Any:
     recurrent = any("lstm_head" in name for name in found)
     if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
         return None
-    values = _float32(embeddings)
+    values = float32(embeddings.read())
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
         inner = _gelu(values @ _joined(found, first, "weight", 0).T + _joined(found, first, "bias"))
-        return inner @ _joined(found, second, "weight", 1).T + _float32(found[f"{second}.bias"][0])
+        return inner @ _joined(found, second, "weight", 1).T + float32(
+            found[f"{second}.bias"][0].read()
+        )
     (first, first_bias), (second, second_bias) = (
-        (_float32(found[f"{stem}.weight"][0]), _float32(found[f"{stem}.bias"][0]))
+        (float32(found[f"{stem}.weight"][0].read()), float32(found[f"{stem}.bias"][0].read()))
         for stem in _CLASSIC
     )
     return np.maximum(values @ first.T + first_bias, 0) @ second.T + second_bias
@@ -146,13 +148,9 @@ def _encoded(part: PartFile) -> Any:
 def _joined(
     found: Mapping[str, tuple[SourceTensor, ...]], stem: str, part: str, axis: int = 0
 ) -> Any:
-    return _float32(concatenated(found[f"{stem}.{part}"], axis))
+    return float32(concatenated(found[f"{stem}.{part}"], axis).read())
 
 
 def _gelu(x: Any) -> Any:
     """The tanh form, which NeMo's fused kernel computes."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _float32(tensor: SourceTensor) -> Any:
-    return widened(tensor.read()).astype(np.float32)
