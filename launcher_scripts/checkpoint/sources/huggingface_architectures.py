@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.common.untrusted import mapping, parse_json, read_plain
 from launcher_scripts.models.family import ModelConfig
 
 CONFIG_NAME = "config.json"
@@ -292,12 +292,9 @@ def read_sizes(path: Path) -> ModelConfig | None:
     if not config.is_file() or not any((path / name).is_file() for name in files):
         return None
     try:
-        raw = parse_json(read_plain(config))
+        raw = described(mapping(parse_json(read_plain(config))))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
-    raw = described(raw)
     row = architecture(raw, config)
     values = RawConfig(raw, (), config)
     try:

@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
+from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 KEY = "quantization_config"
@@ -31,7 +32,6 @@ OF_ACTIVATIONS = (
     *(".input_scale", ".output_scale", ".activation_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,8 @@ def _only(said: Mapping[str, Any], name: str, problems: Problems, *choices: Any)
 
 
 def _nothing_else(said: Mapping[str, Any], known: tuple[str, ...], problems: Problems) -> None:
-    for name in said.keys() - set(known):
-        if said[name] not in _NOTHING:
-            problems.add(f"{KEY}.{name} is not known here", got=said[name])
+    for name in unknown_keys(said, known):
+        problems.add(f"{KEY}.{name} is not known here", got=said[name])
 
 
 def _fine_grained(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:

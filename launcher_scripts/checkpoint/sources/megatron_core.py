@@ -36,7 +36,7 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import (
     WholeTensors,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_yaml
+from launcher_scripts.common.untrusted import mapping, parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 
@@ -228,12 +228,10 @@ def peft_settings(archive: Archive, root: str) -> PeftSettings:
 
 def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str, Any]:
     try:
-        section = parse_yaml(archive.read(name))[key]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin} is damaged: {error!r}") from error
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{origin} has no section {key}")
-    return section
+        return mapping(mapping(parse_yaml(archive.read(name)))[key])
+    except (ValueError, KeyError) as error:
+        text = f"{origin} is damaged or holds no section {key}: {error}"
+        raise CheckpointError(text) from error
 
 
 def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any] | None:

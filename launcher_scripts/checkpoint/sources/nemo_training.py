@@ -16,7 +16,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.sources.shards import RANK_FOLDER
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_yaml, read_plain
+from launcher_scripts.common.untrusted import mapping, parse_yaml, read_plain
 
 HPARAMS = "hparams.yaml"
 CHECKPOINTS = "checkpoints"
@@ -105,11 +105,9 @@ def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:
             problem(f"there is no {HPARAMS} in {archive.path} or above: it holds the sizes")
         )
     try:
-        raw = parse_yaml(read_plain(file))["cfg"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        raw = mapping(mapping(parse_yaml(read_plain(file)))["cfg"])
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} is damaged or holds no section cfg: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds no section cfg")
     return TrainingCheckpoint(raw, file.parent, name, found[name])
 
 
