@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def open_weights(folder: Path) -> tuple[StoredWeights, Any]:
     specs = family_of(config).weights(config)
     weights = StoredWeights(folder, config, specs, checkpoint.tp_size, checkpoint.weight_data_type)
     return weights, config
+
+
+def weight_bytes(folder: Path) -> dict[str, bytes]:
+    """Name -> content of every .bin file."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def change_json(path: Path, **values: Any) -> dict[str, Any]:
+    """Put values into a JSON file; returns what it said before."""
+    said: dict[str, Any] = json.loads(path.read_text())
+    path.write_text(json.dumps(said | values))
+    return said
 
 
 def refused_export(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:

@@ -15,6 +15,7 @@ from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.steps.quickstart import gguf_file
 from tests.checkpoint import reference_forward_gpt
 from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
 
 IDS = torch.tensor([[1, 5, 30, 2, 66, 9]])
@@ -62,10 +63,7 @@ def write(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType) -
         matrix = values.ndim == 2
         target = kind if matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_name(name), gguf.quantize(values, target), raw_dtype=target)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _name(name: str) -> str:
@@ -103,10 +101,7 @@ def test_quantised_tensors_are_dequantised(model: PreTrainedModel, tmp_path: Pat
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(CheckpointError, match="unknown architecture; got 'mamba'"):
         export_folder(tmp_path / "m.gguf", tmp_path)
 

@@ -13,7 +13,7 @@ from transformers import T5EncoderModel
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.models.bart import NEVER
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
-from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.exporting import change_json, export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS
 
 TOLERANCE = 1e-5
@@ -202,8 +202,7 @@ def test_a_missing_output_table_is_not_taken_for_a_tied_one(tmp_path: Path, name
 )
 def test_an_impossible_depth_is_one_line(tmp_path: Path, layers: int, answer: str) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": layers}))
+    change_json(tmp_path / "hf" / "config.json", n_layer=layers)
     message = refused_export(tmp_path / "hf", tmp_path, answer)
     assert message.count("\n") == 1
 

@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.sources.huggingface_keys import IRRELEVANT, OFF
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.config.settings import TokenizerSettings
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import LLAMA
 
 DATA = Path(__file__).parent.parent / "data" / "huggingface"
@@ -295,9 +295,7 @@ def save_llama(folder: Path, **values: Any) -> dict[str, Any]:
     """A tiny Llama whose config.json then says `values` besides; what it says."""
     torch.manual_seed(3)
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
-    raw = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(json.dumps(raw))
-    return raw
+    return change_json(folder / "config.json", **values) | values
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint import reference_forward_gpt
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, weight_bytes
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
 from tests.checkpoint.megatron_maker import HEADS, SIZE, Maker, state_dict
 
@@ -23,10 +23,6 @@ def test_the_originals_bytes_and_keys(case: str, data_dir: Path, tmp_path: Path)
     folder = export_folder(original / "ck", tmp_path, 2, num_attention_heads=4)
     assert found_digests(folder) == digests(original)
     assert differing_keys(original, folder) == {}
-
-
-def weight_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import CheckpointError
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, weight_bytes
 from tests.checkpoint.megatron_maker import Maker
 
 FIXTURE = "core/mcore012_torchfmt_llama_tp2_a/checkpoint/iter_0000003"
@@ -115,10 +115,6 @@ def _chunk(model: dict[str, Any], layers: list[int]) -> dict[str, Any]:
     return found
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-
-
 @pytest.mark.parametrize("name", CUTS)
 def test_chunks_of_a_core_model_come_in_the_order_of_its_layers(data_dir, tmp_path, name) -> None:
     said, stages = CUTS[name]
@@ -127,7 +123,7 @@ def test_chunks_of_a_core_model_come_in_the_order_of_its_layers(data_dir, tmp_pa
         save(tmp_path / "whole", f"mp_rank_{tp:02d}", loaded)
     source = cut(tmp_path / "cut", ranks, said, stages)
     whole = export_folder(tmp_path / "whole", tmp_path / "a", 2)
-    assert files(export_folder(source, tmp_path / "b", 2)) == files(whole)
+    assert weight_bytes(export_folder(source, tmp_path / "b", 2)) == weight_bytes(whole)
 
 
 @pytest.mark.parametrize("version", [0, 3])
@@ -147,7 +143,7 @@ def test_chunks_of_a_classic_model(tmp_path: Path, version: int) -> None:
             torch.save(content, _file(source, tp, pp))
             _file(source, tp, pp + 2).unlink()
     found = export_folder(source, tmp_path / "b", num_attention_heads=4)
-    assert files(found) == files(whole)
+    assert weight_bytes(found) == weight_bytes(whole)
 
 
 def _file(folder: Path, tp: int, pp: int) -> Path:
