@@ -7,7 +7,7 @@ converter reads the same table. Neither numpy nor torch is needed here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +119,23 @@ def _llama(
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
     *,
     ties: bool = False,
+    may_be: Callable[[Any], bool] = lambda _: True,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
     tied = {"embed_tokens.weight": (HEAD,)}
-    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
+    return Architecture("gpt", read, dialect, tied, variants, ("llama",), ties, may_be)
 
 
 def _interleaved(
     read: Callable[[RawConfig], ModelConfig], dialect: str = "interleaved", *, ties: bool = False
 ) -> Architecture:
     """Of other makers' models none is taken for one of these: they keep heads in halves."""
-    return replace(_llama(read, dialect, ties=ties), may_be=lambda _: False)
+    return _llama(read, dialect, ties=ties, may_be=lambda _: False)
 
 
 def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
-    row = _llama(read, "cohere", ties=True)
-    return replace(row, may_be=lambda config: bool(config.parallel_residual))
+    return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
@@ -201,9 +201,8 @@ ARCHITECTURES = {
     "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
     "mellum": _llama(experts.mellum, "qwen_moe"),
     "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
-    "gpt_oss": replace(
-        _llama(experts.gpt_oss, "gpt_oss"),
-        may_be=lambda config: bool(config.attention_sinks),
+    "gpt_oss": _llama(
+        experts.gpt_oss, "gpt_oss", may_be=lambda config: bool(config.attention_sinks)
     ),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(

@@ -23,6 +23,7 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
     read_config,
     weight_files,
 )
+from launcher_scripts.checkpoint.sources.nemo_options import section
 from launcher_scripts.checkpoint.sources.shards import flattened, merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
@@ -125,9 +126,8 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
 
 def selects_layers(raw: Mapping[str, Any]) -> bool:
     """Whether the parts were learned for some layers only (`layer_selection`)."""
-    peft = raw.get("peft")
-    tunings = peft.values() if isinstance(peft, Mapping) else ()
-    return any(isinstance(tuning, Mapping) and tuning.get("layer_selection") for tuning in tunings)
+    peft = section(raw, "peft")
+    return any(section(peft, tuning).get("layer_selection") for tuning in peft)
 
 
 def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor]]]:
