@@ -129,13 +129,15 @@ def without_padding_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArr
 def projected_in(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An embedding table [V, width] through a projection [hidden, width], in float32."""
     table, projection = map(float32, tensors)
-    return table @ projection.T
+    whole: NDArray[Any] = table @ projection.T
+    return whole
 
 
 def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An output table [V, width] behind a projection [width, hidden], in float32."""
     table, projection = map(float32, tensors)
-    return table @ projection
+    whole: NDArray[Any] = table @ projection
+    return whole
 
 
 def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:

@@ -130,19 +130,22 @@ def _encoded(part: PartFile) -> Any:
     recurrent = any("lstm_head" in name for name in found)
     if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
         return None
-    values = float32(embeddings.read())
+    values: Any = float32(embeddings.read())
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
         inner = _gelu(values @ _joined(found, first, "weight", 0).T + _joined(found, first, "bias"))
-        return inner @ _joined(found, second, "weight", 1).T + float32(
-            found[f"{second}.bias"][0].read()
-        )
-    (first, first_bias), (second, second_bias) = (
-        (float32(found[f"{stem}.weight"][0].read()), float32(found[f"{stem}.bias"][0].read()))
-        for stem in _CLASSIC
+        return inner @ _joined(found, second, "weight", 1).T + _whole(found, f"{second}.bias")
+    first, second = _CLASSIC
+    inner = values @ _whole(found, f"{first}.weight").T + _whole(found, f"{first}.bias")
+    return np.maximum(inner, 0) @ _whole(found, f"{second}.weight").T + _whole(
+        found, f"{second}.bias"
     )
-    return np.maximum(values @ first.T + first_bias, 0) @ second.T + second_bias
+
+
+def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
+    """A tensor that every rank holds."""
+    return float32(found[name][0].read())
 
 
 def _joined(
