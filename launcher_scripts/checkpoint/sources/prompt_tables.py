@@ -130,17 +130,18 @@ def _encoded(part: PartFile) -> Any:
     recurrent = any("lstm_head" in name for name in found)
     if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
         return None
-    values: Any = float32(embeddings.read())
+    values = float32(embeddings.read())
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
-        inner = _gelu(values @ _joined(found, first, "weight", 0).T + _joined(found, first, "bias"))
-        return inner @ _joined(found, second, "weight", 1).T + _whole(found, f"{second}.bias")
+        weight, bias = _joined(found, f"{first}.weight"), _joined(found, f"{first}.bias")
+        inner = _gelu(values @ weight.T + bias)
+        second_weight = _joined(found, f"{second}.weight", axis=1)
+        return inner @ second_weight.T + _whole(found, f"{second}.bias")
     first, second = _CLASSIC
     inner = values @ _whole(found, f"{first}.weight").T + _whole(found, f"{first}.bias")
-    return np.maximum(inner, 0) @ _whole(found, f"{second}.weight").T + _whole(
-        found, f"{second}.bias"
-    )
+    second_weight = _whole(found, f"{second}.weight")
+    return np.maximum(inner, 0) @ second_weight.T + _whole(found, f"{second}.bias")
 
 
 def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
@@ -148,10 +149,9 @@ def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
     return float32(found[name][0].read())
 
 
-def _joined(
-    found: Mapping[str, tuple[SourceTensor, ...]], stem: str, part: str, axis: int = 0
-) -> Any:
-    return float32(concatenated(found[f"{stem}.{part}"], axis).read())
+def _joined(found: Mapping[str, tuple[SourceTensor, ...]], name: str, axis: int = 0) -> Any:
+    """A tensor that the ranks share."""
+    return float32(concatenated(found[name], axis).read())
 
 
 def _gelu(x: Any) -> Any:
