@@ -59,9 +59,11 @@ def change_json(path: Path, **values: Any) -> dict[str, Any]:
     return said
 
 
-def refused_export(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:
+def refused_export(
+    checkpoint: Path, target: Path, message: str, tp_size: int = 1, **more: Any
+) -> str:
     """The error of an export that must fail with `message` and leave nothing behind."""
     with pytest.raises(LauncherError, match=message) as caught:
-        export_folder(source, target / "out", tp_size, **more)
+        export_folder(checkpoint, target / "out", tp_size, **more)
     assert not (target / "out").exists()
     return str(caught.value)
