@@ -114,10 +114,9 @@ def phi3(raw: RawConfig) -> GPTConfig:
 
 def phi(raw: RawConfig) -> GPTConfig:
     """Phi-1 to Phi-2: one norm for attention and MLP, which read the same hidden states."""
+    raw.defaults(hidden_act="gelu_new", partial_rotary_factor=0.5)
     return _layer_norms(
         raw,
-        0.5,
-        activation=raw.activation("hidden_act", "gelu_new"),
         gated=False,
         attention_bias=True,
         mlp_bias=True,
@@ -127,15 +126,13 @@ def phi(raw: RawConfig) -> GPTConfig:
 
 
 def stablelm(raw: RawConfig) -> GPTConfig:
+    raw.defaults(partial_rotary_factor=0.25, bos_token_id=0, eos_token_id=0)
     return _layer_norms(
         raw,
-        0.25,
         attention_bias=raw.flag("use_qkv_bias", False),
         attention_dense_bias=False,
         mlp_bias=False,
         parallel_residual=raw.flag("use_parallel_residual", False) or None,
-        start_id=raw.token("bos_token_id", 0),
-        end_id=raw.token("eos_token_id", 0),
     )
 
 
@@ -153,15 +150,10 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
     raw.unused("sliding_window", "layer_types")
-    return decoder(
-        raw,
-        unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-        pad_id=raw.token("pad_token_id", 128004),
-        **rope(raw, head_size_of(raw), rope_theta=2e6),
-        **fields,
-    )
+    raw.defaults(rope_theta=2e6)
+    raw.defaults(bos_token_id=128000, eos_token_id=128001, pad_token_id=128004)
+    unrotated = layer_list(n for n in range(layers) if not turns[n])
+    return decoder(raw, unrotated_layers=unrotated, **fields)
 
 
 def cohere2(raw: RawConfig) -> GPTConfig:
@@ -189,6 +181,7 @@ def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
     raw.only(use_qk_norm=False)
+    raw.defaults(bos_token_id=5, eos_token_id=255001, pad_token_id=0)
     return decoder(
         raw,
         normalization="layernorm",
@@ -196,14 +189,11 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
         mlp_bias=False,
         parallel_residual=True,
         logits_scale=raw.real("logit_scale", 0.0625),
-        start_id=raw.token("bos_token_id", 5),
-        end_id=raw.token("eos_token_id", 255001),
-        pad_id=raw.token("pad_token_id", 0),
         **fields,
     )
 
 
-def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) -> GPTConfig:
+def _layer_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama with layer norms, of which a share of each head turns."""
     raw.only(qk_layernorm=False)
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
@@ -211,22 +201,15 @@ def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) ->
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
-        **rope(raw, head_size, partial_rotary_factor=partial_rotary_factor),
+        **rope(raw, head_size),
         **fields,
     )
 
 
 def glm(raw: RawConfig, **fields: Any) -> GPTConfig:
     """GLM-4-9B; one gated linear layer makes both halves of the MLP."""
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1.5625e-07),
-        attention_bias=raw.flag("attention_bias", True),
-        attention_dense_bias=False,
-        mlp_bias=False,
-        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
-        **fields,
-    )
+    raw.defaults(rms_norm_eps=1.5625e-07, attention_bias=True, partial_rotary_factor=0.5)
+    return decoder(raw, attention_dense_bias=False, mlp_bias=False, **fields)
 
 
 def glm4(raw: RawConfig) -> GPTConfig:
@@ -235,24 +218,14 @@ def glm4(raw: RawConfig) -> GPTConfig:
 
 
 def helium(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-8),
-        attention_dense_bias=False,
-        **rope(raw, head_size_of(raw), rope_theta=100000.0),
-    )
+    raw.defaults(rms_norm_eps=1e-8, rope_theta=100000.0)
+    return decoder(raw, attention_dense_bias=False)
 
 
 def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=500000.0)
     bias = raw.flag("use_bias", False)
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        attention_bias=bias,
-        mlp_bias=bias,
-        **rope(raw, head_size_of(raw), rope_theta=500000.0),
-        **fields,
-    )
+    return decoder(raw, attention_bias=bias, mlp_bias=bias, **fields)
 
 
 def olmo(raw: RawConfig) -> GPTConfig:
@@ -263,25 +236,14 @@ def olmo(raw: RawConfig) -> GPTConfig:
 
 def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama that normalizes what its branches add, not what they read."""
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        norm_placement="branch",
-        qk_norm=True,
-        mlp_bias=False,
-        **fields,
-    )
+    raw.defaults(rms_norm_eps=1e-5)
+    return decoder(raw, norm_placement="branch", qk_norm=True, mlp_bias=False, **fields)
 
 
 def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
     """OLMo 2 normalizes all heads' queries and keys together."""
-    return _branch_norms(
-        raw,
-        joint_qk_norm=True,
-        end_id=raw.token("eos_token_id", 50279),
-        pad_id=raw.token("pad_token_id", 1),
-        **fields,
-    )
+    raw.defaults(eos_token_id=50279, pad_token_id=1)
+    return _branch_norms(raw, joint_qk_norm=True, **fields)
 
 
 def olmo3(raw: RawConfig) -> GPTConfig:
@@ -318,12 +280,8 @@ def exaone4_attention(raw: RawConfig) -> Fields:
 
 
 def exaone4(raw: RawConfig) -> GPTConfig:
-    return _branch_norms(
-        raw,
-        attention_bias=False,
-        start_id=raw.token("bos_token_id", 0),
-        **exaone4_attention(raw),
-    )
+    raw.defaults(bos_token_id=0)
+    return _branch_norms(raw, attention_bias=False, **exaone4_attention(raw))
 
 
 def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -347,11 +305,11 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", True)
     raw.only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     raw.unused("layer_norm_epsilon")  # norm_epsilon rules
+    raw.defaults(hidden_act="gelu_pytorch_tanh")
     return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("norm_epsilon", 1e-5),
-        activation=raw.activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,
         attention_bias=bias,
         mlp_bias=bias,
@@ -360,81 +318,55 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 
 def nemotron(raw: RawConfig) -> GPTConfig:
-    head_size = head_size_of(raw)
+    raw.defaults(hidden_act="relu2", partial_rotary_factor=0.5)
     return decoder(
         raw,
         normalization="layernorm",
         zero_centered_norm=True,
         norm_eps=raw.real("norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "relu2"),
         gated=False,
-        **rope(raw, head_size, partial_rotary_factor=0.5),
     )
 
 
 def arcee(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        activation=raw.activation("hidden_act", "relu2"),
-        gated=False,
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-    )
+    raw.defaults(hidden_act="relu2", bos_token_id=128000, eos_token_id=128001)
+    return decoder(raw, gated=False)
 
 
 def seed_oss(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        attention_bias=raw.flag("attention_bias", True),
-        attention_dense_bias=raw.flag("attention_out_bias", False),
-        start_id=raw.token("bos_token_id", 0),
-        pad_id=raw.token("pad_token_id", 1),
-    )
+    raw.defaults(attention_bias=True, bos_token_id=0, pad_token_id=1)
+    return decoder(raw, attention_dense_bias=raw.flag("attention_out_bias", False))
 
 
 def jais2(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        normalization="layernorm",
-        norm_eps=raw.real("layer_norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "relu2"),
-        gated=False,
-        attention_bias=raw.flag("attention_bias", True),
-        mlp_bias=raw.flag("mlp_bias", True),
-        start_id=raw.token("bos_token_id", 0),
-        end_id=raw.token("eos_token_id", 150024),
-    )
+    raw.defaults(hidden_act="relu2", attention_bias=True, mlp_bias=True)
+    raw.defaults(bos_token_id=0, eos_token_id=150024)
+    norm_eps = raw.real("layer_norm_eps", 1e-5)
+    return decoder(raw, normalization="layernorm", norm_eps=norm_eps, gated=False)
 
 
 def internlm3(raw: RawConfig) -> GPTConfig:
     """InternLM 3, which says apart whether queries, keys and values have biases."""
     bias = raw.flag("mlp_bias", raw.flag("bias", False))
+    raw.defaults(rms_norm_eps=1e-5, pad_token_id=2)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         attention_bias=raw.flag("attention_bias", raw.flag("qkv_bias", False)),
         attention_dense_bias=bias,
         mlp_bias=bias,
-        pad_id=raw.token("pad_token_id", 2),
     )
 
 
 def iquestcoder(raw: RawConfig) -> GPTConfig:
     raw.only(clip_qkv=None, use_sliding_window=False)
     raw.unused("sliding_window", "max_window_layers")
-    return decoder(raw, norm_eps=raw.real("rms_norm_eps", 1e-5))
+    raw.defaults(rms_norm_eps=1e-5)
+    return decoder(raw)
 
 
 def cwm(raw: RawConfig) -> GPTConfig:
     """Meta's Code World Model; every fourth layer has no window, from the first one on."""
     if not raw.section("rope_parameters", "rope_scaling").raw:
         raw.problems.add("rope_parameters, or rope_scaling, is missing")
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        attention_bias=False,
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-        **rope(raw, head_size_of(raw), rope_theta=1e6),
-        **windows(raw, lambda layer: layer % 4 == 0),
-    )
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, bos_token_id=128000, eos_token_id=128001)
+    return decoder(raw, attention_bias=False, **windows(raw, lambda layer: layer % 4 == 0))

@@ -15,7 +15,7 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     qwen_windows,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, two_ropes, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, two_ropes, windows
 from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
@@ -39,18 +39,14 @@ def gpt_oss(raw: RawConfig) -> GPTConfig:
     raw.only(swiglu_alpha=SLOPE, swiglu_limit=CLAMP, hidden_act="silu")
     raw.unused("initial_context_length")  # the rope's original positions
     raw.only(experts_per_token=raw("num_experts_per_tok"))  # another name of it
-    turns = rope(raw, head_size_of(raw), rope_theta=150000.0)
+    raw.defaults(rms_norm_eps=1e-5, attention_bias=True, rope_theta=150000.0)
+    raw.defaults(bos_token_id=199998, eos_token_id=200002)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         activation="clamped_swiglu",
-        attention_bias=raw.flag("attention_bias", True),
         attention_sinks=True,
         mlp_bias=True,
         router_bias=True,
-        start_id=raw.token("bos_token_id", 199998),
-        end_id=raw.token("eos_token_id", 200002),
-        **turns,
         **_experts(raw, "num_local_experts", "num_experts", normalized=True),
         **windows(raw, lambda layer: layer % 2 == 1),
     )
@@ -127,52 +123,41 @@ def _said_experts(raw: RawConfig, *names: str, normalized: bool = False) -> Fiel
 def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
     raw.only(clip_qkv=None)
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        qk_norm=True,
-        joint_qk_norm=True,
-        mlp_bias=False,
-        end_id=raw.token("eos_token_id", 50279),
-        pad_id=raw.token("pad_token_id", 1),
-        **_said_experts(raw),
-    )
+    raw.defaults(rms_norm_eps=1e-5, eos_token_id=50279, pad_token_id=1)
+    experts = _said_experts(raw)
+    return decoder(raw, qk_norm=True, joint_qk_norm=True, mlp_bias=False, **experts)
 
 
 def glm4_moe(raw: RawConfig) -> GPTConfig:
     """GLM-4.5 to 4.7."""
+    raw.defaults(rms_norm_eps=1e-5, partial_rotary_factor=0.5)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         qk_norm=raw.flag("use_qk_norm", False) or None,
         attention_dense_bias=False,
         mlp_bias=False,
-        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
         **_biased_experts(raw, first_dense=1, normalized=True),
     )
 
 
 def solar_open(raw: RawConfig) -> GPTConfig:
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         attention_dense_bias=False,
         mlp_bias=False,
-        **rope(raw, head_size_of(raw), rope_theta=1e6),
         **_biased_experts(raw, first_dense=0, normalized=True),
     )
 
 
 def exaone_moe(raw: RawConfig) -> GPTConfig:
     """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
+    raw.defaults(rms_norm_eps=1e-5, eos_token_id=53, pad_token_id=0)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         qk_norm=True,
         attention_bias=False,
         mlp_bias=False,
-        end_id=raw.token("eos_token_id", 53),
-        pad_id=raw.token("pad_token_id", 0),
         **exaone4_attention(raw),
         **_biased_experts(raw, first_dense=1, normalized=True, scaling_factor=2.5),
     )
@@ -266,7 +251,9 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
         use_routing_bias=True,
     )
     head_size = head_size_of(raw)
-    turning = raw.size("rotary_dim", default=head_size)
+    share = raw.size("rotary_dim", default=head_size) / head_size
+    raw.defaults(rope_theta=5e6, partial_rotary_factor=share)
+    raw.defaults(bos_token_id=200034, eos_token_id=200020)
     return decoder(
         raw,
         qk_norm=True,
@@ -275,8 +262,5 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
         mlp_bias=False,
         router_score_function="sigmoid",
         expert_bias=True,
-        start_id=raw.token("bos_token_id", 200034),
-        end_id=raw.token("eos_token_id", 200020),
-        **rope(raw, head_size, rope_theta=5e6, partial_rotary_factor=turning / head_size),
         **_experts(raw, "num_local_experts", "num_experts", normalized=True),
     )

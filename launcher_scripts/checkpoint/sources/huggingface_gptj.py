@@ -80,15 +80,14 @@ def falcon(raw: RawConfig) -> GPTConfig:
 def gpt_neox(raw: RawConfig) -> GPTConfig:
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
+    raw.defaults(rope_theta=base, partial_rotary_factor=share)
+    raw.defaults(hidden_act="gelu", attention_bias=True, bos_token_id=0)
     return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "gelu"),
         gated=False,
         parallel_residual=raw.flag("use_parallel_residual", True) or None,
-        attention_bias=raw.flag("attention_bias", True),
         mlp_bias=True,
-        start_id=raw.token("bos_token_id", 0),
-        **rope(raw, head_size, rope_theta=base, partial_rotary_factor=share),
+        **rope(raw, head_size),
     )
