@@ -17,17 +17,9 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
 
-def plain_gpt(
-    raw: RawConfig,
-    hidden: int,
-    heads: int,
-    ids: tuple[int, int, int | None],
-    start: str = "bos_token_id",
-    **fields: Any,
-) -> GPTConfig:
+def plain_gpt(raw: RawConfig, hidden: int, heads: int, **fields: Any) -> GPTConfig:
     """A decoder whose heads share its hidden size.
 
-    ids: start, end and pad token where the file names none;  start: the key of the first
     fields: the other hyperparameters, and what is said otherwise
     """
     said: dict[str, Any] = {
@@ -37,15 +29,15 @@ def plain_gpt(
         "num_kv_heads": heads,
         "head_size": raw.head_size(hidden, heads),
         "tied_embeddings": "lm_head.weight" not in raw.keys,
-        "start_id": raw.token(start, ids[0]),
-        "end_id": raw.token("eos_token_id", ids[1]),
-        "pad_id": raw.token("pad_token_id", ids[2]),
+        "start_id": raw.token("bos_token_id", 50256),
+        "end_id": raw.token("eos_token_id", 50256),
+        "pad_id": raw.token("pad_token_id", None),
     }
     return GPTConfig(**{**said, **fields})
 
 
-def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConfig:
-    """activation: what it is where the file names none;  fields: as in plain_gpt"""
+def gpt2(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """fields: as in plain_gpt"""
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
     raw.only(
         scale_attn_weights=True,
@@ -56,12 +48,11 @@ def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConf
         raw,
         hidden,
         heads,
-        (50256, 50256, None),
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
-        activation=raw.activation("activation_function", activation),
+        activation=raw.activation("activation_function", "gelu_new"),
         **fields,
     )
 
@@ -71,7 +62,8 @@ def gpt_bigcode(raw: RawConfig) -> GPTConfig:
     raw.only(multi_query=True, num_key_value_heads=1)
     raw.unused("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache")
     raw.unused("runner_max_sequence_length", "validate_runner_input")
-    return gpt2(raw, "gelu_pytorch_tanh", num_kv_heads=1)
+    raw.defaults(activation_function="gelu_pytorch_tanh")
+    return gpt2(raw, num_kv_heads=1)
 
 
 def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
@@ -97,7 +89,6 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
         raw,
         hidden,
         raw.size("num_heads", "num_attention_heads"),
-        (50256, 50256, None),
         num_layers=layers,
         ffn_size=raw.size("intermediate_size", default=4 * hidden),
         max_positions=raw.size("max_position_embeddings"),
@@ -114,11 +105,11 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
 def bloom(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
     raw.only(apply_residual_connection_post_layernorm=False)
+    raw.defaults(bos_token_id=1, eos_token_id=2, pad_token_id=3)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (1, 2, 3),
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=4 * hidden,
         max_positions=raw.size("seq_length", default=2048),
@@ -143,11 +134,11 @@ def mpt(raw: RawConfig) -> GPTConfig:
     raw.only(no_bias=True, expansion_ratio=4, logit_scale=None)
     raw.unused("embedding_fraction", "init_config", "init_device", "learned_pos_emb")
     raw.unused("norm_type", "tokenizer_name", "verbose")
+    raw.defaults(bos_token_id=0, eos_token_id=0)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (0, 0, None),
         num_layers=raw.layers("n_layers", "num_hidden_layers"),
         ffn_size=4 * hidden,
         max_positions=raw.size("max_seq_len", default=2048),
@@ -165,11 +156,11 @@ def opt(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("enable_bias", default=True)
     raw.only(layer_norm_elementwise_affine=True)
     raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
+    raw.defaults(bos_token_id=2, eos_token_id=2, pad_token_id=1)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (2, 2, 1),
         num_layers=raw.layers("num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
@@ -185,12 +176,12 @@ def opt(raw: RawConfig) -> GPTConfig:
 def xglm(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
     raw.only(add_cross_attention=False)
+    raw.defaults(eos_token_id=2, pad_token_id=1)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (2, 2, 1),
-        start="decoder_start_token_id",
+        start_id=raw.token("decoder_start_token_id", 2),
         num_layers=raw.layers("num_layers", "num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),

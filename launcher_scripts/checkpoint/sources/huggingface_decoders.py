@@ -248,7 +248,8 @@ def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def olmo3(raw: RawConfig) -> GPTConfig:
     """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
-    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 500000.0)
+    raw.defaults(rope_theta=500000.0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0)
     fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
     if fields:
         fields["rotary_local_base"] = local_base or turns["rotary_base"]

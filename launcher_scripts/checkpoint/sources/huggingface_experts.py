@@ -111,12 +111,12 @@ def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
     return {} if named is None else {"dense_layers": named, "dense_ffn_size": size}
 
 
-def _said_experts(raw: RawConfig, *names: str, normalized: bool = False) -> Fields:
+def _said_experts(raw: RawConfig, *names: str) -> Fields:
     """Where config.json says whether a token's weights are normalized.
 
-    names: further ones of their number;  normalized: where the file does not say it
+    names: further ones of their number
     """
-    said = raw.flag("norm_topk_prob", normalized)
+    said = raw.flag("norm_topk_prob", False)
     return _experts(raw, "num_experts", "num_local_experts", *names, normalized=said)
 
 
@@ -131,41 +131,40 @@ def olmoe(raw: RawConfig) -> GPTConfig:
 def glm4_moe(raw: RawConfig) -> GPTConfig:
     """GLM-4.5 to 4.7."""
     raw.defaults(rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True)
     return decoder(
         raw,
         qk_norm=raw.flag("use_qk_norm", False) or None,
         attention_dense_bias=False,
         mlp_bias=False,
-        **_biased_experts(raw, first_dense=1, normalized=True),
+        **_biased_experts(raw),
     )
 
 
 def solar_open(raw: RawConfig) -> GPTConfig:
-    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6)
-    return decoder(
-        raw,
-        attention_dense_bias=False,
-        mlp_bias=False,
-        **_biased_experts(raw, first_dense=0, normalized=True),
-    )
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, norm_topk_prob=True)
+    experts = _biased_experts(raw)
+    return decoder(raw, attention_dense_bias=False, mlp_bias=False, **experts)
 
 
 def exaone_moe(raw: RawConfig) -> GPTConfig:
     """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
     raw.defaults(rms_norm_eps=1e-5, eos_token_id=53, pad_token_id=0)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
     return decoder(
         raw,
         qk_norm=True,
         attention_bias=False,
         mlp_bias=False,
         **exaone4_attention(raw),
-        **_biased_experts(raw, first_dense=1, normalized=True, scaling_factor=2.5),
+        **_biased_experts(raw),
     )
 
 
 def mellum(raw: RawConfig) -> GPTConfig:
     """Mellum 2: a Qwen 3 whose layers with a window turn by a base of their own."""
-    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 10000.0)
+    raw.defaults(rope_theta=500000.0, norm_topk_prob=True)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
     fields = windows(raw, lambda _: True)
     if fields:
         fields["rotary_local_base"] = local_base or 10000.0
@@ -176,7 +175,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("moe_intermediate_size"),
         **turns,
         **fields,
-        **_said_experts(raw, normalized=True),
+        **_said_experts(raw),
         **_dense(raw, lambda _: False),
     )
 
@@ -188,26 +187,21 @@ def dots1(raw: RawConfig) -> GPTConfig:
         raw,
         qk_norm=True,
         mlp_bias=False,
-        **_biased_experts(raw, first_dense=0, normalized=False),
+        **_biased_experts(raw),
         **windows(raw, lambda layer: layer < first),
     )
 
 
-def _biased_experts(
-    raw: RawConfig, first_dense: int, normalized: bool, scaling_factor: float = 1.0
-) -> Fields:
-    """Experts as DeepSeek-V3's, without its groups, behind layers without them.
-
-    first_dense, normalized, scaling_factor: where the file does not say them
-    """
+def _biased_experts(raw: RawConfig) -> Fields:
+    """Experts as DeepSeek-V3's, without its groups, behind layers without them."""
     raw.only(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
     size = raw.size("moe_intermediate_size")
-    dense = raw.size("first_k_dense_replace", default=first_dense, least=0)
+    dense = raw.size("first_k_dense_replace", default=0, least=0)
     return {
-        **_said_experts(raw, "n_routed_experts", normalized=normalized),
+        **_said_experts(raw, "n_routed_experts"),
         "ffn_size": size,
         "router_score_function": "sigmoid",
-        "router_scaling_factor": raw.real("routed_scaling_factor", scaling_factor),
+        "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
         "expert_bias": True,
         "shared_expert_size": size * raw.size("n_shared_experts", "num_shared_experts", default=1),
         "shared_expert_gate": False,

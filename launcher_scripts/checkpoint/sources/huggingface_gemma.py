@@ -32,7 +32,8 @@ def gemma2(raw: RawConfig) -> GPTConfig:
 def gemma3(raw: RawConfig) -> GPTConfig:
     """Gemma 3's text model: layers with a window turn by a base of their own."""
     head_size = raw.size("head_dim", default=256)
-    turns, local_base = two_ropes(raw, head_size, 1e6, 10000.0)
+    raw.defaults(rope_theta=1e6)
+    turns, local_base = two_ropes(raw, head_size, 10000.0)
     if local_base is None:
         local_base = raw.real("rope_local_base_freq", 10000.0)
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)

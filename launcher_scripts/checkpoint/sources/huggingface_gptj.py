@@ -20,7 +20,6 @@ def gptj(raw: RawConfig) -> GPTConfig:
         raw,
         hidden,
         heads,
-        (50256, 50256, None),
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "max_position_embeddings"),
@@ -59,11 +58,11 @@ def falcon(raw: RawConfig) -> GPTConfig:
     raw.unused("num_ln_in_parallel_attn")  # the tensors say it
     if new:
         raw.only(parallel_attn=True)
+    raw.defaults(bos_token_id=11, eos_token_id=11)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (11, 11, None),
         num_layers=raw.layers("num_hidden_layers", "n_layer"),
         num_kv_heads=groups,
         ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),

@@ -46,14 +46,11 @@ def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
     return {**fields, **_SCALINGS[kind](raw, section, pairs, fields["rotary_base"])}
 
 
-def two_ropes(
-    raw: RawConfig, head_size: int, base: float, local_base: float
-) -> tuple[Fields, float | None]:
+def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields, float | None]:
     """How layers without a window turn, and the base of those with one; None: it is not said.
 
-    base, local_base: where the file does not say them
+    local_base: where a section of the file does not say it
     """
-    raw.defaults(rope_theta=base)
     said = raw.section("rope_parameters")
     if not said.raw.keys() & {"full_attention", "sliding_attention"}:
         return rope(raw, head_size), None
