@@ -14,8 +14,6 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
-from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
-from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -160,9 +158,9 @@ ARCHITECTURES = {
     "mistral": _llama(decoders.mistral),
     "qwen2": _llama(decoders.qwen2),
     "qwen3": _llama(decoders.qwen3),
-    "gemma": _llama(gemma.gemma, ties=True),
-    "gemma2": _llama(gemma.gemma2, "gemma2", ties=True),
-    "gemma3_text": _llama(gemma.gemma3, "gemma2", ties=True),
+    "gemma": _llama(decoders.gemma, ties=True),
+    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
     "smollm3": _llama(decoders.smollm3, ties=True),
@@ -184,7 +182,7 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "vaultgemma": _llama(gemma.vaultgemma, "vaultgemma", ties=True),
+    "vaultgemma": _llama(decoders.vaultgemma, "vaultgemma", ties=True),
     "jais2": _llama(decoders.jais2, "nemotron"),
     "internlm3": _llama(decoders.internlm3),
     "iquestcoder": _llama(decoders.iquestcoder),
@@ -207,15 +205,15 @@ ARCHITECTURES = {
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(
         "gpt",
-        gptj.gpt_neox,
+        decoders.gpt_neox,
         "gpt_neox",
         {HEAD: ("embed_out.weight",), "embed_in.weight": (HEAD,)},
         ties=False,
     ),
-    "gptj": Architecture("gpt", gptj.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
+    "gptj": Architecture("gpt", configs.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
     "codegen": Architecture(
         "gpt",
-        gptj.codegen,
+        configs.codegen,
         "codegen",
         {"wte.weight": (HEAD,)},
         inherits=("gptj",),
@@ -223,7 +221,7 @@ ARCHITECTURES = {
     ),
     "falcon": Architecture(
         "gpt",
-        gptj.falcon,
+        configs.falcon,
         "falcon",
         {"word_embeddings.weight": (HEAD,)},
         _falcon_norms,
