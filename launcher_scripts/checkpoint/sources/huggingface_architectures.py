@@ -111,6 +111,20 @@ def _in_memory(raw: RawConfig) -> list[str]:
     return ["_in_memory"] if "layers.0.mlp.gate.weight" in raw.keys else []
 
 
+def _gpt(
+    read: Callable[[RawConfig], ModelConfig],
+    dialect: str,
+    table: str,
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
+    *,
+    inherits: tuple[str, ...] = (),
+    ties: bool = True,
+    may_be: Callable[[Any], bool] = lambda _: True,
+) -> Architecture:
+    """The row of a decoder.  table: its embeddings, which may be the output table, too"""
+    return Architecture("gpt", read, dialect, {table: (HEAD,)}, variants, inherits, ties, may_be)
+
+
 def _llama(
     read: Callable[[RawConfig], ModelConfig],
     dialect: str = "llama",
@@ -120,8 +134,8 @@ def _llama(
     may_be: Callable[[Any], bool] = lambda _: True,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
-    tied = {"embed_tokens.weight": (HEAD,)}
-    return Architecture("gpt", read, dialect, tied, variants, ("llama",), ties, may_be)
+    table, inherits = "embed_tokens.weight", ("llama",)
+    return _gpt(read, dialect, table, variants, inherits=inherits, ties=ties, may_be=may_be)
 
 
 def _interleaved(
@@ -139,21 +153,13 @@ def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
 
 ARCHITECTURES = {
-    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (HEAD,)}),
-    "gpt_bigcode": Architecture(
-        "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
-    ),
-    "gpt_neo": Architecture(
-        "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
-    ),
-    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (HEAD,)}),
-    "mpt": Architecture("gpt", configs.mpt, "mpt", {"wte.weight": (HEAD,)}),
-    "opt": Architecture(
-        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (HEAD,)}, _projected_or_untied
-    ),
-    "xglm": Architecture(
-        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (HEAD,)}, _scaled_or_untied
-    ),
+    "gpt2": _gpt(configs.gpt2, "gpt2", "wte.weight"),
+    "gpt_bigcode": _gpt(configs.gpt_bigcode, "gpt_bigcode", "wte.weight", inherits=("gpt2",)),
+    "gpt_neo": _gpt(configs.gpt_neo, "gpt_neo", "wte.weight", inherits=("gpt2",)),
+    "bloom": _gpt(configs.bloom, "bloom", "word_embeddings.weight"),
+    "mpt": _gpt(configs.mpt, "mpt", "wte.weight"),
+    "opt": _gpt(configs.opt, "opt", "decoder.embed_tokens.weight", _projected_or_untied),
+    "xglm": _gpt(configs.xglm, "xglm", "embed_tokens.weight", _scaled_or_untied),
     "llama": _llama(decoders.llama),
     "mistral": _llama(decoders.mistral),
     "qwen2": _llama(decoders.qwen2),
@@ -210,22 +216,10 @@ ARCHITECTURES = {
         {HEAD: ("embed_out.weight",), "embed_in.weight": (HEAD,)},
         ties=False,
     ),
-    "gptj": Architecture("gpt", configs.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
-    "codegen": Architecture(
-        "gpt",
-        configs.codegen,
-        "codegen",
-        {"wte.weight": (HEAD,)},
-        inherits=("gptj",),
-        ties=False,
-    ),
-    "falcon": Architecture(
-        "gpt",
-        configs.falcon,
-        "falcon",
-        {"word_embeddings.weight": (HEAD,)},
-        _falcon_norms,
-        ("bloom",),
+    "gptj": _gpt(configs.gptj, "gptj", "wte.weight", ties=False),
+    "codegen": _gpt(configs.codegen, "codegen", "wte.weight", inherits=("gptj",), ties=False),
+    "falcon": _gpt(
+        configs.falcon, "falcon", "word_embeddings.weight", _falcon_norms, inherits=("bloom",)
     ),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
