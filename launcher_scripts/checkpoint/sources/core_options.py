@@ -80,13 +80,6 @@ CORE_ALONE: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
     "no_rope_freq": (None,),
 }
-# Llama 3.1's, which Megatron-LM has no arguments for.
-LLAMA3_SCALING = {
-    "scale_factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "old_context_len": 8192,
-}
 _IGNORED_FACTOR = (
     "the training was asked for rope_scaling_factor {}, but Megatron-LM's models always have 8: "
     "so has this one"
@@ -230,16 +223,15 @@ def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) ->
 
 
 def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Llama 3.1's rope scaling, where the training had it."""
+    """Llama 3.1's rope scaling, where the training had it; Megatron-LM has no arguments for it."""
     if not flag(raw, "rope_scaling", False):
         return {}
-    said = {**LLAMA3_SCALING, **{k: raw[k] for k in LLAMA3_SCALING if raw.get(k) is not None}}
     return {
         "rotary_scaling": "llama3",
-        "rotary_scaling_factor": real(said, "scale_factor", 8.0, problems),
-        "rotary_low_frequency_factor": real(said, "low_freq_factor", 1.0, problems),
-        "rotary_high_frequency_factor": real(said, "high_freq_factor", 4.0, problems),
-        "rotary_original_positions": int(real(said, "old_context_len", 8192, problems)),
+        "rotary_scaling_factor": real(raw, "scale_factor", 8.0, problems),
+        "rotary_low_frequency_factor": real(raw, "low_freq_factor", 1.0, problems),
+        "rotary_high_frequency_factor": real(raw, "high_freq_factor", 4.0, problems),
+        "rotary_original_positions": int(real(raw, "old_context_len", 8192, problems)),
     }
 
 

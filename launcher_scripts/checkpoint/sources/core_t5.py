@@ -19,17 +19,17 @@ from launcher_scripts.checkpoint.sources.core_options import (
     refuse_unknown,
 )
 from launcher_scripts.checkpoint.sources.nemo_options import flag, nemo_dialects, real, size
+from launcher_scripts.checkpoint.sources.shards import T5_TABLE, TABLE
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.t5 import T5Config
 
-TABLE = "encoder_embedding.word_embeddings.weight"
 _RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"
 Named = TypeVar("Named")
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
 # What is stored twice: the first name stays.
 _COPIES = ("position_embeddings.weight", "output_layer.bias")
 _NAMES = {
-    "embedding.word_embeddings.weight": TABLE,
+    TABLE: T5_TABLE,
     "embedding.position_embeddings.weight": "encoder_embedding.position_embeddings.weight",
     "encoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE,
     "decoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE.replace("en", "de", 1),
@@ -93,7 +93,7 @@ def read_t5(
     relative = {} if _RELATIVE not in tensors else _buckets(raw, tensors[_RELATIVE], problems)
     problems.raise_if_any(CheckpointError)
     config = T5Config(
-        vocab_size=tensors[TABLE].shape[0],
+        vocab_size=tensors[T5_TABLE].shape[0],
         num_layers=_depth(tensors, "encoder"),
         num_decoder_layers=_depth(tensors, "decoder"),
         hidden_size=hidden,

@@ -28,6 +28,8 @@ from launcher_scripts.checkpoint.sources.core_options import (
 )
 from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import (
+    HEAD,
+    TABLE,
     Shards,
     StateDict,
     flattened,
@@ -43,7 +45,6 @@ from launcher_scripts.models.gpt import GPTConfig
 
 WEIGHTS_NAME = "model_optim_rng.pt"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-TABLE = "embedding.word_embeddings.weight"
 
 # checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
 # and value (Megatron-LM, fix_query_key_value_ordering).
@@ -268,7 +269,7 @@ def _settings(
     if core:
         dialects = gpt.dialects(shards)
         if gpt.fields["tied_embeddings"]:
-            shards.pop("output_layer.weight", None)
+            shards.pop(HEAD, None)
     return MegatronArgs(gpt.config(vocab), dialects, options.check_keys())
 
 

@@ -22,13 +22,13 @@ from launcher_scripts.checkpoint.sources import core_adapters, core_options, cor
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
 from launcher_scripts.checkpoint.sources.megatron import (
-    TABLE,
     Namespace,
     the_latest,
     training_arguments,
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
+from launcher_scripts.checkpoint.sources.shards import HEAD, TABLE
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
     PREDICTORS_NOTE,
     Hints,
@@ -45,7 +45,6 @@ COMMON_OBJECT = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
 CONTEXT = "context/model.yaml"
 WEIGHTS = "weights/"
-HEAD = "output_layer.weight"
 
 
 class _CommonGlobals(AnyGlobal):

@@ -29,6 +29,9 @@ from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.nemo_training import TrainingCheckpoint
 from launcher_scripts.checkpoint.sources.shards import (
+    HEAD,
+    T5_TABLE,
+    TABLE,
     Shards,
     merged_stages,
     rank_files,
@@ -40,9 +43,6 @@ from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-
-TABLE = "embedding.word_embeddings.weight"
-T5_TABLE = "encoder_embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _gpt(
     gpt = read_gpt(raw, core=core, local_norms=local_norms)
     rows = table_rows(archive, shards, TABLE)
     if gpt.fields["tied_embeddings"]:
-        shards.pop("output_layer.weight", None)
+        shards.pop(HEAD, None)
     return GPTConfig(vocab_size=rows, **gpt.fields), gpt.dialects, gpt.notes
 
 

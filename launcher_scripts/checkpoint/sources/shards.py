@@ -14,6 +14,10 @@ from launcher_scripts.models.family import Partition
 StateDict = Mapping[str, SourceTensor]
 Shards = Mapping[str, tuple[SourceTensor, ...]]
 
+# The vocabulary's tables of a GPT and of a T5's encoder, and a GPT's output layer.
+TABLE = "embedding.word_embeddings.weight"
+T5_TABLE = "encoder_embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 # The folder of one rank, as Megatron-LM and NeMo call it; groups `tp` and `pp` are the rank.
 RANK_FOLDER = r"(?:tp|mp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/"
 _LAYER = re.compile(r"((?:.+\.)?(?:encoder|decoder)\.(?:model\.)?layers\.)(\d+)(\..+)")
