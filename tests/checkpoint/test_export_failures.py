@@ -50,13 +50,6 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     return path
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.nemo"
-    make_nemo(path, small_config())
-    return path
-
-
 def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         del state[f"{LAYER}mlp.dense_h_to_4h.weight"]
