@@ -170,7 +170,10 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
                 tasks.append(task)
     for name in unread:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
-    _note_unclaimed({checkpoint.stored_name(name) for name in names - claimed}, problems)
+    unclaimed = sorted({checkpoint.stored_name(name) for name in names - claimed})
+    problems.add_first(
+        [f"{name} is a tensor this model should not have" for name in unclaimed], _SHOWN
+    )
     problems.raise_if_any(CheckpointError)
     return tasks
 
@@ -222,10 +225,3 @@ def _task(
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
     return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
-
-
-def _note_unclaimed(names: set[str], problems: Problems) -> None:
-    for name in sorted(names)[:_SHOWN]:
-        problems.add(f"{name} is a tensor this model should not have")
-    if len(names) > _SHOWN:
-        problems.add(f"and {len(names) - _SHOWN} more tensors it should not have")
