@@ -8,7 +8,7 @@ Megatron-LM core (`--ckpt-format torch`) have the core's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import PurePosixPath
@@ -87,8 +87,8 @@ class MegatronCheckpoint(TensorShards):
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = _root(archive)
         files = rank_files(archive, root, WEIGHTS_NAME)
-        loaded = [[_load(archive, name) for name in ranks] for ranks in files]
-        first = loaded[0][0]
+        loaded = {name: _load(archive, name) for stage in files for name in stage}
+        first = loaded[files[0][0]]
         version = first.get("checkpoint_version") or 0
         if not isinstance(version, (int, float)) or int(version) not in _VERSIONS:
             raise CheckpointError(
@@ -96,7 +96,8 @@ class MegatronCheckpoint(TensorShards):
             )
         args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
         virtual = args.get("virtual_pipeline_model_parallel_size")
-        shards = merged_stages(in_layer_order(archive, _chunks(archive, files, loaded), virtual))
+        ranks = [[_chunks(archive, name, loaded[name]) for name in stage] for stage in files]
+        shards = merged_stages(in_layer_order(archive, ranks, virtual))
         vocab = table_rows(archive, shards, TABLE)
         said = _settings(args, shards, vocab, hints, f"the checkpoint {archive.path}")
         dialects = (*_VERSIONS[int(version)], *said.dialects)
@@ -191,19 +192,9 @@ def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(takewhile(lambda model: isinstance(model, dict), found))
 
 
-def _chunks(
-    archive: Archive,
-    files: Sequence[Sequence[str]],
-    loaded: Sequence[Sequence[Mapping[str, Any]]],
-) -> list[list[list[StateDict]]]:
-    """The state dicts of every rank's virtual stages, [pipeline stage][tensor-parallel rank]."""
-    return [
-        [
-            [_tensors(model, f"{file} of {archive.path}") for model in _models(rank)]
-            for file, rank in zip(names, stage, strict=True)
-        ]
-        for names, stage in zip(files, loaded, strict=True)
-    ]
+def _chunks(archive: Archive, name: str, loaded: Mapping[str, Any]) -> list[StateDict]:
+    """The state dicts of the chunks of layers that one rank's file holds."""
+    return [_tensors(model, f"{name} of {archive.path}") for model in _models(loaded)]
 
 
 def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
