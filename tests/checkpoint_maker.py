@@ -22,6 +22,7 @@ import torch
 import yaml
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from launcher_scripts.checkpoint.convert import verification
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.models.family import Partition, Source, WeightSpec
@@ -263,15 +264,16 @@ def write_ranks(
                 )
                 state[copy] = table
             state[f"{prefix}encoder.layers.0.self_attention.core._extra_state"] = None
-            folder = tree / rank_folder(variant, tp, pp)
+            folder = tree / rank_folder(variant.tp_size, variant.pp_size, tp, pp)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(state, folder / "model_weights.ckpt")
 
 
-def rank_folder(variant: Variant, tp: int, pp: int) -> str:
-    if variant.pp_size > 1:
+def rank_folder(tp_size: int, pp_size: int, tp: int, pp: int) -> str:
+    """The folder of one rank; "" for the only one."""
+    if pp_size > 1:
         return f"tp_rank_{tp:02d}_pp_rank_{pp:03d}"
-    return f"mp_rank_{tp:02d}" if variant.tp_size > 1 else ""
+    return f"mp_rank_{tp:02d}" if tp_size > 1 else ""
 
 
 def stage_name(key: str, stage: int, num_layers: int, stages: int) -> str | None:
@@ -374,28 +376,7 @@ def rebuilt(checkpoint: FTCheckpoint) -> dict[str, np.ndarray]:
     config, found = checkpoint.config, {}
     for spec in weights(config):
         for layer in spec.layer_numbers(config):
-            found[spec.tensor_name(layer)] = _joined(checkpoint, spec, layer)
+            whole = verification.rebuilt(checkpoint, spec, layer)
+            assert whole is not None, f"copies of a head differ in {spec.tensor_name(layer)}"
+            found[spec.tensor_name(layer)] = whole
     return found
-
-
-def _joined(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> np.ndarray:
-    config, tp_size = checkpoint.config, checkpoint.tp_size
-    if not spec.partition.per_rank:
-        return np.asarray(checkpoint.read(spec, layer))
-    ranks = [checkpoint.read(spec, layer, rank) for rank in range(tp_size)]
-    if spec.partition is Partition.ROW_PARALLEL:
-        return np.concatenate(ranks)
-    blocks = []
-    start = 0
-    for axis in spec.blocks or spec.shape[-1:]:
-        local = config.local_size(axis, tp_size)
-        whole = np.concatenate([rank[..., start : start + local] for rank in ranks], axis=-1)
-        start += local
-        copies = whole.shape[-1] // getattr(config, axis)
-        if copies > 1:
-            heads = whole.reshape(*whole.shape[:-1], -1, copies, config.head_size)
-            if not (heads == heads[..., :1, :]).all():
-                raise AssertionError(f"copies of a head differ in {spec.tensor_name(layer)}")
-            whole = heads[..., 0, :].reshape(*whole.shape[:-1], -1)
-        blocks.append(whole)
-    return np.concatenate(blocks, axis=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -96,6 +96,13 @@ class Problems:
         change: str | None = None,
     ) -> None:
         self.messages.append(problem(what, got=got, choices=choices, change=change))
+
+    def add_first(self, found: Sequence[str], most: int) -> None:
+        """Note the first of many findings of one kind, and how many more there are."""
+        for message in found[:most]:
+            self.add(message)
+        if len(found) > most:
+            self.add(f"and {len(found) - most} more like it")
 
     def check_choice(
         self, what: str, got: str, choices: Iterable[str], change: str | None = None

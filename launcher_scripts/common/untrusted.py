@@ -58,6 +58,13 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """A parsed value that must be a mapping; a ValueError for any other."""
+    if not isinstance(value, dict):
+        raise ValueError("it holds no mapping")
+    return value
+
+
 def parse_yaml(text: bytes) -> Any:
     """The value in a YAML text of plain values."""
     if len(text) > MOST_YAML_BYTES:

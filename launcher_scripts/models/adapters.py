@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
+from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec, stack_layers
 
 # The dialect of the rows below.
 DIALECT = "adapters"
@@ -242,7 +242,7 @@ def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSp
                 Partition.COLUMN_PARALLEL,
                 (site.axis,) if site.axis == "kv_size" else (),
                 _sources(ia3_keys(site, parts.ia3_num_tasks), "stacked_rows"),
-                layers=_layers(site.name),
+                layers=stack_layers(site.name),
                 prefix=prefix,
             )
             for site in ia3_sites(family, decoder)
@@ -273,7 +273,7 @@ def _adapter(stem: str, prefix: str) -> list[WeightSpec]:
             shape,
             partition,
             sources=_sources((f"{stem}.{name}",), "transposed"),
-            layers=_layers(stem),
+            layers=stack_layers(stem),
             prefix=prefix,
         )
         for name, shape, partition in rows
@@ -326,7 +326,3 @@ def _t5_mlp(stem: str) -> IA3Site:
 
 def _sources(keys: tuple[str, ...], layout: str) -> dict[str, Source]:
     return {DIALECT: Source(keys, layout)}
-
-
-def _layers(name: str) -> str:
-    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"

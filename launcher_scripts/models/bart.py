@@ -19,6 +19,7 @@ from launcher_scripts.models.family import (
     Source,
     WeightSpec,
     check_numbers,
+    stack_layers,
 )
 
 _ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
@@ -209,5 +210,5 @@ def _row(
     """A tensor; without a source, of the same name there, transposed where ranks share a matrix."""
     layout = "transposed" if partition.per_rank else "as_is"
     source = source or {"bart": Source((name,), layout)}
-    layers = "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
+    layers = stack_layers(name)
     return WeightSpec(name, shape, partition, blocks, source, layers=layers, prefix="")

@@ -95,6 +95,10 @@ class WeightSpec:
             sizes[0] = config.local_size(self.shape[0], tp_size)
         return tuple(sizes)
 
+    def tp_ranks(self, tp_size: int) -> range:
+        """The ranks that have a file of their own; the first alone where all read one file."""
+        return range(tp_size if self.partition.per_rank else 1)
+
     def file_name(self, layer: int | None, tp_rank: int) -> str:
         """Name of the file that holds this tensor, or one rank's part of it."""
         rank = f".{tp_rank}" if self.partition.per_rank else ""
@@ -103,6 +107,11 @@ class WeightSpec:
     def tensor_name(self, layer: int | None = None) -> str:
         """The canonical name of one tensor: `*` replaced by the global layer number."""
         return self.name if layer is None else self.name.replace("*", str(layer))
+
+
+def stack_layers(name: str) -> str:
+    """WeightSpec.layers of a tensor of an encoder-decoder, by its name."""
+    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"
 
 
 def layer_list(layers: Iterable[int]) -> str | None:

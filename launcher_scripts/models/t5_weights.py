@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from launcher_scripts.models import adapters
-from launcher_scripts.models.family import Partition, Source, WeightSpec
+from launcher_scripts.models.family import Partition, Source, WeightSpec, stack_layers
 from launcher_scripts.models.t5 import T5Config
 
 
@@ -203,7 +203,7 @@ def _column(
                 dialect: Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
                 for dialect, source in sources.items()
             },
-            layers=_layers(stem),
+            layers=stack_layers(stem),
             prefix="",
         )
         for part in _parts(config)
@@ -221,7 +221,7 @@ def _output(config: T5Config, stem: str, nemo: str, width: str = "inner_size") -
                 "huggingface": Source((f"{stem}.{part}",), "transposed"),
                 "nemo": Source((f"{nemo}.{part}",), "transposed"),
             },
-            layers=_layers(stem),
+            layers=stack_layers(stem),
             prefix="",
         )
         for part in _parts(config)
@@ -255,7 +255,7 @@ def _relative_bias(config: T5Config, side: str, attention: str, nemo: str) -> We
             "huggingface": Source((name,), "transposed"),
             "nemo": Source((key,), "transposed_whole"),
         },
-        layers=_layers(name),
+        layers=stack_layers(name),
         prefix="",
     )
 
@@ -269,14 +269,10 @@ def _row(name: str, shape: tuple[str, ...], huggingface: str | None, nemo: str) 
         shape,
         Partition.VOCAB_PARALLEL if table else Partition.REPLICATED,
         sources={dialect: Source((key,)) for dialect, key in sources.items() if key},
-        layers=_layers(name),
+        layers=stack_layers(name),
         prefix="",
     )
 
 
 def _parts(config: T5Config) -> tuple[str, ...]:
     return ("weight", "bias") if config.bias else ("weight",)
-
-
-def _layers(name: str) -> str:
-    return "num_decoder_layers" if name.startswith("decoder.") else "num_layers"

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.export import export, open_source
-from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,23 @@ def open_weights(folder: Path) -> tuple[StoredWeights, Any]:
     return weights, config
 
 
-def refused_export(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:
+def weight_bytes(folder: Path) -> dict[str, bytes]:
+    """Name -> content of every .bin file."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def change_json(path: Path, **values: Any) -> dict[str, Any]:
+    """Put values into a JSON file; returns what it said before."""
+    said: dict[str, Any] = json.loads(path.read_text())
+    path.write_text(json.dumps(said | values))
+    return said
+
+
+def refused_export(
+    checkpoint: Path, target: Path, message: str, tp_size: int = 1, **more: Any
+) -> str:
     """The error of an export that must fail with `message` and leave nothing behind."""
     with pytest.raises(LauncherError, match=message) as caught:
-        export_folder(source, target / "out", tp_size, **more)
+        export_folder(checkpoint, target / "out", tp_size, **more)
     assert not (target / "out").exists()
     return str(caught.value)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import yaml
 
+from tests.checkpoint_maker import rank_folder
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -48,14 +50,8 @@ def ranks(layers: Mapping[int, Tensors], axes: Mapping[str, int], tp: int, pp: i
                     axis = next((axis for end, axis in axes.items() if name.endswith(end)), None)
                     part = tensor if axis is None else tensor.chunk(tp, axis)[rank]
                     state[f"{stack}{local}{name}"] = part.clone()
-            states[_folder(tp, pp, rank, stage)] = state
+            states[rank_folder(tp, pp, rank, stage)] = state
     return states
-
-
-def _folder(tp: int, pp: int, rank: int, stage: int) -> str:
-    if pp > 1:
-        return f"tp_rank_{rank:02d}_pp_rank_{stage:03d}"
-    return f"mp_rank_{rank:02d}" if tp > 1 else ""
 
 
 def nested(states: Mapping[str, Tensors]) -> dict[str, dict[str, Tensors]]:

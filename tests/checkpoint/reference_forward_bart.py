@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
-from tests.checkpoint.reference_forward_t5 import ACTIVATIONS, bucket
+from tests.checkpoint.reference_forward_parts import ACTIVATIONS, linear, norm
+from tests.checkpoint.reference_forward_t5 import bucket
 from tests.checkpoint.reference_weights import StoredWeights
 
 
@@ -23,7 +24,7 @@ def logits(w: StoredWeights, config: BartConfig, ids: torch.Tensor, targets: tor
         memory = _residual(w, config, f"{stem}.final", memory, _mlp(w, config, stem))
     x = _embed(w, config, "decoder", targets)
     if config.norm_placement == "pre":
-        memory = _norm(w, config, "encoder.layer_norm", memory)
+        memory = norm(w, config, "encoder.layer_norm", memory)
     heads = config.num_decoder_heads
     for i in range(config.num_decoder_layers):
         stem = f"decoder.layers.{i}"
@@ -32,7 +33,7 @@ def logits(w: StoredWeights, config: BartConfig, ids: torch.Tensor, targets: tor
         x = _residual(w, config, f"{stem}.encoder_attn", x, _attend(w, parts, heads, memory))
         x = _residual(w, config, f"{stem}.final", x, _mlp(w, config, stem))
     if config.norm_placement == "pre":
-        x = _norm(w, config, "decoder.layer_norm", x)
+        x = norm(w, config, "decoder.layer_norm", x)
     out = x @ w["lm_head.weight"].T
     return out + w["final_logits_bias"] if config.logits_bias else out
 
@@ -46,13 +47,13 @@ def agm_logits(w: StoredWeights, config: AgmConfig, ids: torch.Tensor) -> torch.
     causal = torch.full((length, length), -torch.inf).triu(1)
     for i in range(config.num_layers):
         stem = f"decoder.layers.{i}"
-        normed = _norm(w, config, f"{stem}.self_attn_layer_norm", x)
+        normed = norm(w, config, f"{stem}.self_attn_layer_norm", x)
         qkv = (normed @ w[f"{stem}.self_attn.qkv.weight"]).chunk(3, dim=-1)
         bias = w[f"{stem}.self_attn.relative_attention_bias.weight"][:, where]
         mixed = _mix(*qkv, config.num_heads, config.attention_scale, bias + causal)
         x = x + mixed @ w[f"{stem}.self_attn.o.weight"]
-        x = x + _mlp(w, config, stem)(_norm(w, config, f"{stem}.final_layer_norm", x))
-    out = _norm(w, config, "decoder.layernorm_output", x) @ w["lm_head.decoder.weight"].T
+        x = x + _mlp(w, config, stem)(norm(w, config, f"{stem}.final_layer_norm", x))
+    out = norm(w, config, "decoder.layernorm_output", x) @ w["lm_head.decoder.weight"].T
     return out + w["final_logits_bias"] if config.logits_bias else out
 
 
@@ -67,16 +68,16 @@ def _embed(w, config, side, ids):
 def _residual(w, config, stem, x, block):
     name = f"{stem}_layer_norm"
     if config.norm_placement == "pre":
-        return x + block(_norm(w, config, name, x))
-    return _norm(w, config, name, x + block(x))
+        return x + block(norm(w, config, name, x))
+    return norm(w, config, name, x + block(x))
 
 
 def _attend(w, parts, heads, memory=None):
     def block(x):
         source = x if memory is None else memory
-        q, k, v = (_linear(w, part, y) for part, y in zip(parts, (x, source, source), strict=True))
+        q, k, v = (linear(w, part, y) for part, y in zip(parts, (x, source, source), strict=True))
         out = parts[0].replace("q_proj", "out_proj")
-        return _linear(w, out, _mix(q, k, v, heads, (q.shape[-1] // heads) ** -0.5, 0.0))
+        return linear(w, out, _mix(q, k, v, heads, (q.shape[-1] // heads) ** -0.5, 0.0))
 
     return block
 
@@ -84,9 +85,9 @@ def _attend(w, parts, heads, memory=None):
 def _attend_self(w, stem, heads):
     def block(x):
         causal = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
-        q, k, v = _linear(w, f"{stem}.self_attn.qkv", x).chunk(3, dim=-1)
+        q, k, v = linear(w, f"{stem}.self_attn.qkv", x).chunk(3, dim=-1)
         mixed = _mix(q, k, v, heads, (q.shape[-1] // heads) ** -0.5, causal)
-        return _linear(w, f"{stem}.self_attn.out_proj", mixed)
+        return linear(w, f"{stem}.self_attn.out_proj", mixed)
 
     return block
 
@@ -99,13 +100,4 @@ def _mix(q, k, v, heads, scale, bias):
 
 def _mlp(w, config, stem):
     activation = ACTIVATIONS[config.activation]
-    return lambda x: _linear(w, f"{stem}.fc2", activation(_linear(w, f"{stem}.fc1", x)))
-
-
-def _linear(w, name, x):
-    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
-
-
-def _norm(w, config, name, x):
-    weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
-    return functional.layer_norm(x, weight.shape, weight, bias, config.norm_eps)
+    return lambda x: linear(w, f"{stem}.fc2", activation(linear(w, f"{stem}.fc1", x)))

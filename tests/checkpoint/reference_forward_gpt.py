@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn import functional
 
 from launcher_scripts.models.gpt import GPTConfig
-from tests.checkpoint.reference_forward_parts import adapted, embedded, scaled
-from tests.checkpoint.reference_forward_t5 import ACTIVATIONS
+from tests.checkpoint.reference_forward_parts import (
+    ACTIVATIONS,
+    adapted,
+    embedded,
+    linear,
+    norm,
+    scaled,
+    without_bias,
+)
 from tests.checkpoint.reference_weights import StoredWeights
 
 
@@ -26,28 +32,28 @@ def logits(
     if config.position_embedding == "learned":
         x = x + w["wpe"][: ids.shape[1]]
     if config.embedding_norm:
-        x = _norm(w, config, "pre_decoder_layernorm", x)
+        x = norm(w, config, "pre_decoder_layernorm", x)
     for i in range(config.num_layers):
         x = _layer(w, config, f"layers.{i}", x, ia3)
     if config.final_norm:
-        x = _norm(w, config, "final_layernorm", x)
+        x = norm(w, config, "final_layernorm", x)
     return x @ w["wte" if config.tied_embeddings else "lm_head.weight"].T
 
 
 def _layer(w, config, stem, x, ia3):
     before, after = f"{stem}.input_layernorm", f"{stem}.post_attention_layernorm"
     if config.norm_placement == "pre":
-        out, bias = _attention(w, config, stem, _norm(w, config, before, x), ia3)
+        out, bias = _attention(w, config, stem, norm(w, config, before, x), ia3)
         x = adapted(w, config, f"{stem}.after_attention_adapter", x, out, bias)
-        out, bias = _mlp(w, config, stem, _norm(w, config, after, x), ia3)
+        out, bias = _mlp(w, config, stem, norm(w, config, after, x), ia3)
         return adapted(w, config, f"{stem}.after_ffn_adapter", x, out, bias)
-    x = _norm(w, config, before, x + sum(_attention(w, config, stem, x, ia3)))
-    return _norm(w, config, after, x + sum(_mlp(w, config, stem, x, ia3)))
+    x = norm(w, config, before, x + sum(_attention(w, config, stem, x, ia3)))
+    return norm(w, config, after, x + sum(_mlp(w, config, stem, x, ia3)))
 
 
 def _attention(w, config, stem, x, ia3):
     """The output without its bias, and the bias."""
-    qkv = _linear(w, f"{stem}.attention.query_key_value", x)
+    qkv = linear(w, f"{stem}.attention.query_key_value", x)
     # [B, S, heads * head_size] -> [B, heads, S, head_size]; a shard set may hold kv copies.
     heads = qkv.unflatten(-1, (-1, config.head_size)).transpose(1, 2)
     kv_heads = (heads.shape[1] - config.num_heads) // 2
@@ -61,8 +67,8 @@ def _attention(w, config, stem, x, ia3):
     )
     k, v = (part.repeat_interleave(config.num_heads // kv_heads, dim=1) for part in (k, v))
     if config.qk_norm:
-        q = _norm(w, config, f"{stem}.attention.query_norm", q)
-        k = _norm(w, config, f"{stem}.attention.key_norm", k)
+        q = norm(w, config, f"{stem}.attention.query_norm", q)
+        k = norm(w, config, f"{stem}.attention.key_norm", k)
     if config.position_embedding == "rope":
         q, k = _rotate(config, q), _rotate(config, k)
     scores = q @ k.transpose(-1, -2) / math.sqrt(config.head_size)
@@ -72,32 +78,15 @@ def _attention(w, config, stem, x, ia3):
         scores = scores + _slopes(config.num_heads)[:, None, None] * distance
     scores = scores + torch.full((length, length), -torch.inf).triu(1)
     out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
-    return _without_bias(w, f"{stem}.attention.dense", out)
+    return without_bias(w, f"{stem}.attention.dense", out)
 
 
 def _mlp(w, config, stem, x, ia3):
     """The output without its bias, and the bias."""
-    inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.mlp.dense_h_to_4h", x))
+    inner = ACTIVATIONS[config.activation](linear(w, f"{stem}.mlp.dense_h_to_4h", x))
     if config.gated:
-        inner = inner * _linear(w, f"{stem}.mlp.dense_h_to_4h_2", x)
-    return _without_bias(w, f"{stem}.mlp.dense_4h_to_h", scaled(w, f"{stem}.mlp", inner, ia3))
-
-
-def _without_bias(w, name, x):
-    bias = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros(())
-    return x @ w[f"{name}.weight"], bias
-
-
-def _linear(w, name, x):
-    x = x @ w[f"{name}.weight"]
-    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
-
-
-def _norm(w, config, name, x):
-    weight = w[f"{name}.weight"]
-    if config.normalization == "layernorm":
-        return functional.layer_norm(x, weight.shape, weight, w[f"{name}.bias"], config.norm_eps)
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
+        inner = inner * linear(w, f"{stem}.mlp.dense_h_to_4h_2", x)
+    return without_bias(w, f"{stem}.mlp.dense_4h_to_h", scaled(w, f"{stem}.mlp", inner, ia3))
 
 
 def _rotate(config, x):

@@ -1,4 +1,4 @@
-"""Adapters in the plain forward passes: prompt tables, IA3 vectors, adapters (float32)."""
+"""What the plain forward passes have in common: layers, prompt tables, IA3, adapters (float32)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,32 @@ from torch.nn import functional
 
 from launcher_scripts.models.adapters import ADAPTER_NORM_EPS
 from tests.checkpoint.reference_weights import StoredWeights
+
+ACTIVATIONS = {
+    "relu": functional.relu,
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "gelu_erf": functional.gelu,
+    "silu": functional.silu,
+}
+
+
+def linear(w, name, x):
+    """With the bias, if there is one."""
+    x = x @ w[f"{name}.weight"]
+    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
+
+
+def without_bias(w, name, x):
+    """The output without its bias, and the bias."""
+    bias = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros(())
+    return x @ w[f"{name}.weight"], bias
+
+
+def norm(w, config, name, x):
+    weight = w[f"{name}.weight"]
+    if config.normalization == "layernorm":
+        return functional.layer_norm(x, weight.shape, weight, w[f"{name}.bias"], config.norm_eps)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
 
 
 def embedded(

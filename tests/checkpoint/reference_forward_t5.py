@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.nn import functional
 
 from launcher_scripts.models.t5 import T5Config
-from tests.checkpoint.reference_forward_parts import adapted, embedded, scaled
+from tests.checkpoint.reference_forward_parts import (
+    ACTIVATIONS,
+    adapted,
+    embedded,
+    linear,
+    norm,
+    scaled,
+    without_bias,
+)
 from tests.checkpoint.reference_weights import StoredWeights
-
-ACTIVATIONS = {
-    "relu": functional.relu,
-    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
-    "gelu_erf": functional.gelu,
-    "silu": functional.silu,
-}
 
 
 def encode(
@@ -39,15 +39,15 @@ def encode(
         stem = f"encoder.block.{i}.layer"
         bias = _bias(w, config, "encoder", i, "layer.0.SelfAttention", *sizes, True)
         attention = f"{stem}.0.SelfAttention"
-        normed = _norm(w, config, f"{stem}.0.layer_norm", x)
-        q, k, v = (_linear(w, f"{attention}.{part}", normed) for part in "qkv")
+        normed = norm(w, config, f"{stem}.0.layer_norm", x)
+        q, k, v = (linear(w, f"{attention}.{part}", normed) for part in "qkv")
         k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
         out = _attend(w, config, attention, (q, k, v), bias, layer=i)
         block = f"encoder.block.{i}"
         x = adapted(w, config, f"{block}.after_attention_adapter", x, *out)
         out = _mlp(w, config, f"{stem}.1", x, ia3)
         x = adapted(w, config, f"{block}.after_ffn_adapter", x, *out)
-    return _norm(w, config, "encoder.final_layer_norm", x)
+    return norm(w, config, "encoder.final_layer_norm", x)
 
 
 def logits(
@@ -81,23 +81,23 @@ def decode(
     causal = torch.full((steps, steps), -torch.inf).triu(1)
     for i in range(config.num_decoder_layers):
         stem = f"decoder.block.{i}.layer"
-        normed = _norm(w, config, f"{stem}.0.layer_norm", x)
+        normed = norm(w, config, f"{stem}.0.layer_norm", x)
         attention, block = f"{stem}.0.SelfAttention", f"decoder.block.{i}"
         own = _bias(w, config, "decoder", i, "layer.0.SelfAttention", steps, steps, False)
         if config.cross_attention_relative_bias:
             cross = _bias(w, config, "decoder", i, "layer.1.EncDecAttention", steps, length, True)
-        q, k, v = _linear(w, f"{attention}.qkv", normed).chunk(3, dim=-1)
+        q, k, v = linear(w, f"{attention}.qkv", normed).chunk(3, dim=-1)
         k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
         out = _attend(w, config, attention, (q, k, v), own, causal, layer=i)
         x = adapted(w, config, f"{block}.after_attention_adapter", x, *out)
         attention = f"{stem}.1.EncDecAttention"
-        q = _linear(w, f"{attention}.q", _norm(w, config, f"{stem}.1.layer_norm", x))
-        k, v = (_linear(w, f"{attention}.{part}", memory) for part in "kv")
+        q = linear(w, f"{attention}.q", norm(w, config, f"{stem}.1.layer_norm", x))
+        k, v = (linear(w, f"{attention}.{part}", memory) for part in "kv")
         k, v = scaled(w, f"{attention}.k", k, ia3), scaled(w, f"{attention}.v", v, ia3)
         x = x + sum(_attend(w, config, attention, (q, k, v), cross, layer=i))
         out = _mlp(w, config, f"{stem}.2", x, ia3)
         x = adapted(w, config, f"{block}.after_ffn_adapter", x, *out)
-    x = _norm(w, config, "decoder.final_layer_norm", x)
+    x = norm(w, config, "decoder.final_layer_norm", x)
     out = x @ w["lm_head.weight"].T * config.logits_scale
     return out + w["shared.bias"] if config.logits_bias else out
 
@@ -117,34 +117,17 @@ def _attend(w, config, name, qkv, bias, mask=0.0, *, layer: int):
     q, k, v = (x.unflatten(-1, (config.num_heads, -1)).transpose(1, 2) for x in qkv)
     factor = layer + 1 if config.relative_bias_layer_scaling else 1
     scores = q @ k.transpose(-1, -2) * config.attention_scale + bias * factor + mask
-    return _without_bias(w, f"{name}.o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    return without_bias(w, f"{name}.o", (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
 
 
 def _mlp(w, config, stem, x, ia3):
     """The output without its bias, and the bias."""
-    x = _norm(w, config, f"{stem}.layer_norm", x)
-    inner = ACTIVATIONS[config.activation](_linear(w, f"{stem}.DenseReluDense.wi", x))
+    x = norm(w, config, f"{stem}.layer_norm", x)
+    inner = ACTIVATIONS[config.activation](linear(w, f"{stem}.DenseReluDense.wi", x))
     if config.gated:
-        inner = inner * _linear(w, f"{stem}.DenseReluDense.wi2", x)
+        inner = inner * linear(w, f"{stem}.DenseReluDense.wi2", x)
     inner = scaled(w, f"{stem}.DenseReluDense", inner, ia3)
-    return _without_bias(w, f"{stem}.DenseReluDense.wo", inner)
-
-
-def _without_bias(w, name, x):
-    bias = w[f"{name}.bias"] if f"{name}.bias" in w else torch.zeros(())
-    return x @ w[f"{name}.weight"], bias
-
-
-def _linear(w, name, x):
-    x = x @ w[f"{name}.weight"]
-    return x + w[f"{name}.bias"] if f"{name}.bias" in w else x
-
-
-def _norm(w, config, name, x):
-    weight = w[f"{name}.weight"]
-    if config.normalization == "layernorm":
-        return functional.layer_norm(x, weight.shape, weight, w[f"{name}.bias"], config.norm_eps)
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
+    return without_bias(w, f"{stem}.DenseReluDense.wo", inner)
 
 
 def _bias(w, config, side, layer, attention, rows, columns, both):

@@ -42,7 +42,7 @@ class StoredWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         spec, _ = self.rows[name]
-        ranks = range(self.tp_size if spec.partition.per_rank else 1)
+        ranks = spec.tp_ranks(self.tp_size)
         parts = [self._read(name, rank) for rank in ranks]
         if spec.partition is Partition.ROW_PARALLEL:
             return torch.cat(parts, dim=0)

@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.models.t5_weights import weights
-from tests.checkpoint_maker import TORCH_DTYPES, MadeTensor
+from tests.checkpoint_maker import TORCH_DTYPES, MadeTensor, rank_folder
 
 PREFIX = "enc_dec_model."
 
@@ -88,7 +88,7 @@ def make_t5(
     (tree / "model_config.yaml").write_text(yaml.safe_dump(raw_t5(config, variant)))
     for pp in range(variant.pp_size):
         for tp in range(variant.tp_size):
-            folder = tree / _rank_folder(variant, tp, pp)
+            folder = tree / rank_folder(variant.tp_size, variant.pp_size, tp, pp)
             folder.mkdir(parents=True, exist_ok=True)
             state = _stage(sources, config, variant, tp, pp)
             torch.save(state, folder / "model_weights.ckpt")
@@ -190,12 +190,6 @@ def _stage_name(key: str, stage: int, config: T5Config, variant: T5Variant) -> s
     if "relative_position" in key:
         return key if first <= stage < stop else None
     return key if stage == (first if "_embedding." in key else stop - 1) else None
-
-
-def _rank_folder(variant: T5Variant, tp: int, pp: int) -> str:
-    if variant.pp_size > 1:
-        return f"tp_rank_{tp:02d}_pp_rank_{pp:03d}"
-    return f"mp_rank_{tp:02d}" if variant.tp_size > 1 else ""
 
 
 def raw_t5(config: T5Config, variant: T5Variant) -> dict[str, Any]:

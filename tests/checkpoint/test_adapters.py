@@ -34,13 +34,6 @@ ADAPTER_AXES = {"linear_in.weight": 0, "linear_out.weight": 1}
 ADAPTERS = {"adapter_tuning": {"type": "parallel_adapter", "norm_position": "pre"}}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "base.nemo"
-    make_nemo(path, CONFIG)
-    return path
-
-
 def ia3_file(path: Path, seed: int, tp: int = 1, pp: int = 1, **sizes: int) -> str:
     width, ffn = sizes.get("width", CONFIG.kv_size), sizes.get("ffn", CONFIG.ffn_size)
     layers = ia3_layers(Random(seed), sizes.get("layers", CONFIG.num_layers), width, ffn)

@@ -193,10 +193,10 @@ def test_the_nemo_t5_keys_are_those_of_the_original_in_its_order() -> None:
         end_id=61,
         pad_id=62,
     )
-    text = config_ini.format_config(config, 4, "fp16", "t5-tiny")
+    text = config_ini.format_config(config, 4, "fp16")
     assert text.startswith(
         """[encoder]
-_name_or_path = t5-tiny
+_name_or_path = t5
 model_type = T5
 weight_data_type = fp16
 tensor_para_size = 4
@@ -210,7 +210,7 @@ num_heads = 4
 num_layers = 2
 
 [decoder]
-_name_or_path = t5-tiny
+_name_or_path = t5
 model_type = T5
 weight_data_type = fp16
 tensor_para_size = 4

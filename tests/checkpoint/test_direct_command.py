@@ -12,17 +12,13 @@ import pytest
 from launcher_scripts.config.settings import ExportSettings, read_settings, write_settings
 from launcher_scripts.steps import convert_checkpoint
 from launcher_scripts.steps.flags import fields
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, weight_bytes
 
 CASE = "nemo_gpt_tp2pp1_to2"
 
 
 def flags(source: Path, target: Path, *more: str) -> list[str]:
     return ["--checkpoint-path", str(source), "--triton-model-dir", str(target), *more]
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 @pytest.fixture
@@ -38,7 +34,9 @@ def test_same_files_as_by_settings(
     folder = tmp_path / "model" / "1" / "2-gpu"
     output = capsys.readouterr().out
     assert f"checkpoint {folder}\n" in output and "verified" in output
-    assert weights(folder) == weights(export_folder(source, tmp_path / "other", 2, "bf16"))
+    assert weight_bytes(folder) == weight_bytes(
+        export_folder(source, tmp_path / "other", 2, "bf16")
+    )
 
 
 def test_settings_from_flags() -> None:

@@ -20,11 +20,11 @@ import yaml
 from launcher_scripts.checkpoint.convert import export as export_module
 from launcher_scripts.checkpoint.convert import write_tasks
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
+from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.steps import convert_checkpoint
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, refused_export, weight_bytes
 from tests.checkpoint.test_torch_file import Evil
 from tests.checkpoint_maker import Variant, make_nemo, small_config
 
@@ -50,20 +50,6 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     return path
 
 
-def refused(source: Path, target: Path, message: str, tp_size: int = 1, **more: Any) -> str:
-    with pytest.raises(LauncherError, match=message) as caught:
-        export_folder(source, target, tp_size, **more)
-    assert not (target / "m").exists()
-    return str(caught.value)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "source.nemo"
-    make_nemo(path, small_config())
-    return path
-
-
 def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         del state[f"{LAYER}mlp.dense_h_to_4h.weight"]
@@ -72,7 +58,7 @@ def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
         state[f"{LAYER}self_attention.dense.bias"] = torch.ones(5)
         state[f"{LAYER}mlp.dense_4h_to_h.bias"] = torch.ones(32, dtype=torch.int64)
 
-    text = refused(edited(source, change), tmp_path, "5 problems")
+    text = refused_export(edited(source, change), tmp_path, "5 problems")
     for part in (
         "encoder.layers.1.mlp.dense_h_to_4h.weight is missing",
         "encoder.final_layernorm.bias is missing",
@@ -85,7 +71,7 @@ def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
 
 def test_a_malicious_checkpoint(source: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    refused(
+    refused_export(
         edited(source, lambda state: {**state, "x": Evil(marker)}),
         tmp_path,
         "asks for posix.system",
@@ -96,14 +82,14 @@ def test_a_malicious_checkpoint(source: Path, tmp_path: Path) -> None:
 def test_a_truncated_checkpoint(source: Path, tmp_path: Path) -> None:
     content = source.read_bytes()
     source.write_bytes(content[: len(content) * 2 // 3])
-    refused(source, tmp_path, "cut short")
+    refused_export(source, tmp_path, "cut short")
 
 
 def test_a_missing_rank(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     make_nemo(path, small_config(), Variant(tp_size=2, pp_size=2, container="folder"))
     (path / "tp_rank_01_pp_rank_001" / "model_weights.ckpt").unlink()
-    refused(path, tmp_path, "tensor-parallel rank 1, stage 1 is missing")
+    refused_export(path, tmp_path, "tensor-parallel rank 1, stage 1 is missing")
 
 
 def test_missing_and_short_chunks(tmp_path: Path) -> None:
@@ -112,7 +98,7 @@ def test_missing_and_short_chunks(tmp_path: Path) -> None:
     tensor = path / "model_weights" / "model.decoder.layers.mlp.linear_fc2.weight"
     (tensor / "2.0.0").unlink()
     (tensor / "1.0.0").write_bytes(b"short")
-    text = refused(path, tmp_path, "2 problems")
+    text = refused_export(path, tmp_path, "2 problems")
     assert "linear_fc2.weight/2.0.0" in text
     assert "linear_fc2.weight/1.0.0: 5 bytes" in text
 
@@ -121,7 +107,7 @@ def test_lost_virtual_pipeline_stages(tmp_path: Path) -> None:
     """A run with virtual stages holds chunks; plain stages in their place would be out of order."""
     raw = {"virtual_pipeline_model_parallel_size": 2}
     make_nemo(tmp_path / "s.nemo", small_config(), Variant(pp_size=2, raw=raw))
-    refused(tmp_path / "s.nemo", tmp_path, "does not hold its virtual pipeline stages")
+    refused_export(tmp_path / "s.nemo", tmp_path, "does not hold its virtual pipeline stages")
 
 
 RAW = {
@@ -141,14 +127,14 @@ RAW = {
 def test_what_cannot_be_represented(key: str, tmp_path: Path) -> None:
     value, message = RAW[key]
     make_nemo(tmp_path / "s.nemo", small_config(), Variant(raw={key: value}))
-    refused(tmp_path / "s.nemo", tmp_path, message)
+    refused_export(tmp_path / "s.nemo", tmp_path, message)
 
 
 def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path) -> None:
     def change(state: dict[str, Any]) -> None:
         state[f"{LAYER}mlp.dense_4h_to_h.weight"][3, 4] = -70000.0
 
-    text = refused(edited(source, change), tmp_path, "does not fit fp16", data_type="fp16")
+    text = refused_export(edited(source, change), tmp_path, "does not fit fp16", data_type="fp16")
     assert "layers.1.mlp.dense_4h_to_h.weight" in text
     assert "70000" in text
     folder = export_folder(source, tmp_path, data_type="fp32")
@@ -156,14 +142,14 @@ def test_fp16_overflow_names_the_tensor(source: Path, tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_divide(source: Path, tmp_path: Path) -> None:
-    assert "choices: 1, 2, 4" in refused(source, tmp_path, "4 attention heads", 3)
+    assert "choices: 1, 2, 4" in refused_export(source, tmp_path, "4 attention heads", 3)
     settings = ExportSettings("m", "gpt3", str(source), str(tmp_path / "m"), Parallelism(1, 5))
     with pytest.raises(ConfigError, match="layers, fewer than pipeline stages"):
         export_module.check_serving(settings, small_config())
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    refused(tmp_path / "no.nemo", tmp_path, "does not exist.*export.model.checkpoint_path")
+    refused_export(tmp_path / "no.nemo", tmp_path, "does not exist.*export.model.checkpoint_path")
 
 
 def test_existing_output(source: Path, tmp_path: Path) -> None:
@@ -210,7 +196,7 @@ def test_a_failed_overwrite_keeps_what_was_there(source: Path, tmp_path: Path) -
 
 
 def test_lost_tokenizer_names_the_key(source: Path, tmp_path: Path) -> None:
-    refused(
+    refused_export(
         source,
         tmp_path,
         "does not hold its tokenizer's files.*export.model.tokenizer",
@@ -221,7 +207,7 @@ def test_lost_tokenizer_names_the_key(source: Path, tmp_path: Path) -> None:
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: usage)
-    refused(source, tmp_path, "10 bytes free")
+    refused_export(source, tmp_path, "10 bytes free")
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "processes"])
@@ -260,11 +246,7 @@ def test_processes_write_the_same(
     alone = export_folder(source, tmp_path / "alone", 2, "bf16")
     monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
     divided = export_folder(source, tmp_path / "divided", 2, "bf16", verify=True)
-    first, second = (
-        {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-        for folder in (alone, divided)
-    )
-    assert first == second
+    assert weight_bytes(alone) == weight_bytes(divided)
     FTCheckpoint.open(divided, verify=True)
 
 
@@ -276,7 +258,9 @@ def test_a_killed_process_ends_the_export(
     monkeypatch.setattr(
         write_tasks, "strips", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     )
-    refused(source, tmp_path, "a process of the export ended early, with an exit code; got -9")
+    refused_export(
+        source, tmp_path, "a process of the export ended early, with an exit code; got -9"
+    )
 
 
 def big_settings(source: Path, target: Path) -> Path:
@@ -295,15 +279,21 @@ def big_settings(source: Path, target: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_export_leaves_no_checkpoint(number: int, tmp_path: Path) -> None:
-    """A model large enough (300 MB) to be stopped in the middle of its files.
-
-    What it wrote is kept under another name, and the next run finishes it.
-    """
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model large enough (300 MB) to be stopped in the middle of its files."""
+    path = tmp_path_factory.mktemp("large") / "source.nemo"
     config = small_config(hidden_size=1024, head_size=256, ffn_size=4096, num_layers=6)
-    make_nemo(tmp_path / "source.nemo", config)
-    settings = big_settings(tmp_path / "source.nemo", tmp_path)
+    make_nemo(path, config)
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_export_leaves_no_checkpoint(
+    number: int, large: Path, tmp_path: Path
+) -> None:
+    """What it wrote is kept under another name, and the next run finishes it."""
+    settings = big_settings(large, tmp_path)
     command = [sys.executable, "-m", convert_checkpoint.__name__, "--settings", str(settings)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     partial = tmp_path / "m" / "1" / "1-gpu.partial"
@@ -332,9 +322,3 @@ def test_the_step(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "100%" in output.err
     assert convert_checkpoint.main(["--settings", str(settings)]) == 1
     assert "already exists" in capfd.readouterr().err
-
-
-def test_no_torch() -> None:
-    code = "import launcher_scripts.steps.convert_checkpoint, sys; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "False\n", result.stderr

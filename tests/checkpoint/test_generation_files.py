@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.repository.text_models import encoding_paramete
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 
 WORDS = ("<unk>", "<s>", "</s>", "<eot>", "hello", "world", "the", "fox")
@@ -45,8 +45,7 @@ def save_fast(folder: Path, *, starts: bool = False, **config: Any) -> None:
     )
     fast.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    said = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(said | config))
+    change_json(file, **{"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
 def save_model(folder: Path, name: str = "llama") -> None:
@@ -169,9 +168,8 @@ def test_config_json_stands_in_for_generation_config(tmp_path: Path) -> None:
     save_model(tmp_path / "hf")
     save_fast(tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
-    file = tmp_path / "hf" / "config.json"
     said = {"eos_token_id": [2, 3], "repetition_penalty": 1.2, "temperature": None}
-    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    change_json(tmp_path / "hf" / "config.json", **said)
     found = json.loads((repository(tmp_path) / "text" / "1" / "generation_config.json").read_text())
     assert found == {"bos_token_id": 1, "eos_token_id": [2, 3], "repetition_penalty": 1.2}
 

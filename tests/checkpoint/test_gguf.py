@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.steps.quickstart import gguf_file
 from tests.checkpoint import reference_forward_gpt
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
 
 IDS = torch.tensor([[1, 5, 30, 2, 66, 9]])
@@ -62,10 +62,7 @@ def write(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType) -
         matrix = values.ndim == 2
         target = kind if matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_name(name), gguf.quantize(values, target), raw_dtype=target)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def _name(name: str) -> str:
@@ -103,18 +100,13 @@ def test_quantised_tensors_are_dequantised(model: PreTrainedModel, tmp_path: Pat
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(CheckpointError, match="unknown architecture; got 'mamba'"):
-        export_folder(tmp_path / "m.gguf", tmp_path)
+    finish(writer)
+    refused_export(tmp_path / "m.gguf", tmp_path, "unknown architecture; got 'mamba'")
 
 
 def test_another_file_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    with pytest.raises(CheckpointError, match="is not a GGUF file"):
-        export_folder(tmp_path / "hf", tmp_path, source="gguf")
+    refused_export(tmp_path / "hf", tmp_path, "is not a GGUF file", source="gguf")
 
 
 @pytest.mark.slow

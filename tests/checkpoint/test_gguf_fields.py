@@ -18,6 +18,7 @@ from launcher_scripts.checkpoint.formats.gguf_file import open_gguf
 from launcher_scripts.checkpoint.sources.gguf_rope import rope_parameters
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
+from tests.checkpoint.gguf_maker import finish
 
 SOURCE = Path(__file__).parents[1] / "data" / "gguf" / "llama.gguf"
 
@@ -34,13 +35,6 @@ def changed(path: Path, source: Path = SOURCE, **tensors: np.ndarray) -> gguf.GG
     for name, values in tensors.items():
         writer.add_tensor(f"{name}.weight", values)
     return writer
-
-
-def finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

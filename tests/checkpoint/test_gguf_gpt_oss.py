@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, weight_bytes
+from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.tiny_models import LATER_DECODERS
 
 Tensors = Iterator[tuple[str, np.ndarray]]
@@ -66,10 +67,7 @@ def write(model: PreTrainedModel, path: Path, **more: Any) -> None:
     for name, values in renamed(model):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(found, np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -81,7 +79,7 @@ def test_it_is_the_folder_of_transformers(tmp_path: Path, tp_size: int) -> None:
         export_folder(tmp_path / source, tmp_path / f"of {source}", tp_size)
         for source in ("hf", "m.gguf")
     ]
-    want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
+    want, got = map(weight_bytes, folders)
     assert len(want) > 60 * tp_size
     assert got == want
     assert read_config(folders[1]).config == read_config(folders[0]).config

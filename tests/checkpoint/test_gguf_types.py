@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.sources.gguf_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.gguf_byte_pairs import PRE_TOKENIZERS
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import MODELS
 from launcher_scripts.common.errors import CheckpointError
+from tests.checkpoint.gguf_maker import finish
 
 UNREADABLE = {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64", "Q1_0"}
 ROWS, COLUMNS = 3, 512
@@ -26,10 +27,7 @@ def write(path: Path, kind: Kind, blocks: np.ndarray) -> Path:
     """A file of one tensor whose rows are `blocks`, bytes of whole blocks."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("a", blocks, raw_shape=blocks.shape, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.golden_cases import digests, found_digests
 
 CASES = (
     "nemo_gpt_tp1pp1_to2",
@@ -33,16 +33,7 @@ def test_same_bytes_for_all(shared_dir: Path, tmp_path: Path) -> None:
 def check(source: Path, case: Path, target: Path) -> None:
     tp_size = 2 if "_to2" in case.name else 1
     folder = export_folder(source, target, tp_size, "fp16" if "fp16" in case.name else "fp32")
-    expected = digests(case / "digests.sha256")
-    found = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.bin")
-    }
-    assert found == expected
+    assert found_digests(folder) == digests(case)
     # The original's keys, in its order, come first.
     config = (folder / "config.ini").read_text()
     assert config.startswith((case / "config.ini").read_text().rstrip("\n") + "\n")
-
-
-def digests(path: Path) -> dict[str, str]:
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return {name.split("/")[1]: digest for digest, _, name in lines if name.endswith(".bin")}

@@ -24,12 +24,6 @@ CONTENT = b"somebody else's"
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    make_nemo(tmp_path / "source.nemo", small_config())
-    return tmp_path / "source.nemo"
-
-
-@pytest.fixture
 def other(tmp_path: Path) -> Path:
     """A folder of somebody else, to whose files the links lead."""
     folder = tmp_path / "other"

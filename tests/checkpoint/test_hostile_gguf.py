@@ -12,6 +12,7 @@ import pytest
 
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
+from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.small_memory import small_memory
 
 U8, U32, F32, TEXT, ARRAY, U64 = 0, 4, 6, 8, 9, 10
@@ -194,10 +195,7 @@ def write_tokens(path: Path, **metadata: Any) -> Path:
     matrices |= {"blk.0.attn_norm": (16,), "blk.0.ffn_norm": (16,)}
     for name, shape in matrices.items():
         writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
 from launcher_scripts.common.errors import CheckpointError
-from tests.checkpoint.exporting import refused_export
+from tests.checkpoint.exporting import change_json, refused_export
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.tiny_models import DECODERS
 from tests.checkpoint_maker import Variant, make_nemo, small_config
@@ -117,7 +117,7 @@ ZARRAYS: dict[str, dict[str, Any]] = {
 def test_harmful_zarr(case: str, tmp_path: Path) -> None:
     make_nemo(tmp_path / "a", small_config(), Variant("zarr", container="folder"))
     path = tmp_path / "a" / "model_weights" / NAME / ".zarray"
-    path.write_text(json.dumps(json.loads(path.read_text()) | ZARRAYS[case]))
+    change_json(path, **ZARRAYS[case])
     with small_memory():
         text = refused_export(tmp_path / "a", tmp_path, NAME)
     assert len(text) < 5000

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import T5EncoderModel
 
-from launcher_scripts.common.errors import CheckpointError, ConfigError
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.bart import NEVER
 from tests.checkpoint import reference_forward_bart, reference_forward_gpt, reference_forward_t5
-from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.exporting import change_json, export_folder, open_weights, refused_export
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, UNTIED_DECODERS
 
 TOLERANCE = 1e-5
@@ -202,8 +202,7 @@ def test_a_missing_output_table_is_not_taken_for_a_tied_one(tmp_path: Path, name
 )
 def test_an_impossible_depth_is_one_line(tmp_path: Path, layers: int, answer: str) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "n_layer": layers}))
+    change_json(tmp_path / "hf" / "config.json", n_layer=layers)
     message = refused_export(tmp_path / "hf", tmp_path, answer)
     assert message.count("\n") == 1
 
@@ -212,23 +211,26 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     DECODERS["opt"].make().save_pretrained(tmp_path / "hf", max_shard_size="5KB")
     lost = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(CheckpointError, match=f"shard is missing; got '{lost.name}'"):
-        export_folder(tmp_path / "hf", tmp_path)
+    refused_export(tmp_path / "hf", tmp_path, f"shard is missing; got '{lost.name}'")
 
 
 def test_sizes_that_do_not_divide_are_answered_with_those_that_do(tmp_path: Path) -> None:
     ENCODER_DECODERS["bart"].make().save_pretrained(tmp_path / "hf")
-    with pytest.raises(ConfigError, match="got 4; choices: 1, 2; "):
-        export_folder(tmp_path / "hf", tmp_path, 4)
+    refused_export(tmp_path / "hf", tmp_path, "got 4; choices: 1, 2; ", 4)
 
 
 def test_the_source_can_be_named(tmp_path: Path) -> None:
     DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
     export_folder(tmp_path / "hf", tmp_path, source="huggingface")
-    with pytest.raises(CheckpointError, match=r"must hold one model_config\.yaml"):
-        export_folder(tmp_path / "hf", tmp_path / "b", source="nemo")
-    with pytest.raises(ConfigError, match="unknown source; got 'onnx'; choices: auto, nemo, "):
-        export_folder(tmp_path / "hf", tmp_path / "c", source="onnx")
+    refused_export(
+        tmp_path / "hf", tmp_path / "b", r"must hold one model_config\.yaml", source="nemo"
+    )
+    refused_export(
+        tmp_path / "hf",
+        tmp_path / "c",
+        "unknown source; got 'onnx'; choices: auto, nemo, ",
+        source="onnx",
+    )
 
 
 def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) -> None:
@@ -243,8 +245,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) 
     assert (export_folder(snapshot, tmp_path) / "model.wte.bin").is_file()
     (tmp_path / "outside").touch()
     (snapshot / "vocab.json").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match="a link leads out of the folder"):
-        export_folder(snapshot, tmp_path / "again")
+    refused_export(snapshot, tmp_path / "again", "a link leads out of the folder")
 
 
 @pytest.mark.parametrize("tied", [True, False])

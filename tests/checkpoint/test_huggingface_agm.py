@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from launcher_scripts.common.errors import CheckpointError
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.reference_forward_bart import agm_logits
 
 CONFIG = {
@@ -113,5 +112,4 @@ def test_the_relative_bias_is_cut_as_its_loader_opens_it(tmp_path: Path) -> None
 
 def test_one_bias_for_all_layers_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "hf", position_bias_per_layer=False)
-    with pytest.raises(CheckpointError, match="position_bias_per_layer is not supported"):
-        export_folder(tmp_path / "hf", tmp_path)
+    refused_export(tmp_path / "hf", tmp_path, "position_bias_per_layer is not supported")

@@ -7,8 +7,6 @@ import pytest
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
-from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
-from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError
@@ -118,9 +116,9 @@ def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full:
         (configs.gpt2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
         (configs.bloom, {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         (decoders.llama, {"rope_scaling": {"rope_type": "ntk"}}, "rope_type"),
-        (gemma.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
-        (gemma.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
-        (gptj.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
+        (decoders.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
+        (decoders.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
+        (configs.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
         (decoders.llama, {"sliding_window": 4096}, "sliding_window"),
         (configs.agm, {"use_alibi_position_embedding": True}, "alibi"),
         (configs.gpt2, {"activation_function": "mish"}, "activation_function"),
@@ -146,7 +144,7 @@ def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full:
             {"bos_token_id": 1, "sliding_window": 4, "sliding_window_pattern": "LLX"},
             "sliding_window_pattern",
         ),
-        (gptj.codegen, {"n_head": 6}, "n_head"),
+        (configs.codegen, {"n_head": 6}, "n_head"),
         (configs.mpt, {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
         (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),
         (configs.mpt, {"no_bias": False}, "no_bias"),

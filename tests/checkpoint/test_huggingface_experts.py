@@ -4,6 +4,7 @@ experts, and what an export leaves out."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from launcher_scripts.checkpoint.convert.manifest import read_manifest
-from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.exporting import (
+    change_json,
+    export_folder,
+    open_weights,
+    refused_export,
+    weight_bytes,
+)
 from tests.checkpoint.tiny_models import LATER_DECODERS
 
 
@@ -29,7 +36,7 @@ def test_a_state_dict_gives_what_the_saved_model_gives(tmp_path: Path, name: str
     folders = [
         export_folder(tmp_path / kind, tmp_path / "of" / kind) for kind in ("saved", "state")
     ]
-    want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
+    want, got = map(weight_bytes, folders)
     assert want
     assert got == want
 
@@ -54,13 +61,13 @@ def test_experts_in_mxfp4_are_widened(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "wide" / "model.safetensors")
     (tmp_path / "packed").mkdir()
     save_file(packed, tmp_path / "packed" / "model.safetensors")
-    config = json.loads((tmp_path / "wide" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    shutil.copy(tmp_path / "wide" / "config.json", tmp_path / "packed")
+    scheme = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    change_json(tmp_path / "packed" / "config.json", quantization_config=scheme)
     folders = [
         export_folder(tmp_path / kind, tmp_path / "of" / kind) for kind in ("wide", "packed")
     ]
-    want, got = ({path.name: path.read_bytes() for path in each.glob("*.bin")} for each in folders)
+    want, got = map(weight_bytes, folders)
     assert len(want) > 60
     assert got == want
     assert "weights stored in mxfp4 are widened" in read_manifest(folders[1]).source["notes"]
@@ -102,12 +109,11 @@ def test_layers_that_predict_more_tokens_are_left_out(
     file = tmp_path / "hf" / "model.safetensors"
     save_file(load_file(file) | {there: torch.ones(3)}, file, metadata={"format": "pt"})
     config = tmp_path / "hf" / "config.json"
-    said = json.loads(config.read_text())
-    config.write_text(json.dumps(said | {key: 1}))
+    change_json(config, **{key: 1})
     folder = export_folder(tmp_path / "hf", tmp_path)
     notes = json.loads((folder / "manifest.json").read_text())["source"]["notes"]
     assert notes == ["the layers for multi-token prediction are left out"]
-    config.write_text(json.dumps(said | {key: 0}))
+    change_json(config, **{key: 0})
     refused_export(tmp_path / "hf", tmp_path / "again", "is a tensor this model should not have")
 
 
@@ -124,6 +130,5 @@ def test_what_chooses_experts_otherwise_is_refused(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     LATER_DECODERS["glm4_moe"].make().save_pretrained(tmp_path / "hf")
-    config = tmp_path / "hf" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    change_json(tmp_path / "hf" / "config.json", **change)
     refused_export(tmp_path / "hf", tmp_path, message)

@@ -16,10 +16,9 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.huggingface_architectures import read_sizes
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.evaluation.transformers_model import TransformersModel
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.engine_answers import check_continued
+from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import LLAMA
 
 PROMPT = (5, 17, 2, 40, 66, 31, 8)
@@ -116,21 +115,7 @@ def make(name: str) -> Any:
 
 
 def check(model: Any, folder: Path, tmp_path: Path) -> None:
-    engine = Engine.load(EngineSettings(export_folder(folder, tmp_path), device="cpu"))
-    try:
-        request = GenerateRequest(PROMPT, LENGTH, end_id=0, return_context_logits=True)
-        answer = engine.submit(request).result(60)
-    finally:
-        engine.close()
-    ids = list(PROMPT)
-    with torch.no_grad():
-        context = model(input_ids=torch.tensor([ids])).logits[0]
-        for _ in answer.output_ids:
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    assert list(answer.output_ids) == ids[len(PROMPT) :]
-    torch.testing.assert_close(
-        torch.as_tensor(answer.context_logits), context, rtol=1e-5, atol=1e-5
-    )
+    check_continued(model, export_folder(folder, tmp_path), PROMPT, LENGTH)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,9 +214,8 @@ def test_positions_whose_queries_would_be_scaled_are_left_out(tmp_path: Path) ->
 def test_a_key_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     make("mistral3").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
-    said = json.loads(file.read_text())
-    said["text_config"]["attention_sink"] = 4
-    file.write_text(json.dumps(said))
+    text = json.loads(file.read_text())["text_config"]
+    change_json(file, text_config=text | {"attention_sink": 4})
     with pytest.raises(CheckpointError, match="attention_sink is not known here"):
         open_source(Archive(tmp_path / "hf"))
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.convert.manifest import read_manifest
-from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.engine import Engine, EngineSettings
+from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.peft_maker import PeftMaker
@@ -69,27 +68,21 @@ def test_the_engine_answers_as_with_merged_weights(tmp_path: Path, tp: int) -> N
     manifest = read_manifest(kept)
     assert manifest is not None
     assert manifest.source["adapters"]["lora"] == list(adapters)
-    logits = answers(kept, (None, 0, 1), tp)
+    logits = prompt_logits(kept, (None, 0, 1), tp)
     for number, paths in enumerate(((), *((path,) for path in adapters))):
         folder = export_folder(tmp_path / "base", tmp_path / f"{number}", adapter_checkpoints=paths)
-        (expected,) = answers(folder, (None,))
+        (expected,) = prompt_logits(folder, (None,))
         np.testing.assert_allclose(logits[number], expected, rtol=0, atol=2e-4)
 
 
-def answers(folder: Path, adapters: tuple[int | None, ...], tp: int = 1) -> list[Any]:
+def prompt_logits(folder: Path, adapters: tuple[int | None, ...], tp: int = 1) -> list[Any]:
     """The logits of a prompt with each of the adapters."""
-    engine = Engine.load(
-        EngineSettings(folder, parallelism=Parallelism(tp, 1), device="cpu", max_batch_size=4)
-    )
     ids = (3, 1, 4, 1, 5, 9, 2, 6)
     rows = [
         GenerateRequest(ids, 0, lora_adapter=adapter, return_context_logits=True)
         for adapter in adapters
     ]
-    try:
-        return [each.result(60).context_logits for each in [engine.submit(row) for row in rows]]
-    finally:
-        engine.close()
+    return [each.context_logits for each in answers(folder, *rows, tp_size=tp)]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint import reference_forward_gpt
-from tests.checkpoint.exporting import export_folder, open_weights
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export, weight_bytes
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
 from tests.checkpoint.megatron_maker import HEADS, SIZE, Maker, state_dict
 
@@ -23,10 +22,6 @@ def test_the_originals_bytes_and_keys(case: str, data_dir: Path, tmp_path: Path)
     folder = export_folder(original / "ck", tmp_path, 2, num_attention_heads=4)
     assert found_digests(folder) == digests(original)
     assert differing_keys(original, folder) == {}
-
-
-def weight_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
@@ -106,22 +101,19 @@ def test_version_0_and_its_sharded_form_compute_the_same(tmp_path: Path) -> None
 
 def test_heads_that_no_tensor_shows_are_asked_for(tmp_path: Path) -> None:
     source = Maker(0).write(tmp_path / "source")
-    with pytest.raises(CheckpointError, match=r"change export\.model\.num_attention_heads"):
-        export_folder(source, tmp_path)
+    refused_export(source, tmp_path, r"change export\.model\.num_attention_heads")
 
 
 def test_heads_that_contradict_the_checkpoint_are_refused(tmp_path: Path) -> None:
     source = Maker().write(tmp_path / "source")
-    with pytest.raises(CheckpointError, match="got 8; choices: 4"):
-        export_folder(source, tmp_path, num_attention_heads=8)
+    refused_export(source, tmp_path, "got 8; choices: 4", num_attention_heads=8)
 
 
 def test_the_tracker_file_chooses_among_iterations(tmp_path: Path) -> None:
     source = tmp_path / "source"
     Maker().write(source / "iter_0000100")
     Maker(args={"layernorm_epsilon": 3e-5}).write(source / "iter_0000200")
-    with pytest.raises(CheckpointError, match="must hold one checkpoint"):
-        export_folder(source, tmp_path)
+    refused_export(source, tmp_path, "must hold one checkpoint")
     (source / "latest_checkpointed_iteration.txt").write_text("200\n")
     assert FTCheckpoint.open(export_folder(source, tmp_path)).config.norm_eps == 3e-5
 
@@ -137,15 +129,13 @@ def test_the_tracker_file_chooses_among_iterations(tmp_path: Path) -> None:
 def test_arguments_no_family_knows_are_refused(
     tmp_path: Path, args: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        export_folder(Maker(args=args).write(tmp_path / "source"), tmp_path)
+    refused_export(Maker(args=args).write(tmp_path / "source"), tmp_path, message)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     source = Maker(tp_size=2, pp_size=2).write(tmp_path / "source")
     shutil.rmtree(source / "mp_rank_01_000")
-    with pytest.raises(CheckpointError, match="tensor-parallel rank 1, stage 0 is missing"):
-        export_folder(source, tmp_path)
+    refused_export(source, tmp_path, "tensor-parallel rank 1, stage 0 is missing")
 
 
 class Malicious:
@@ -158,8 +148,7 @@ def test_a_pickle_can_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = source / "mp_rank_00" / "model_optim_rng.pt"
     loaded = torch.load(path, weights_only=False)
     torch.save(loaded | {"callback": Malicious()}, path)
-    with pytest.raises(CheckpointError, match=r"asks for .*print"):
-        export_folder(source, tmp_path)
+    refused_export(source, tmp_path, r"asks for .*print")
     assert "this ran" not in capsys.readouterr().out
 
 
@@ -182,5 +171,4 @@ def test_a_damaged_top_level(tmp_path: Path, change: dict[str, object], message:
     source = Maker().write(tmp_path / "source")
     path = next(source.rglob("model_optim_rng.pt"))
     torch.save({**torch.load(path, weights_only=False), **change}, path)
-    with pytest.raises(CheckpointError, match=message):
-        export_folder(source, tmp_path)
+    refused_export(source, tmp_path, message)

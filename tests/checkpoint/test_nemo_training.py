@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.reference_forward_gpt import logits
@@ -120,35 +119,29 @@ def test_an_unfinished_checkpoint_does_not_count(
     check(export_folder(tmp_path / "t", tmp_path), stored[checkpoint_name(2.50, 12)])
 
 
-def refused(source: Path, target: Path, message: str, **more: Any) -> None:
-    with pytest.raises(LauncherError, match=message):
-        export_folder(source, target, **more)
-    assert not (target / "m").exists()
-
-
 def test_a_checkpoint_that_is_not_there(
     training: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     message = r"no such checkpoint.*step=5.*export\.model\.training_checkpoint"
-    refused(training[0], tmp_path, message, training_checkpoint="newest")
+    refused_export(training[0], tmp_path, message, training_checkpoint="newest")
 
 
 def test_no_loss_no_best(tmp_path: Path) -> None:
     add_checkpoint(tmp_path / "t", small_config(), Variant(), "megatron_gpt--val_acc=0.5-step=3")
-    refused(tmp_path / "t", tmp_path, "cannot be told", training_checkpoint="best")
+    refused_export(tmp_path / "t", tmp_path, "cannot be told", training_checkpoint="best")
 
 
 def test_a_lost_rank(tmp_path: Path) -> None:
     name = checkpoint_name(2.0, 3)
     add_checkpoint(tmp_path / "t", small_config(), Variant(tp_size=2, pp_size=2), name)
     (tmp_path / "t" / "checkpoints" / "tp_rank_01_pp_rank_001" / f"{name}.ckpt").unlink()
-    refused(tmp_path / "t", tmp_path, "tensor-parallel rank 1, stage 1 is missing")
+    refused_export(tmp_path / "t", tmp_path, "tensor-parallel rank 1, stage 1 is missing")
 
 
 def test_damaged_hyperparameters(tmp_path: Path) -> None:
     add_checkpoint(tmp_path / "t", small_config(), Variant(), checkpoint_name(2.0, 3))
     (tmp_path / "t" / "hparams.yaml").write_text(yaml.safe_dump({"model": {}}))
-    refused(tmp_path / "t", tmp_path, "damaged or holds no section cfg")
+    refused_export(tmp_path / "t", tmp_path, "damaged or holds no section cfg")
 
 
 def test_nothing_in_a_training_is_run(tmp_path: Path) -> None:

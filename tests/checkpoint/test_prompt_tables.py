@@ -13,16 +13,9 @@ from launcher_scripts.models.adapters import PromptTask
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.exporting import refused_export as refused
 from tests.checkpoint.parts_maker import Random, prompt_config, prompt_state, write_parts
-from tests.checkpoint_maker import make_nemo, small_config
+from tests.checkpoint_maker import small_config
 
 CONFIG = small_config()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "base.nemo"
-    make_nemo(path, CONFIG)
-    return path
 
 
 def test_prompt_tables_in_the_type_of_the_weights(base: Path, tmp_path: Path) -> None:

@@ -23,12 +23,6 @@ Write = Callable[..., None]
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    make_nemo(tmp_path / "source.nemo", small_config())
-    return tmp_path / "source.nemo"
-
-
-@pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the weights that are written, in order."""
     names: list[str] = []

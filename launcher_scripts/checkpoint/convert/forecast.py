@@ -68,6 +68,6 @@ def weight_bytes(config: ModelConfig, tp_size: int, weight_data_type: str) -> in
     return DTYPES[weight_data_type].itemsize * sum(
         math.prod(spec.shape_on(config, tp_size))
         * len(spec.layer_numbers(config))
-        * (tp_size if spec.partition.per_rank else 1)
+        * len(spec.tp_ranks(tp_size))
         for spec in family_of(config).weights(config)
     )

@@ -16,18 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.reshard import Blocks
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, widened
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, float32, widened
 from launcher_scripts.checkpoint.sources.sinusoidal_positions import (
+    FIRST_ROW,
     fairseq_sinusoids,
     sinusoids,
 )
 from launcher_scripts.models.bart import NEVER
 from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
-Apply = Callable[[Sequence[NDArray[Any]], Any], "Blocks | NDArray[Any]"]
-
-# BART and OPT count positions from here: the rows before are for padding.
-PADDING_ROWS = 2
+# (source tensors, config) -> the stored form
+Apply = Callable[[Sequence[NDArray[Any]], Any], Blocks | NDArray[Any]]
 
 
 def transposed_columns(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
@@ -81,12 +80,11 @@ def part_of_heads(part: int, parts: int) -> Apply:
 
 
 def part_of_blocks(part: int, parts: int) -> Apply:
-    """Rows (parts, head, dimension): one of the parts."""
+    """Rows (parts, dimension), such as the halves of a fused gated MLP: one of the parts."""
 
     def apply(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
         (tensor,) = tensors
-        rows = len(tensor) // parts
-        return [[tensor[part * rows : (part + 1) * rows].T]]
+        return [[tensor.reshape(parts, -1, *tensor.shape[1:])[part].T]]
 
     return apply
 
@@ -111,7 +109,7 @@ def flattened(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
 
 def flattened_without_padding(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """A bias of the logits, stored as one row, that keeps the padding token out of every text."""
-    bias = widened(flattened(tensors, config)).astype(np.float32)
+    bias = float32(flattened(tensors, config)).copy()
     bias[config.pad_id] = NEVER
     return bias
 
@@ -119,25 +117,27 @@ def flattened_without_padding(tensors: Sequence[NDArray[Any]], config: Any) -> N
 def scaled_by_root_hidden(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """Embeddings times sqrt(hidden_size), in float32."""
     (tensor,) = tensors
-    return widened(tensor).astype(np.float32) * np.float32(math.sqrt(config.hidden_size))
+    return float32(tensor) * np.float32(math.sqrt(config.hidden_size))
 
 
 def without_padding_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
-    """A position table from the row that the first position uses."""
+    """A position table of BART or OPT from the row that the first position uses."""
     (tensor,) = tensors
-    return tensor[PADDING_ROWS:]
+    return tensor[FIRST_ROW:]
 
 
 def projected_in(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An embedding table [V, width] through a projection [hidden, width], in float32."""
-    table, projection = (widened(tensor).astype(np.float32) for tensor in tensors)
-    return table @ projection.T
+    table, projection = map(float32, tensors)
+    whole: NDArray[Any] = table @ projection.T
+    return whole
 
 
 def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An output table [V, width] behind a projection [width, hidden], in float32."""
-    table, projection = (widened(tensor).astype(np.float32) for tensor in tensors)
-    return table @ projection
+    table, projection = map(float32, tensors)
+    whole: NDArray[Any] = table @ projection
+    return whole
 
 
 def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
@@ -153,28 +153,24 @@ def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
 def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A vector [n] as three rows of bfloat16 values that sum to it in float32: [3, n]."""
     (tensor,) = tensors
-    rest, rows = widened(tensor).astype(np.float32).reshape(-1), []
+    rest, rows = float32(tensor).reshape(-1), []
     for _ in range(3):
         rows.append(widened(converted(rest, BFLOAT16)))
         rest = rest - rows[-1]
     return np.stack(rows)
 
 
-Result = Blocks | NDArray[Any]
-
-
 @dataclass(frozen=True)
 class Layout:
     """A row of LAYOUTS.
 
-    apply:    (source tensors, config) -> the stored form
     sections: how many matrices are stacked along the source's first axis, of each of which a
               tensor-parallel rank of the source holds a part
     whole:    every tensor-parallel rank of the source holds the whole tensor, although the
               target's ranks share it
     """
 
-    apply: Callable[[Sequence[NDArray[Any]], Any], Result]
+    apply: Apply
     sections: int = 1
     whole: bool = False
 
@@ -193,19 +189,7 @@ def transposed(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
 def plus_one(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A scale that is stored as its distance from one (NeMo's layernorm1p), in float32."""
     (tensor,) = tensors
-    return widened(tensor).astype(np.float32) + np.float32(1)
-
-
-def first_half(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
-    """The activated matrix of a fused gated MLP [2 ffn, in]."""
-    (tensor,) = tensors
-    return tensor[: len(tensor) // 2].T
-
-
-def second_half(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
-    """The multiplied matrix of a fused gated MLP [2 ffn, in]."""
-    (tensor,) = tensors
-    return tensor[len(tensor) // 2 :].T
+    return float32(tensor) + np.float32(1)
 
 
 def qkv_of_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
@@ -240,8 +224,8 @@ LAYOUTS: dict[str, Layout] = {
     "as_is": Layout(as_is),
     "transposed": Layout(transposed),
     "plus_one": Layout(plus_one),
-    "first_half": Layout(first_half, sections=2),
-    "second_half": Layout(second_half, sections=2),
+    "first_half": Layout(part_of_blocks(0, 2), sections=2),
+    "second_half": Layout(part_of_blocks(1, 2), sections=2),
     "qkv_of_heads": Layout(qkv_of_heads),
     "qkv_of_groups": Layout(qkv_of_groups),
     "qkv_in_blocks": Layout(qkv_in_blocks, sections=3),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
-from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, widened
+from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
@@ -54,7 +54,7 @@ class Scale:
 
     def apply(self, blocks: Blocks) -> Blocks:
         """The blocks, scaled in float32."""
-        values = widened(self.vector.read()).astype(np.float32)
+        values = float32(self.vector.read())
         if self.block is None:
             return [[float32(unit) * values[:, None] for unit in block] for block in blocks]
         scaled, start = [], 0
@@ -67,11 +67,6 @@ class Scale:
             scaled if number == self.block else [float32(unit) for unit in block]
             for number, block in enumerate(blocks)
         ]
-
-
-def float32(values: NDArray[Any]) -> NDArray[Any]:
-    """Floats of any type as float32; the same array where they are."""
-    return widened(values).astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True)
@@ -175,7 +170,10 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
                 tasks.append(task)
     for name in unread:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
-    _note_unclaimed({checkpoint.stored_name(name) for name in names - claimed}, problems)
+    unclaimed = sorted({checkpoint.stored_name(name) for name in names - claimed})
+    problems.add_first(
+        [f"{name} is a tensor this model should not have" for name in unclaimed], _SHOWN
+    )
     problems.raise_if_any(CheckpointError)
     return tasks
 
@@ -227,10 +225,3 @@ def _task(
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
     return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
-
-
-def _note_unclaimed(names: set[str], problems: Problems) -> None:
-    for name in sorted(names)[:_SHOWN]:
-        problems.add(f"{name} is a tensor this model should not have")
-    if len(names) > _SHOWN:
-        problems.add(f"and {len(names) - _SHOWN} more tensors it should not have")

@@ -55,7 +55,7 @@ def altered_files(
     workspace = Workspace()
     for task in tasks:
         blocks = task.blocks(workspace)
-        for rank in range(checkpoint.tp_size if task.spec.partition.per_rank else 1):
+        for rank in task.spec.tp_ranks(checkpoint.tp_size):
             file = WeightFile(task.spec, task.layer, rank)
             columns = rank_columns(task.spec, task.config, checkpoint.tp_size, rank, blocks)
             digest = DIGESTS[ALGORITHM]()

@@ -106,8 +106,7 @@ class _Work:
 
     def _write(self, task: Task, take: Taken) -> None:
         spec, writer = task.spec, self.writer
-        ranks = range(writer.tp_size if spec.partition.per_rank else 1)
-        files = [WeightFile(spec, task.layer, tp_rank) for tp_rank in ranks]
+        files = [WeightFile(spec, task.layer, rank) for rank in spec.tp_ranks(writer.tp_size)]
         missing = [file for file in files if not writer.holds(file)]
         shape = spec.shape_on(task.config, writer.tp_size)
         take(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))

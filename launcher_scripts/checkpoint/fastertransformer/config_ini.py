@@ -46,15 +46,13 @@ class ConfigIni:
     weight_data_type: str
 
 
-def format_config(
-    config: ModelConfig, tp_size: int, weight_data_type: str, name: str | None = None
-) -> str:
-    """The text of config.ini. name: the model's, by default its family's."""
+def format_config(config: ModelConfig, tp_size: int, weight_data_type: str) -> str:
+    """The text of config.ini; the model has its family's name there."""
     family = family_of(config).name
-    form, name = FORMATS[family], name or family
+    form = FORMATS[family]
     facts = {
-        "model_name": name,
-        "_name_or_path": name,
+        "model_name": family,
+        "_name_or_path": family,
         "tensor_para_size": str(tp_size),
         "weight_data_type": weight_data_type,
     }

@@ -70,7 +70,7 @@ def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
     """Every .bin file of a checkpoint cut for `tp_size` ranks."""
     for spec in family_of(config).weights(config):
         for layer in spec.layer_numbers(config):
-            for tp_rank in range(tp_size if spec.partition.per_rank else 1):
+            for tp_rank in spec.tp_ranks(tp_size):
                 yield WeightFile(spec, layer, tp_rank)
 
 

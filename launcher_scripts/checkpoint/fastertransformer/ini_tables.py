@@ -40,14 +40,9 @@ _T5_POSITIONS = "relative_attention_num_buckets_or_max_pos_seq_len"
 _ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu", "relu": "relu", "silu": "silu"}
 
 
-def _prompt_text(text: str) -> Any:
-    """What a model with prompt tables says: `text`, with its Adapters filled in."""
-    return lambda config: text.format(config.parts) if config.parts.prompt_tasks else None
-
-
-def _adapter_text(text: str) -> Any:
-    """What a model with adapters says."""
-    return lambda config: text.format(config.parts) if config.parts.adapter_size else None
+def _where(given: str, text: str) -> Any:
+    """What a model says whose Adapters have a field: `text`, with the Adapters filled in."""
+    return lambda config: text.format(config.parts) if getattr(config.parts, given) else None
 
 
 def _lora_text(field: str) -> Any:
@@ -68,23 +63,23 @@ def _lora_fields(keys: IniKeys) -> dict[str, Any]:
 # Of the stack that prompts are given to.
 _PROMPTS = (
     Key("num_tasks", text=lambda config: str(len(config.parts.prompt_tasks) or "") or None),
-    Key("prompt_learning_start_id", text=_prompt_text("{0.prompt_start_id}")),
-    Key("prompt_learning_type", text=_prompt_text(str(PROMPT_LEARNING_TYPE))),
+    Key("prompt_learning_start_id", text=_where("prompt_tasks", "{0.prompt_start_id}")),
+    Key("prompt_learning_type", text=_where("prompt_tasks", str(PROMPT_LEARNING_TYPE))),
 )
 # Of every stack.
 _ADAPTERS = (
-    Key("has_adapter", text=_adapter_text("True")),
-    Key("adapter_inter_size", text=_adapter_text("{0.adapter_size}")),
-    Key("adapter_norm_position", text=_adapter_text("{0.adapter_norm_position}")),
+    Key("has_adapter", text=_where("adapter_size", "True")),
+    Key("adapter_inter_size", text=_where("adapter_size", "{0.adapter_size}")),
+    Key("adapter_norm_position", text=_where("adapter_size", "{0.adapter_norm_position}")),
 )
 _IA3 = (
-    Key("ia3_num_tasks", text=lambda config: str(config.parts.ia3_num_tasks or "") or None),
-    Key("ia3_adapted", text=lambda config: "True" if config.parts.ia3_adapted else None),
+    Key("ia3_num_tasks", text=_where("ia3_num_tasks", "{0.ia3_num_tasks}")),
+    Key("ia3_adapted", text=_where("ia3_adapted", "True")),
 )
 # Of a GPT; lists have commas between them.
 _LORA = (
     Key("lora_adapters", text=_lora_text("lora_names")),
-    Key("lora_rank", text=lambda config: str(config.parts.lora_rank or "") or None),
+    Key("lora_rank", text=_where("lora_rank", "{0.lora_rank}")),
     Key("lora_targets", text=_lora_text("lora_targets")),
 )
 

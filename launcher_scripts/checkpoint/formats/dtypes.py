@@ -121,6 +121,11 @@ def to_bfloat16(values: NDArray[Any], workspace: Workspace | None = None) -> NDA
     return halves.view(BFLOAT16)
 
 
+def float32(values: NDArray[Any]) -> NDArray[Any]:
+    """Floats of any type as float32; the same array where they are."""
+    return widened(values).astype(np.float32, copy=False)
+
+
 def widened(array: NDArray[Any]) -> NDArray[Any]:
     """bfloat16 and e4m3 as float32, exactly; any other array as it is."""
     if array.dtype == FLOAT8:

@@ -92,7 +92,7 @@ def with_token_ids(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
     if tokenizer is not None and not known:
-        said = (rule or _own_ids)(tokenizer)
+        said = (rule or own_ids)(tokenizer)
     own = said or TokenIds(None, None, None)
     end_id = _first(settings.end_id, own.end_id)
     start_id = _first(settings.start_id, own.start_id, None if known else end_id)
@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
         )
 
 
-def _own_ids(tokenizer: Tokenizer) -> TokenIds:
+def own_ids(tokenizer: Tokenizer) -> TokenIds:
     return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from launcher_scripts.checkpoint.convert.plan import Task, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
-from launcher_scripts.checkpoint.sources.nemo_options import section
+from launcher_scripts.checkpoint.sources.nemo_options import refuse_others, section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import Adapters, PromptTask, ia3_keys, ia3_sites
-from launcher_scripts.models.family import Partition
+from launcher_scripts.models.family import Partition, stack_layers
 
 KEYS = {
     "prompt": "export.model.prompt_checkpoints",
@@ -28,15 +28,27 @@ KEYS = {
     "lora": LORA_KEY,
 }
 
+# What NeMo's adapters may say of themselves (None: absent or null).
+_ADAPTER_VALUES: dict[str, tuple[Any, ...]] = {
+    "type": (None, "linear_adapter", "parallel_adapter"),
+    "norm_type": (None, "mixedfusedlayernorm", "layernorm"),
+    "norm_position": (None, "pre", "post"),
+    "weight_tying": (None, False),
+}
+
 
 @dataclass
 class Collected:
     """What all checkpoints of parts hold together, in order.
 
+    base:     what they were trained on
+    in_place: IA3 is folded into the weights
     inserted: NeMo's checkpoints of adapters that stay modules of their own
     adapters: what is merged into the stored form
     """
 
+    base: SourceCheckpoint
+    in_place: bool
     shards: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     folded: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     tasks: list[PromptTask] = field(default_factory=list)
@@ -44,6 +56,74 @@ class Collected:
     adapters: list[Adapter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts_with_pad: bool = False
+
+    def add(self, part: PartFile, kind: str, number: int) -> None:
+        """Take in a checkpoint of a kind, a key of KEYS.  number: of those before it"""
+        if kind == "prompt":
+            self._add_prompts(part)
+        elif kind == "ia3":
+            target = self.folded if self.in_place else self.shards
+            target.update({f"{number}:{name}": shards for name, shards in part.ia3.items()})
+        else:
+            if part.adapters:
+                self.inserted.append(part)
+                self.shards.update(part.adapters)
+            if part.loras:
+                self.adapters.append(_lora(part, self.base))
+            self.notes += part.notes
+
+    def _add_prompts(self, part: PartFile) -> None:
+        problems = Problems(str(part.path))
+        for task, table in read_tables(part, len(self.tasks)).items():
+            if task in {known.name for known in self.tasks}:
+                problems.add("two checkpoints have a task of this name", got=task)
+            self.tasks.append(PromptTask(task, table.shape[0]))
+            self.shards[f"prompt_table.{task}.weight"] = (table,)
+        starts = section(part.raw, "data").get("decoder_starts_with_pad")
+        if starts and family_of(self.base.config).name == "t5":
+            self.starts_with_pad = True
+        problems.raise_if_any(CheckpointError)
+
+    def parts(self, ia3_count: int, problems: Problems, loras: Mapping[str, Any]) -> Adapters:
+        """What the model then has besides itself.
+
+        ia3_count: how many checkpoints of IA3 there are;  loras: the fields about LoRA
+        """
+        if len(self.inserted) > 1:
+            problems.add(
+                "a model takes one set of adapters",
+                got=[part.path.name for part in self.inserted],
+                change=KEYS["adapter"],
+            )
+        values: dict[str, Any] = dict(loras)
+        if self.tasks:
+            values["prompt_tasks"] = tuple(self.tasks)
+            values["prompt_start_id"] = self.base.config.vocab_size
+        if ia3_count:
+            values |= {"ia3_adapted": True} if self.in_place else {"ia3_num_tasks": ia3_count}
+        for part in self.inserted[:1]:
+            values |= _adapter_values(part, problems)
+        return Adapters(**values)
+
+    def check_folded(self, ia3_count: int, problems: Problems) -> None:
+        """Every vector to be folded in is there, has its size, and is known."""
+        if not self.folded:
+            return
+        config, family = self.base.config, family_of(self.base.config).name
+        expected: dict[str, int] = {}
+        for site in ia3_sites(family, decoder=family == "t5" and not config.encoder_only):
+            layers = getattr(config, stack_layers(site.name))
+            for key in ia3_keys(site, ia3_count):
+                size = int(getattr(config, site.axis))
+                expected |= {key.replace("*", str(layer)): size for layer in range(layers)}
+        for key in sorted(expected.keys() - self.folded.keys()):
+            problems.add(f"{key} is missing")
+        for key in sorted(self.folded.keys() - expected.keys()):
+            problems.add(f"{key} is a vector this model should not have")
+        for key in expected.keys() & self.folded.keys():
+            size = sum(shard.shape[0] for shard in self.folded[key])
+            if size != expected[key]:
+                problems.add(f"{key} has another size", got=size, choices=[expected[key]])
 
 
 def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile:
@@ -65,40 +145,6 @@ def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile
         )
     problems.raise_if_any(CheckpointError)
     return part
-
-
-def _collect_prompts(
-    part: PartFile, _number: int, found: Collected, base: SourceCheckpoint, _in_place: bool
-) -> None:
-    problems = Problems(str(part.path))
-    for task, table in read_tables(part, len(found.tasks)).items():
-        if task in {known.name for known in found.tasks}:
-            problems.add("two checkpoints have a task of this name", got=task)
-        found.tasks.append(PromptTask(task, table.shape[0]))
-        found.shards[f"prompt_table.{task}.weight"] = (table,)
-    data = part.raw.get("data")
-    starts = isinstance(data, Mapping) and data.get("decoder_starts_with_pad")
-    if starts and family_of(base.config).name == "t5":
-        found.starts_with_pad = True
-    problems.raise_if_any(CheckpointError)
-
-
-def _collect_ia3(
-    part: PartFile, number: int, found: Collected, _base: SourceCheckpoint, in_place: bool
-) -> None:
-    target = found.folded if in_place else found.shards
-    target.update({f"{number}:{name}": shards for name, shards in part.ia3.items()})
-
-
-def _collect_adapters(
-    part: PartFile, _number: int, found: Collected, base: SourceCheckpoint, _in_place: bool
-) -> None:
-    if part.adapters:
-        found.inserted.append(part)
-        found.shards.update(part.adapters)
-    if part.loras:
-        found.adapters.append(_lora(part, base))
-    found.notes += part.notes
 
 
 def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) -> None:
@@ -156,13 +202,6 @@ def _low_rank(sides: Mapping[str, tuple[SourceTensor, ...]], scale: float, task:
     return LowRank(down, up, scale)
 
 
-COLLECT: dict[str, Callable[[PartFile, int, Collected, SourceCheckpoint, bool], None]] = {
-    "prompt": _collect_prompts,
-    "ia3": _collect_ia3,
-    "adapter": _collect_adapters,
-}
-
-
 def lora_scale(part: PartFile) -> float:
     """alpha / rank where the configuration has an alpha (NeMo 2.0), else 1."""
     tuning = section(section(part.raw, "peft"), "lora_tuning")
@@ -175,46 +214,10 @@ def lora_scale(part: PartFile) -> float:
         ) from error
 
 
-def found_parts(
-    found: Collected,
-    base: SourceCheckpoint,
-    lists: Mapping[str, Sequence[str]],
-    in_place: bool,
-    problems: Problems,
-    loras: Mapping[str, Any],
-) -> Adapters:
-    """What the model then has besides itself.  loras: the fields about LoRA"""
-    if len(found.inserted) > 1:
-        problems.add(
-            "a model takes one set of adapters",
-            got=[part.path.name for part in found.inserted],
-            change=KEYS["adapter"],
-        )
-    values: dict[str, Any] = dict(loras)
-    if found.tasks:
-        values |= {
-            "prompt_tasks": tuple(found.tasks),
-            "prompt_start_id": base.config.vocab_size,
-        }
-    if lists["ia3"]:
-        values |= {"ia3_adapted": True} if in_place else {"ia3_num_tasks": len(lists["ia3"])}
-    for part in found.inserted[:1]:
-        values |= _adapter_values(part, problems)
-    return Adapters(**values)
-
-
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
     """Size and place of the adapters; what their configuration says that is not supported."""
     tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
-    kind = tuning.get("type", "parallel_adapter")
-    for key, value, choices in (
-        ("type", kind, ("linear_adapter", "parallel_adapter")),
-        ("norm_type", tuning.get("norm_type"), (None, "mixedfusedlayernorm", "layernorm")),
-        ("norm_position", tuning.get("norm_position"), (None, "pre", "post")),
-        ("weight_tying", tuning.get("weight_tying"), (None, False)),
-    ):
-        if value not in choices:
-            problems.add(f"adapter_tuning.{key} is not supported", got=value, choices=choices)
+    refuse_others(tuning, problems, _ADAPTER_VALUES, " of adapter_tuning")
     wide = next(
         (shards for name, shards in part.adapters.items() if name.endswith("wi.weight")), ()
     )
@@ -225,28 +228,3 @@ def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
         "adapter_size": size,
         "adapter_norm_position": tuning.get("norm_position") or "pre",
     }
-
-
-def check_folded(
-    found: Collected, config: Any, family: str, count: int, problems: Problems
-) -> None:
-    """Every vector to be folded in is there, has its size, and is known."""
-    if not found.folded:
-        return
-    expected: dict[str, int] = {}
-    decoder = family == "t5" and not config.encoder_only
-    for site in ia3_sites(family, decoder):
-        layers = (
-            config.num_decoder_layers if site.name.startswith("decoder.") else config.num_layers
-        )
-        for key in ia3_keys(site, count):
-            size = int(getattr(config, site.axis))
-            expected |= {key.replace("*", str(layer)): size for layer in range(layers)}
-    for key in sorted(expected.keys() - found.folded.keys()):
-        problems.add(f"{key} is missing")
-    for key in sorted(found.folded.keys() - expected.keys()):
-        problems.add(f"{key} is a vector this model should not have")
-    for key in expected.keys() & found.folded.keys():
-        size = sum(shard.shape[0] for shard in found.folded[key])
-        if size != expected[key]:
-            problems.add(f"{key} has another size", got=size, choices=[expected[key]])

@@ -20,10 +20,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
 from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
 from launcher_scripts.checkpoint.sources.adapter_collect import (
-    COLLECT,
     Collected,
-    check_folded,
-    found_parts,
     nemo_lora,
     opened,
 )
@@ -162,23 +159,21 @@ def with_adapters(
     if family not in FAMILIES:
         problems.add("this family takes no adapters", got=family, choices=FAMILIES)
         problems.raise_if_any(CheckpointError)
-    found = Collected(adapters=list(base.adapters))
+    found = Collected(base, settings.ia3_in_place, adapters=list(base.adapters))
     for kind, paths in lists.items():
-        for number, path in enumerate(paths):
-            try:
-                if kind == "adapter" and (adapter := _read_adapter(Path(path), base)):
+        for number, path in enumerate(map(Path, paths)):
+            with problems.collecting():
+                if kind == "adapter" and (adapter := _read_adapter(path, base)):
                     found.adapters.append(adapter)
-                    continue
-                part = opened(Path(path), kind, family, scratch)
-                COLLECT[kind](part, number, found, base, settings.ia3_in_place)
-            except LauncherError as error:
-                problems.merge(error)
+                else:
+                    found.add(opened(path, kind, family, scratch), kind, number)
     loras = _read_loras(settings.lora_checkpoints, base, problems, scratch)
     problems.raise_if_any(CheckpointError)
     found.shards.update(loras.shards)
-    parts = found_parts(found, base, lists, settings.ia3_in_place, problems, loras.fields)
+    count = len(settings.ia3_checkpoints)
+    parts = found.parts(count, problems, loras.fields)
     config = dataclasses.replace(base.config, parts=parts)
-    check_folded(found, config, family, len(settings.ia3_checkpoints), problems)
+    found.check_folded(count, problems)
     problems.raise_if_any(CheckpointError)
     return AdaptedCheckpoint(
         base,
@@ -204,22 +199,15 @@ def _read_loras(
         if name in adapters:
             problems.add("two adapters have one name", got=str(path), change="that of its folder")
             continue
-        try:
-            read = _read_adapter(path, base)
-            if read is None:
-                read = nemo_lora(
-                    opened(path, "adapter", family_of(base.config).name, scratch), base
-                )
-            adapters[name] = read
-        except LauncherError as error:
-            problems.merge(error)
-    if not adapters:
-        return LoRAStack({}, {})
-    try:
-        return stacked_lora(adapters, base)
-    except LauncherError as error:
-        problems.merge(error)
-        return LoRAStack({}, {})
+        with problems.collecting():
+            family = family_of(base.config).name
+            adapters[name] = _read_adapter(path, base) or nemo_lora(
+                opened(path, "adapter", family, scratch), base
+            )
+    if adapters:
+        with problems.collecting():
+            return stacked_lora(adapters, base)
+    return LoRAStack({}, {})
 
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:

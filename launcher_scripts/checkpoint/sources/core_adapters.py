@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.convert.plan import float32
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
+from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
@@ -91,8 +92,8 @@ class PeftSettings:
         method = str(self.raw.get("_target_")).rpartition(".")[2]
         if method not in _METHODS:
             problems.add("_target_ is not supported", got=method, choices=_METHODS)
-        for key in sorted(self.raw.keys() - _READ - _IRRELEVANT):
-            if not key.startswith("_") and self.raw[key] not in (None, False, "", [], {}):
+        for key in unknown_keys(self.raw, _READ | _IRRELEVANT):
+            if not key.startswith("_"):
                 problems.add(f"{key} is not supported", got=self.raw[key])
 
     def targets(self, module: str, _linear: bool) -> bool | None:

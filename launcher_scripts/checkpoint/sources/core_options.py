@@ -14,7 +14,13 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources import core_experts
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
-from launcher_scripts.checkpoint.sources.nemo_options import flag, real, refuse_others, size
+from launcher_scripts.checkpoint.sources.nemo_options import (
+    choice,
+    flag,
+    real,
+    refuse_others,
+    size,
+)
 from launcher_scripts.checkpoint.sources.rotary_factors import yarn
 from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
 from launcher_scripts.common.clamped_swiglu import CLAMP
@@ -22,11 +28,11 @@ from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
-POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
-NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# The last part of a function's name -> the activation; "gelu" is settled by the fused kernel.
-ACTIVATIONS = {
-    "gelu": "gelu",
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
+_NORMALIZATIONS = {name: name for name in ("layernorm", "rmsnorm")}
+# The last part of a function's name -> the activation; the fused kernel's "gelu" is another one.
+_ACTIVATIONS = {
+    "gelu": "gelu_erf",
     "openai_gelu": "gelu",
     "silu": "silu",
     "squared_relu": "squared_relu",
@@ -73,13 +79,6 @@ CORE_ALONE: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "softmax_scale": (None,),
     "no_rope_freq": (None,),
-}
-# Llama 3.1's, which Megatron-LM has no arguments for.
-LLAMA3_SCALING = {
-    "scale_factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "old_context_len": 8192,
 }
 _IGNORED_FACTOR = (
     "the training was asked for rope_scaling_factor {}, but Megatron-LM's models always have 8: "
@@ -151,17 +150,7 @@ def read_gpt(
     hidden = size(raw, "hidden_size", problems)
     bias = flag(raw, "add_bias_linear", True)
     qkv_bias = flag(raw, "add_qkv_bias", False)
-    positions = str(raw.get("position_embedding_type") or "learned_absolute")
-    normalization = str(raw.get("normalization") or "LayerNorm")
-    gated = flag(raw, "gated_linear_unit", False)
-    activation = str(raw.get("activation_func") or "gelu")
-    for name, value, choices in (
-        ("position_embedding_type", positions, POSITIONS),
-        ("normalization", normalization, NORMALIZATIONS),
-        ("activation_func", activation, ACTIVATIONS),
-    ):
-        if value not in choices:
-            problems.add(f"{name} is not supported", got=value, choices=choices)
+    positions = choice(raw, "position_embedding_type", "learned_absolute", _POSITIONS, problems)
     layers = size(raw, "num_layers", problems)
     head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
     base = real(raw, "rotary_base", 10000.0, problems)
@@ -173,16 +162,16 @@ def read_gpt(
         "head_size": head_size,
         "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
         "max_positions": size(raw, "max_position_embeddings", problems, raw.get("seq_length")),
-        "position_embedding": POSITIONS.get(positions, "none"),
+        "position_embedding": positions,
         "rotary_percentage": real(raw, "rotary_percent", 1.0, problems),
         "rotary_base": base,
         "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
         **_scaling(raw, problems),
         **_yarn(raw, head_size, base, problems),
-        "normalization": NORMALIZATIONS.get(normalization, "layernorm"),
+        "normalization": normalization_of(raw, problems),
         "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
-        "activation": activation_of(raw, activation),
-        "gated": gated,
+        "activation": activation_of(raw, problems),
+        "gated": flag(raw, "gated_linear_unit", False),
         "attention_bias": bias or qkv_bias,
         "attention_dense_bias": False if qkv_bias and not bias else None,
         "attention_sinks": raw.get("softmax_type") == "learnable" or None,
@@ -204,16 +193,23 @@ def refuse_unknown(
     raw: Mapping[str, Any], problems: Problems, known_values: Mapping[str, tuple[Any, ...]]
 ) -> None:
     """Note fields that change the network in ways this project does not know."""
-    clamped = raw.get("activation_func") == "quick_gelu"
+    clamped = str(raw.get("activation_func")).lower() == "quick_gelu"
     gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
     refuse_others(raw, problems, {**_KNOWN_VALUES, **gate, **known_values})
 
 
-def activation_of(raw: Mapping[str, Any], name: str) -> str:
+def normalization_of(raw: Mapping[str, Any], problems: Problems) -> str:
+    return str(choice(raw, "normalization", "layernorm", _NORMALIZATIONS, problems))
+
+
+def activation_of(raw: Mapping[str, Any], problems: Problems) -> str:
     """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
-    if name != "gelu" or flag(raw, "openai_gelu", False):
-        return ACTIVATIONS.get(name, "gelu")
-    return "gelu" if flag(raw, "bias_activation_fusion", True) else "gelu_erf"
+    found = str(choice(raw, "activation_func", "gelu", _ACTIVATIONS, problems))
+    if found == "gelu_erf" and (
+        flag(raw, "openai_gelu", False) or flag(raw, "bias_activation_fusion", True)
+    ):
+        return "gelu"
+    return found
 
 
 def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) -> float | None:
@@ -227,16 +223,15 @@ def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) ->
 
 
 def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Llama 3.1's rope scaling, where the training had it."""
+    """Llama 3.1's rope scaling, where the training had it; Megatron-LM has no arguments for it."""
     if not flag(raw, "rope_scaling", False):
         return {}
-    said = {**LLAMA3_SCALING, **{k: raw[k] for k in LLAMA3_SCALING if raw.get(k) is not None}}
     return {
         "rotary_scaling": "llama3",
-        "rotary_scaling_factor": real(said, "scale_factor", 8.0, problems),
-        "rotary_low_frequency_factor": real(said, "low_freq_factor", 1.0, problems),
-        "rotary_high_frequency_factor": real(said, "high_freq_factor", 4.0, problems),
-        "rotary_original_positions": int(real(said, "old_context_len", 8192, problems)),
+        "rotary_scaling_factor": real(raw, "scale_factor", 8.0, problems),
+        "rotary_low_frequency_factor": real(raw, "low_freq_factor", 1.0, problems),
+        "rotary_high_frequency_factor": real(raw, "high_freq_factor", 4.0, problems),
+        "rotary_original_positions": int(real(raw, "old_context_len", 8192, problems)),
     }
 
 

@@ -12,25 +12,24 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.core_options import (
-    ACTIVATIONS,
     CORE_ALONE,
-    NORMALIZATIONS,
     CoreOptions,
     activation_of,
+    normalization_of,
     refuse_unknown,
 )
 from launcher_scripts.checkpoint.sources.nemo_options import flag, nemo_dialects, real, size
+from launcher_scripts.checkpoint.sources.shards import T5_TABLE, TABLE
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.t5 import T5Config
 
-TABLE = "encoder_embedding.word_embeddings.weight"
 _RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"
 Named = TypeVar("Named")
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.+)")
 # What is stored twice: the first name stays.
 _COPIES = ("position_embeddings.weight", "output_layer.bias")
 _NAMES = {
-    "embedding.word_embeddings.weight": TABLE,
+    TABLE: T5_TABLE,
     "embedding.position_embeddings.weight": "encoder_embedding.position_embeddings.weight",
     "encoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE,
     "decoder_relative_pos_emb.relative_attention_bias.weight": _RELATIVE.replace("en", "de", 1),
@@ -85,24 +84,16 @@ def read_t5(
     the two counts. Raises CheckpointError with everything that cannot be represented.
     """
     raw, problems = options.raw, Problems(options.origin)
-    refuse_unknown(raw, problems, CORE_ALONE)
     heads, hidden = size(raw, "num_attention_heads", problems), size(raw, "hidden_size", problems)
-    activation = str(raw.get("activation_func") or "gelu")
-    normalization = str(raw.get("normalization") or "LayerNorm")
-    for name, value, choices in (
-        ("normalization", normalization, NORMALIZATIONS),
-        ("activation_func", activation, ACTIVATIONS),
-        ("num_query_groups", raw.get("num_query_groups") or heads, (heads,)),
-    ):
-        if value not in choices:
-            problems.add(f"{name} is not supported", got=value, choices=choices)
+    refuse_unknown(raw, problems, {**CORE_ALONE, "num_query_groups": (None, 0, heads)})
+    normalization, activation = normalization_of(raw, problems), activation_of(raw, problems)
     head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
     gated = flag(raw, "gated_linear_unit", False)
     learned = tensors.get("encoder_embedding.position_embeddings.weight")
     relative = {} if _RELATIVE not in tensors else _buckets(raw, tensors[_RELATIVE], problems)
     problems.raise_if_any(CheckpointError)
     config = T5Config(
-        vocab_size=tensors[TABLE].shape[0],
+        vocab_size=tensors[T5_TABLE].shape[0],
         num_layers=_depth(tensors, "encoder"),
         num_decoder_layers=_depth(tensors, "decoder"),
         hidden_size=hidden,
@@ -112,9 +103,9 @@ def read_t5(
         position_embedding="relative" if relative else "learned",
         max_positions=512 if learned is None else learned.shape[0],
         **relative,
-        normalization=NORMALIZATIONS[normalization],
+        normalization=normalization,
         norm_eps=real(raw, "layernorm_epsilon", 1e-5, problems),
-        activation=activation_of(raw, activation),
+        activation=activation,
         gated=gated,
         bias=flag(raw, "add_bias_linear", True),
         attention_scale=head_size**-0.5,

@@ -22,8 +22,9 @@ from launcher_scripts.checkpoint.sources.gguf_architectures import (
     GGUFArchitecture,
     Model,
 )
-from launcher_scripts.checkpoint.sources.gguf_restored import Heads
+from launcher_scripts.checkpoint.sources.gguf_restored import Heads, Restored
 from launcher_scripts.checkpoint.sources.gguf_rope import FACTORS
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files, tokenizer_metadata
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
@@ -110,19 +111,17 @@ class QuantisedTensor(SourceTensor):
     """A tensor of a GGUF file, which is dequantised to float32 when it is read.
 
     stored:   gguf's tensor
+    heads:    for `restored`
     expert:   its place along the first axis, where the tensors of all experts are stored as one
     restored: what undoes llama.cpp's change of it, if there is one
-    heads:    for `restored`
     """
 
-    stored: Any = None
+    stored: ReaderTensor
+    heads: Heads
     expert: int | None = None
-    restored: Any = None
-    heads: Any = None
+    restored: Restored | None = None
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
-        from launcher_scripts.checkpoint.formats.gguf_file import read_tensor
-
         values = read_tensor(self.stored, self.expert)
         return values if self.restored is None else self.restored.apply(values, self.heads)
 
@@ -156,9 +155,6 @@ class GGUFCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, _hints: Hints) -> GGUFCheckpoint:
         """Raises CheckpointError for what is damaged or not supported."""
-        from launcher_scripts.checkpoint.sources.gguf_checkpoint import read_model
-        from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_metadata
-
         if archive.container != "gguf":
             raise CheckpointError(problem(f"{archive.path} is not a GGUF file"))
         model = read_model(archive.path)
@@ -178,10 +174,16 @@ class GGUFCheckpoint(WholeTensors):
             model.fields.raise_problems()
             raise
         model.fields.raise_problems()
-        variants = (target.dialect + name for name in target.variants(raw))
-        dialects = (*variants, target.dialect, *target.inherits)
         names = {theirs: ours for ours, theirs in model.names.items()}
-        return cls(archive, config, model.fields.architecture, dialects, tensors, names, metadata)
+        return cls(
+            archive,
+            config,
+            model.fields.architecture,
+            target.dialects(raw),
+            tensors,
+            names,
+            metadata,
+        )
 
     @property
     def knows_token_ids(self) -> bool:
@@ -203,8 +205,6 @@ class GGUFCheckpoint(WholeTensors):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """tokenizer.json and the files beside it, made of the file's vocabulary."""
-        from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
-
         files = tokenizer_files(self.metadata)
         tokens, rows = len(self.metadata["tokens"]), self.config.vocab_size
         if tokens > rows:
@@ -228,7 +228,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _tensors(
-    renamed: str, name: str, stored: Any, model: Any
+    renamed: str, name: str, stored: ReaderTensor, model: GGUFModel
 ) -> Iterator[tuple[str, QuantisedTensor]]:
     """Hugging Face's names and tensors of one of the file's; of experts there are several."""
     key = _LAYER.sub("blk.*.", name)
@@ -237,12 +237,12 @@ def _tensors(
     dtype = np.dtype("<f4")
     if "#" in renamed and 0 not in shape:
         for expert in range(shape[0]):
-            part = QuantisedTensor(shape[1:], dtype, (), stored, expert)
+            part = QuantisedTensor(shape[1:], dtype, (), stored, model.heads, expert)
             yield renamed.replace("#", str(expert)), part
         return
     if restored is not None:
         shape = restored.shape(shape)
-    yield renamed, QuantisedTensor(shape, dtype, (), stored, None, restored, model.heads)
+    yield renamed, QuantisedTensor(shape, dtype, (), stored, model.heads, restored=restored)
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from launcher_scripts.common.tokenizer import (
     PEGASUS,
     is_byt5,
 )
-from launcher_scripts.common.untrusted import parse_json
+from launcher_scripts.common.untrusted import mapping, parse_json
 from launcher_scripts.models.family import ModelConfig
 
 # What counts of generation_config.json: the token that texts begin with, which left config.json.
@@ -123,8 +123,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
             values.problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
-        variants = (row.dialect + variant for variant in row.variants(values))
-        dialects = (*variants, row.dialect, *row.inherits)
+        dialects = row.dialects(values)
         try:
             config = row.read(values)
         except CheckpointError:
@@ -189,12 +188,9 @@ def _generation(archive: Archive) -> dict[str, Any]:
 def read_mapping(archive: Archive, name: str) -> dict[str, Any]:
     """A JSON file of a folder. Raises CheckpointError for one that is damaged or no mapping."""
     try:
-        raw = parse_json(archive.read(name))
+        return mapping(parse_json(archive.read(name)))
     except ValueError as error:
         raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{name} of {archive.path} holds no mapping")
-    return raw
 
 
 def _weight_files(archive: Archive) -> list[str]:
@@ -234,10 +230,15 @@ def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
         ):
             raise CheckpointError(f"{origin} holds no state dict")
         for key, values in loaded.items():
-            name = next((str(key).removeprefix(p) for p in PREFIXES if str(key).startswith(p)), key)
-            if isinstance(values, np.ndarray) and not str(name).endswith(BUFFERS):
-                tensors[str(name)] = SourceTensor.whole(values)
+            name = without_prefix(str(key))
+            if isinstance(values, np.ndarray) and not name.endswith(BUFFERS):
+                tensors[name] = SourceTensor.whole(values)
     return tensors
+
+
+def without_prefix(name: str) -> str:
+    """A tensor's or a module's name as the weight table has it."""
+    return next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
 
 
 def _widened(

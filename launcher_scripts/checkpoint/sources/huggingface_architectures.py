@@ -7,20 +7,18 @@ converter reads the same table. Neither numpy nor torch is needed here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
-from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
-from launcher_scripts.checkpoint.sources import huggingface_gptj as gptj
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.common.untrusted import mapping, parse_json, read_plain
 from launcher_scripts.models.family import ModelConfig
 
 CONFIG_NAME = "config.json"
@@ -49,6 +47,11 @@ class Architecture:
     inherits: tuple[str, ...] = ()
     ties: bool = True
     may_be: Callable[[Any], bool] = lambda _: True
+
+    def dialects(self, raw: RawConfig) -> tuple[str, ...]:
+        """The dialects of the weight table for the tensors of one model, first choice first."""
+        variants = (self.dialect + variant for variant in self.variants(raw))
+        return (*variants, self.dialect, *self.inherits)
 
 
 HEAD = "lm_head.weight"
@@ -108,56 +111,62 @@ def _in_memory(raw: RawConfig) -> list[str]:
     return ["_in_memory"] if "layers.0.mlp.gate.weight" in raw.keys else []
 
 
+def _gpt(
+    read: Callable[[RawConfig], ModelConfig],
+    dialect: str,
+    table: str,
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
+    *,
+    inherits: tuple[str, ...] = (),
+    ties: bool = True,
+    may_be: Callable[[Any], bool] = lambda _: True,
+) -> Architecture:
+    """The row of a decoder.  table: its embeddings, which may be the output table, too"""
+    return Architecture("gpt", read, dialect, {table: (HEAD,)}, variants, inherits, ties, may_be)
+
+
 def _llama(
     read: Callable[[RawConfig], ModelConfig],
     dialect: str = "llama",
     variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
     *,
     ties: bool = False,
+    may_be: Callable[[Any], bool] = lambda _: True,
 ) -> Architecture:
     """The row of a model type that descends from Llama."""
-    tied = {"embed_tokens.weight": (HEAD,)}
-    return Architecture("gpt", read, dialect, tied, variants, inherits=("llama",), ties=ties)
+    table, inherits = "embed_tokens.weight", ("llama",)
+    return _gpt(read, dialect, table, variants, inherits=inherits, ties=ties, may_be=may_be)
 
 
 def _interleaved(
     read: Callable[[RawConfig], ModelConfig], dialect: str = "interleaved", *, ties: bool = False
 ) -> Architecture:
     """Of other makers' models none is taken for one of these: they keep heads in halves."""
-    return replace(_llama(read, dialect, ties=ties), may_be=lambda _: False)
+    return _llama(read, dialect, ties=ties, may_be=lambda _: False)
 
 
 def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
-    row = _llama(read, "cohere", ties=True)
-    return replace(row, may_be=lambda config: bool(config.parallel_residual))
+    return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
 
 ARCHITECTURES = {
-    "gpt2": Architecture("gpt", configs.gpt2, "gpt2", {"wte.weight": (HEAD,)}),
-    "gpt_bigcode": Architecture(
-        "gpt", configs.gpt_bigcode, "gpt_bigcode", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
-    ),
-    "gpt_neo": Architecture(
-        "gpt", configs.gpt_neo, "gpt_neo", {"wte.weight": (HEAD,)}, inherits=("gpt2",)
-    ),
-    "bloom": Architecture("gpt", configs.bloom, "bloom", {"word_embeddings.weight": (HEAD,)}),
-    "mpt": Architecture("gpt", configs.mpt, "mpt", {"wte.weight": (HEAD,)}),
-    "opt": Architecture(
-        "gpt", configs.opt, "opt", {"decoder.embed_tokens.weight": (HEAD,)}, _projected_or_untied
-    ),
-    "xglm": Architecture(
-        "gpt", configs.xglm, "xglm", {"embed_tokens.weight": (HEAD,)}, _scaled_or_untied
-    ),
+    "gpt2": _gpt(configs.gpt2, "gpt2", "wte.weight"),
+    "gpt_bigcode": _gpt(configs.gpt_bigcode, "gpt_bigcode", "wte.weight", inherits=("gpt2",)),
+    "gpt_neo": _gpt(configs.gpt_neo, "gpt_neo", "wte.weight", inherits=("gpt2",)),
+    "bloom": _gpt(configs.bloom, "bloom", "word_embeddings.weight"),
+    "mpt": _gpt(configs.mpt, "mpt", "wte.weight"),
+    "opt": _gpt(configs.opt, "opt", "decoder.embed_tokens.weight", _projected_or_untied),
+    "xglm": _gpt(configs.xglm, "xglm", "embed_tokens.weight", _scaled_or_untied),
     "llama": _llama(decoders.llama),
     "mistral": _llama(decoders.mistral),
     "qwen2": _llama(decoders.qwen2),
     "qwen3": _llama(decoders.qwen3),
-    "gemma": _llama(gemma.gemma, ties=True),
-    "gemma2": _llama(gemma.gemma2, "gemma2", ties=True),
-    "gemma3_text": _llama(gemma.gemma3, "gemma2", ties=True),
+    "gemma": _llama(decoders.gemma, ties=True),
+    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
     "smollm3": _llama(decoders.smollm3, ties=True),
@@ -179,7 +188,7 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "vaultgemma": _llama(gemma.vaultgemma, "vaultgemma", ties=True),
+    "vaultgemma": _llama(decoders.vaultgemma, "vaultgemma", ties=True),
     "jais2": _llama(decoders.jais2, "nemotron"),
     "internlm3": _llama(decoders.internlm3),
     "iquestcoder": _llama(decoders.iquestcoder),
@@ -196,34 +205,21 @@ ARCHITECTURES = {
     "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
     "mellum": _llama(experts.mellum, "qwen_moe"),
     "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
-    "gpt_oss": replace(
-        _llama(experts.gpt_oss, "gpt_oss"),
-        may_be=lambda config: bool(config.attention_sinks),
+    "gpt_oss": _llama(
+        experts.gpt_oss, "gpt_oss", may_be=lambda config: bool(config.attention_sinks)
     ),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
     "gpt_neox": Architecture(
         "gpt",
-        gptj.gpt_neox,
+        decoders.gpt_neox,
         "gpt_neox",
         {HEAD: ("embed_out.weight",), "embed_in.weight": (HEAD,)},
         ties=False,
     ),
-    "gptj": Architecture("gpt", gptj.gptj, "gptj", {"wte.weight": (HEAD,)}, ties=False),
-    "codegen": Architecture(
-        "gpt",
-        gptj.codegen,
-        "codegen",
-        {"wte.weight": (HEAD,)},
-        inherits=("gptj",),
-        ties=False,
-    ),
-    "falcon": Architecture(
-        "gpt",
-        gptj.falcon,
-        "falcon",
-        {"word_embeddings.weight": (HEAD,)},
-        _falcon_norms,
-        ("bloom",),
+    "gptj": _gpt(configs.gptj, "gptj", "wte.weight", ties=False),
+    "codegen": _gpt(configs.codegen, "codegen", "wte.weight", inherits=("gptj",), ties=False),
+    "falcon": _gpt(
+        configs.falcon, "falcon", "word_embeddings.weight", _falcon_norms, inherits=("bloom",)
     ),
     "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
     "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
@@ -287,12 +283,9 @@ def read_sizes(path: Path) -> ModelConfig | None:
     if not config.is_file() or not any((path / name).is_file() for name in files):
         return None
     try:
-        raw = parse_json(read_plain(config))
+        raw = described(mapping(parse_json(read_plain(config))))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is damaged: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{CONFIG_NAME} of {path} holds no mapping")
-    raw = described(raw)
     row = architecture(raw, config)
     values = RawConfig(raw, (), config)
     try:

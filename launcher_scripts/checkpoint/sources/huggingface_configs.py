@@ -10,23 +10,18 @@ from contextlib import suppress
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_rope import rope
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
+from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 from launcher_scripts.models.t5 import T5Config
 
 
-def plain_gpt(
-    raw: RawConfig,
-    hidden: int,
-    heads: int,
-    ids: tuple[int, int, int | None],
-    start: str = "bos_token_id",
-    **fields: Any,
-) -> GPTConfig:
+def plain_gpt(raw: RawConfig, hidden: int, heads: int, **fields: Any) -> GPTConfig:
     """A decoder whose heads share its hidden size.
 
-    ids: start, end and pad token where the file names none;  start: the key of the first
     fields: the other hyperparameters, and what is said otherwise
     """
     said: dict[str, Any] = {
@@ -36,43 +31,41 @@ def plain_gpt(
         "num_kv_heads": heads,
         "head_size": raw.head_size(hidden, heads),
         "tied_embeddings": "lm_head.weight" not in raw.keys,
-        "start_id": raw.token(start, ids[0]),
-        "end_id": raw.token("eos_token_id", ids[1]),
-        "pad_id": raw.token("pad_token_id", ids[2]),
+        "start_id": raw.token("bos_token_id", 50256),
+        "end_id": raw.token("eos_token_id", 50256),
+        "pad_id": raw.token("pad_token_id", None),
     }
     return GPTConfig(**{**said, **fields})
 
 
-def gpt2(raw: RawConfig, activation: str = "gelu_new", **fields: Any) -> GPTConfig:
-    """activation: what it is where the file names none;  fields: as in plain_gpt"""
+def gpt2(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """fields: as in plain_gpt"""
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
-    for name, value in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        raw.only(name, value)
+    raw.only(
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (50256, 50256, None),
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-5),
-        activation=raw.activation("activation_function", activation),
+        activation=raw.activation("activation_function", "gelu_new"),
         **fields,
     )
 
 
 def gpt_bigcode(raw: RawConfig) -> GPTConfig:
     """SantaCoder and StarCoder: a GPT-2 whose heads share one key and one value."""
-    raw.only("multi_query", True)
-    raw.only("num_key_value_heads", 1)
+    raw.only(multi_query=True, num_key_value_heads=1)
     raw.unused("inference_runner", "max_batch_size", "pad_key_length", "pre_allocate_kv_cache")
     raw.unused("runner_max_sequence_length", "validate_runner_input")
-    return gpt2(raw, "gelu_pytorch_tanh", num_kv_heads=1)
+    raw.defaults(activation_function="gelu_pytorch_tanh")
+    return gpt2(raw, num_kv_heads=1)
 
 
 def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
@@ -93,12 +86,11 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
     """GPT-Neo: layers in turn attend to all tokens and to the last ones; scores are not scaled."""
     hidden, layers = raw.size("hidden_size"), raw.layers("num_layers", "num_hidden_layers")
     kinds, window = _attention_kinds(raw, layers), raw.size("window_size", default=256)
-    full = ",".join(str(layer) for layer, kind in enumerate(kinds) if kind == "global")
+    full = layer_list(layer for layer, kind in enumerate(kinds) if kind == "global")
     return plain_gpt(
         raw,
         hidden,
         raw.size("num_heads", "num_attention_heads"),
-        (50256, 50256, None),
         num_layers=layers,
         ffn_size=raw.size("intermediate_size", default=4 * hidden),
         max_positions=raw.size("max_position_embeddings"),
@@ -108,18 +100,18 @@ def gpt_neo(raw: RawConfig) -> GPTConfig:
         attention_dense_bias=True,
         softmax_scale=1.0,
         sliding_window=window if "local" in kinds else None,
-        full_attention_layers=(full or None) if "local" in kinds else None,
+        full_attention_layers=full if "local" in kinds else None,
     )
 
 
 def bloom(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size", "n_embed"), raw.size("n_head", "num_attention_heads")
-    raw.only("apply_residual_connection_post_layernorm", False)
+    raw.only(apply_residual_connection_post_layernorm=False)
+    raw.defaults(bos_token_id=1, eos_token_id=2, pad_token_id=3)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (1, 2, 3),
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=4 * hidden,
         max_positions=raw.size("seq_length", default=2048),
@@ -132,25 +124,23 @@ def bloom(raw: RawConfig) -> GPTConfig:
 def mpt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model", "hidden_size"), raw.size("n_heads", "num_attention_heads")
     attention = raw.section("attn_config")
-    for name, value in (
-        ("attn_type", "multihead_attention"),
-        ("alibi", True),
-        ("alibi_bias_max", 8),
-        ("clip_qkv", None),
-        ("prefix_lm", False),
-        ("qk_ln", False),
-    ):
-        attention.only(name, value)
+    attention.only(
+        attn_type="multihead_attention",
+        alibi=True,
+        alibi_bias_max=8,
+        clip_qkv=None,
+        prefix_lm=False,
+        qk_ln=False,
+    )
     attention.unused("attn_impl", "attn_uses_sequence_id")
-    for name, value in (("no_bias", True), ("expansion_ratio", 4), ("logit_scale", None)):
-        raw.only(name, value)
+    raw.only(no_bias=True, expansion_ratio=4, logit_scale=None)
     raw.unused("embedding_fraction", "init_config", "init_device", "learned_pos_emb")
     raw.unused("norm_type", "tokenizer_name", "verbose")
+    raw.defaults(bos_token_id=0, eos_token_id=0)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (0, 0, None),
         num_layers=raw.layers("n_layers", "num_hidden_layers"),
         ffn_size=4 * hidden,
         max_positions=raw.size("max_seq_len", default=2048),
@@ -166,13 +156,13 @@ def mpt(raw: RawConfig) -> GPTConfig:
 def opt(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     bias = raw.flag("enable_bias", default=True)
-    raw.only("layer_norm_elementwise_affine", True)
+    raw.only(layer_norm_elementwise_affine=True)
     raw.unused("word_embed_proj_dim", "_remove_final_layer_norm")  # the tensors say it
+    raw.defaults(bos_token_id=2, eos_token_id=2, pad_token_id=1)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (2, 2, 1),
         num_layers=raw.layers("num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
@@ -187,18 +177,83 @@ def opt(raw: RawConfig) -> GPTConfig:
 
 def xglm(raw: RawConfig) -> GPTConfig:
     hidden, heads = raw.size("d_model"), raw.size("attention_heads", "num_attention_heads")
-    raw.only("add_cross_attention", False)
+    raw.only(add_cross_attention=False)
+    raw.defaults(eos_token_id=2, pad_token_id=1)
     return plain_gpt(
         raw,
         hidden,
         heads,
-        (2, 2, 1),
-        start="decoder_start_token_id",
+        start_id=raw.token("decoder_start_token_id", 2),
         num_layers=raw.layers("num_layers", "num_hidden_layers"),
         ffn_size=raw.size("ffn_dim"),
         max_positions=raw.size("max_position_embeddings"),
         activation=raw.activation("activation_function", "gelu"),
         tied_embeddings=False,
+    )
+
+
+def gptj(raw: RawConfig) -> GPTConfig:
+    """GPT-J: one norm for attention and MLP, which read the same hidden states."""
+    raw.only(rotary=True, scale_attn_weights=True)
+    hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
+    head_size = raw.head_size(hidden, heads)
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        num_layers=raw.layers("n_layer", "num_hidden_layers"),
+        ffn_size=raw.size("n_inner", default=4 * hidden),
+        max_positions=raw.size("n_positions", "max_position_embeddings"),
+        position_embedding="rope",
+        rotary_percentage=raw.size("rotary_dim", default=head_size) / head_size,
+        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
+        activation=raw.activation("activation_function", "gelu_new"),
+        attention_bias=False,
+        parallel_residual=True,
+        logits_bias=True if "lm_head.bias" in raw.keys else None,
+    )
+
+
+def codegen(raw: RawConfig) -> GPTConfig:
+    """CodeGen: a GPT-J whose queries, keys and values lie in four blocks."""
+    heads = raw.size("n_head", "num_attention_heads")
+    if heads % CODEGEN_BLOCKS:
+        choices = (f"multiples of {CODEGEN_BLOCKS}",)
+        raw.problems.add("n_head is not supported", got=heads, choices=choices)
+    raw.unused("n_ctx")  # n_positions rules
+    return gptj(raw)
+
+
+def falcon(raw: RawConfig) -> GPTConfig:
+    heads, hidden = raw.size("num_attention_heads", "n_head"), raw.size("hidden_size")
+    head_size = raw.head_size(hidden, heads)
+    positions = rope(raw, head_size)
+    if raw.flag("alibi", False):  # added to scores before they are divided by the root
+        positions = {"position_embedding": "alibi", "alibi_scale": head_size**-0.5}
+    groups = raw.size("num_kv_heads", "n_head_kv", default=heads)
+    new = raw.flag("new_decoder_architecture", False)
+    if raw.flag("multi_query", True) and not new:
+        groups = 1
+    bias = raw.flag("bias", False)
+    raw.only(apply_residual_connection_post_layernorm=False)
+    raw.unused("num_ln_in_parallel_attn")  # the tensors say it
+    if new:
+        raw.only(parallel_attn=True)
+    raw.defaults(bos_token_id=11, eos_token_id=11)
+    return plain_gpt(
+        raw,
+        hidden,
+        heads,
+        num_layers=raw.layers("num_hidden_layers", "n_layer"),
+        num_kv_heads=groups,
+        ffn_size=raw.size("ffn_hidden_size", default=4 * hidden),
+        max_positions=raw.size("max_position_embeddings", default=2048),
+        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
+        activation=raw.activation("activation", "gelu"),
+        attention_bias=bias,
+        mlp_bias=bias,
+        parallel_residual=raw.flag("parallel_attn", True) or None,
+        **positions,
     )
 
 
@@ -264,10 +319,9 @@ def t5gemma(raw: RawConfig) -> T5Config:
             what = f"{name} of encoder and decoder must be the same"
             raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
     encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
-    decoder.only("cross_attention_hidden_size", encoder.raw.get("hidden_size"))
+    decoder.only(cross_attention_hidden_size=encoder.raw.get("hidden_size"))
     for stack in (encoder, decoder):
-        for switch in ("attention_bias", "use_bidirectional_attention"):
-            stack.only(switch, False)
+        stack.only(attention_bias=False, use_bidirectional_attention=False)
     raw.unused("vocab_size")  # it repeats the decoder's
     rope = decoder.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
@@ -328,13 +382,12 @@ def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) 
 
     sinusoidal: positions are computed
     """
-    for name, value in (
-        ("normalize_before", pre),
-        ("add_final_layer_norm", pre),
-        ("normalize_embedding", embedding_norm),
-        ("static_position_embeddings", sinusoidal),
-    ):
-        raw.only(name, value)
+    raw.only(
+        normalize_before=pre,
+        add_final_layer_norm=pre,
+        normalize_embedding=embedding_norm,
+        static_position_embeddings=sinusoidal,
+    )
     raw.unused("num_hidden_layers")  # it repeats encoder_layers
     forced = None
     if raw.flag("force_bos_token_to_be_generated", default=False):  # the first BARTs' name for it
@@ -362,42 +415,43 @@ def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) 
 
 
 def bart(raw: RawConfig) -> BartConfig:
-    raw.only("extra_pos_embeddings", 2)
+    raw.only(extra_pos_embeddings=2)
     return _bart(raw, pre=False, embedding_norm=True, sinusoidal=False)
 
 
 def mbart(raw: RawConfig) -> BartConfig:
-    raw.only("extra_pos_embeddings", 2)
+    raw.only(extra_pos_embeddings=2)
     return _bart(raw, pre=True, embedding_norm=True, sinusoidal=False)
 
 
 def m2m_100(raw: RawConfig) -> BartConfig:
-    raw.only("pad_token_id", 1)  # positions are counted from it
+    raw.only(pad_token_id=1)  # positions are counted from it
     return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
 
 
 def pegasus(raw: RawConfig) -> BartConfig:
-    raw.only("add_bias_logits", False)
+    raw.only(add_bias_logits=False)
     raw.unused("extra_pos_embeddings")  # of an older table of positions
     return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
 
 
 def marian(raw: RawConfig) -> BartConfig:
-    raw.only("add_bias_logits", False)
-    raw.only("share_encoder_decoder_embeddings", True)
-    raw.only("decoder_vocab_size", raw.raw.get("vocab_size"))
+    raw.only(
+        add_bias_logits=False,
+        share_encoder_decoder_embeddings=True,
+        decoder_vocab_size=raw.raw.get("vocab_size"),
+    )
     return _bart(raw, pre=False, embedding_norm=False, sinusoidal=True)
 
 
 def agm(raw: RawConfig) -> AgmConfig:
     hidden, heads = raw.size("d_model"), raw.size("decoder_attention_heads")
-    for name, value in (
-        ("position_bias_per_layer", True),
-        ("use_alibi_position_embedding", False),
-        ("scale_embedding", False),
-        ("embed_dim", None),
-    ):
-        raw.only(name, value)
+    raw.only(
+        position_bias_per_layer=True,
+        use_alibi_position_embedding=False,
+        scale_embedding=False,
+        embed_dim=None,
+    )
     scale = 1.0
     if raw.flag("scale_attention", default=True):
         size = raw.head_size(hidden, heads)

@@ -6,6 +6,7 @@ config classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,7 @@ def head_size_of(raw: RawConfig) -> int:
 
 
 def llama(raw: RawConfig) -> GPTConfig:
-    raw.only("sliding_window", None)
-    raw.only("layer_types", ["full_attention"] * raw.layers("num_hidden_layers"))
+    raw.only(sliding_window=None, layer_types=["full_attention"] * raw.layers("num_hidden_layers"))
     return decoder(raw)
 
 
@@ -109,16 +109,15 @@ def qwen_windows(raw: RawConfig) -> Fields:
 
 
 def phi3(raw: RawConfig) -> GPTConfig:
-    raw.only("attention_bias", False)
+    raw.only(attention_bias=False)
     return decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
 def phi(raw: RawConfig) -> GPTConfig:
     """Phi-1 to Phi-2: one norm for attention and MLP, which read the same hidden states."""
+    raw.defaults(hidden_act="gelu_new", partial_rotary_factor=0.5)
     return _layer_norms(
         raw,
-        0.5,
-        activation=raw.activation("hidden_act", "gelu_new"),
         gated=False,
         attention_bias=True,
         mlp_bias=True,
@@ -128,15 +127,13 @@ def phi(raw: RawConfig) -> GPTConfig:
 
 
 def stablelm(raw: RawConfig) -> GPTConfig:
+    raw.defaults(partial_rotary_factor=0.25, bos_token_id=0, eos_token_id=0)
     return _layer_norms(
         raw,
-        0.25,
         attention_bias=raw.flag("use_qkv_bias", False),
         attention_dense_bias=False,
         mlp_bias=False,
         parallel_residual=raw.flag("use_parallel_residual", False) or None,
-        start_id=raw.token("bos_token_id", 0),
-        end_id=raw.token("eos_token_id", 0),
     )
 
 
@@ -154,30 +151,24 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
     raw.unused("sliding_window", "layer_types")
-    return decoder(
-        raw,
-        unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-        pad_id=raw.token("pad_token_id", 128004),
-        **rope(raw, head_size_of(raw), rope_theta=2e6),
-        **fields,
-    )
+    raw.defaults(rope_theta=2e6)
+    raw.defaults(bos_token_id=128000, eos_token_id=128001, pad_token_id=128004)
+    unrotated = layer_list(n for n in range(layers) if not turns[n])
+    return decoder(raw, unrotated_layers=unrotated, **fields)
 
 
 def cohere2(raw: RawConfig) -> GPTConfig:
     """Command-R7B and Command-A: layers have a window, or queries and keys that do not turn."""
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % pattern == 0)
-    for name, value in (
-        ("order_of_interleaved_layers", "local_attn_first"),
-        ("position_embedding_type", "rope_gptj"),
-        ("rotary_pct", 1.0),
-        ("use_gated_activation", True),
-        ("use_parallel_block", True),
-        ("use_parallel_embedding", False),
-    ):
-        raw.only(name, value)
+    raw.only(
+        order_of_interleaved_layers="local_attn_first",
+        position_embedding_type="rope_gptj",
+        rotary_pct=1.0,
+        use_gated_activation=True,
+        use_parallel_block=True,
+        use_parallel_embedding=False,
+    )
     raw.unused("layer_switch", "use_embedding_sharing")  # sliding_window_pattern and the tensors
     return cohere(raw, unrotated_layers=_unwindowed(raw, fields), **fields)
 
@@ -190,7 +181,8 @@ def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
 
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
-    raw.only("use_qk_norm", False)
+    raw.only(use_qk_norm=False)
+    raw.defaults(bos_token_id=5, eos_token_id=255001, pad_token_id=0)
     return decoder(
         raw,
         normalization="layernorm",
@@ -198,37 +190,27 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
         mlp_bias=False,
         parallel_residual=True,
         logits_scale=raw.real("logit_scale", 0.0625),
-        start_id=raw.token("bos_token_id", 5),
-        end_id=raw.token("eos_token_id", 255001),
-        pad_id=raw.token("pad_token_id", 0),
         **fields,
     )
 
 
-def _layer_norms(raw: RawConfig, partial_rotary_factor: float, **fields: Any) -> GPTConfig:
+def _layer_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama with layer norms, of which a share of each head turns."""
-    raw.only("qk_layernorm", False)
+    raw.only(qk_layernorm=False)
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("layer_norm_eps", 1e-5),
-        **rope(raw, head_size, partial_rotary_factor=partial_rotary_factor),
+        **rope(raw, head_size),
         **fields,
     )
 
 
 def glm(raw: RawConfig, **fields: Any) -> GPTConfig:
     """GLM-4-9B; one gated linear layer makes both halves of the MLP."""
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1.5625e-07),
-        attention_bias=raw.flag("attention_bias", True),
-        attention_dense_bias=False,
-        mlp_bias=False,
-        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
-        **fields,
-    )
+    raw.defaults(rms_norm_eps=1.5625e-07, attention_bias=True, partial_rotary_factor=0.5)
+    return decoder(raw, attention_dense_bias=False, mlp_bias=False, **fields)
 
 
 def glm4(raw: RawConfig) -> GPTConfig:
@@ -237,58 +219,38 @@ def glm4(raw: RawConfig) -> GPTConfig:
 
 
 def helium(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-8),
-        attention_dense_bias=False,
-        **rope(raw, head_size_of(raw), rope_theta=100000.0),
-    )
+    raw.defaults(rms_norm_eps=1e-8, rope_theta=100000.0)
+    return decoder(raw, attention_dense_bias=False)
 
 
 def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=500000.0)
     bias = raw.flag("use_bias", False)
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        attention_bias=bias,
-        mlp_bias=bias,
-        **rope(raw, head_size_of(raw), rope_theta=500000.0),
-        **fields,
-    )
+    return decoder(raw, attention_bias=bias, mlp_bias=bias, **fields)
 
 
 def olmo(raw: RawConfig) -> GPTConfig:
     """The first OLMo, whose norms have no weights."""
-    raw.only("clip_qkv", None)
+    raw.only(clip_qkv=None)
     return decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
 
 
 def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama that normalizes what its branches add, not what they read."""
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        norm_placement="branch",
-        qk_norm=True,
-        mlp_bias=False,
-        **fields,
-    )
+    raw.defaults(rms_norm_eps=1e-5)
+    return decoder(raw, norm_placement="branch", qk_norm=True, mlp_bias=False, **fields)
 
 
 def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
     """OLMo 2 normalizes all heads' queries and keys together."""
-    return _branch_norms(
-        raw,
-        joint_qk_norm=True,
-        end_id=raw.token("eos_token_id", 50279),
-        pad_id=raw.token("pad_token_id", 1),
-        **fields,
-    )
+    raw.defaults(eos_token_id=50279, pad_token_id=1)
+    return _branch_norms(raw, joint_qk_norm=True, **fields)
 
 
 def olmo3(raw: RawConfig) -> GPTConfig:
     """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
-    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 500000.0)
+    raw.defaults(rope_theta=500000.0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0)
     fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
     if fields:
         fields["rotary_local_base"] = local_base or turns["rotary_base"]
@@ -320,12 +282,8 @@ def exaone4_attention(raw: RawConfig) -> Fields:
 
 
 def exaone4(raw: RawConfig) -> GPTConfig:
-    return _branch_norms(
-        raw,
-        attention_bias=False,
-        start_id=raw.token("bos_token_id", 0),
-        **exaone4_attention(raw),
-    )
+    raw.defaults(bos_token_id=0)
+    return _branch_norms(raw, attention_bias=False, **exaone4_attention(raw))
 
 
 def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -347,18 +305,13 @@ def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def starcoder2(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", True)
-    for name, value in (
-        ("mlp_type", "default"),
-        ("norm_type", "layer_norm"),
-        ("scale_attn_weights", True),
-    ):
-        raw.only(name, value)
+    raw.only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
     raw.unused("layer_norm_epsilon")  # norm_epsilon rules
+    raw.defaults(hidden_act="gelu_pytorch_tanh")
     return decoder(
         raw,
         normalization="layernorm",
         norm_eps=raw.real("norm_epsilon", 1e-5),
-        activation=raw.activation("hidden_act", "gelu_pytorch_tanh"),
         gated=False,
         attention_bias=bias,
         mlp_bias=bias,
@@ -367,82 +320,124 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 
 def nemotron(raw: RawConfig) -> GPTConfig:
-    head_size = head_size_of(raw)
+    raw.defaults(hidden_act="relu2", partial_rotary_factor=0.5)
     return decoder(
         raw,
         normalization="layernorm",
         zero_centered_norm=True,
         norm_eps=raw.real("norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "relu2"),
         gated=False,
-        **rope(raw, head_size, partial_rotary_factor=0.5),
     )
 
 
 def arcee(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        activation=raw.activation("hidden_act", "relu2"),
-        gated=False,
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-    )
+    raw.defaults(hidden_act="relu2", bos_token_id=128000, eos_token_id=128001)
+    return decoder(raw, gated=False)
 
 
 def seed_oss(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        attention_bias=raw.flag("attention_bias", True),
-        attention_dense_bias=raw.flag("attention_out_bias", False),
-        start_id=raw.token("bos_token_id", 0),
-        pad_id=raw.token("pad_token_id", 1),
-    )
+    raw.defaults(attention_bias=True, bos_token_id=0, pad_token_id=1)
+    return decoder(raw, attention_dense_bias=raw.flag("attention_out_bias", False))
 
 
 def jais2(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        normalization="layernorm",
-        norm_eps=raw.real("layer_norm_eps", 1e-5),
-        activation=raw.activation("hidden_act", "relu2"),
-        gated=False,
-        attention_bias=raw.flag("attention_bias", True),
-        mlp_bias=raw.flag("mlp_bias", True),
-        start_id=raw.token("bos_token_id", 0),
-        end_id=raw.token("eos_token_id", 150024),
-    )
+    raw.defaults(hidden_act="relu2", attention_bias=True, mlp_bias=True)
+    raw.defaults(bos_token_id=0, eos_token_id=150024)
+    norm_eps = raw.real("layer_norm_eps", 1e-5)
+    return decoder(raw, normalization="layernorm", norm_eps=norm_eps, gated=False)
 
 
 def internlm3(raw: RawConfig) -> GPTConfig:
     """InternLM 3, which says apart whether queries, keys and values have biases."""
     bias = raw.flag("mlp_bias", raw.flag("bias", False))
+    raw.defaults(rms_norm_eps=1e-5, pad_token_id=2)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         attention_bias=raw.flag("attention_bias", raw.flag("qkv_bias", False)),
         attention_dense_bias=bias,
         mlp_bias=bias,
-        pad_id=raw.token("pad_token_id", 2),
     )
 
 
 def iquestcoder(raw: RawConfig) -> GPTConfig:
-    raw.only("clip_qkv", None)
-    raw.only("use_sliding_window", False)
+    raw.only(clip_qkv=None, use_sliding_window=False)
     raw.unused("sliding_window", "max_window_layers")
-    return decoder(raw, norm_eps=raw.real("rms_norm_eps", 1e-5))
+    raw.defaults(rms_norm_eps=1e-5)
+    return decoder(raw)
 
 
 def cwm(raw: RawConfig) -> GPTConfig:
     """Meta's Code World Model; every fourth layer has no window, from the first one on."""
     if not raw.section("rope_parameters", "rope_scaling").raw:
         raw.problems.add("rope_parameters, or rope_scaling, is missing")
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, bos_token_id=128000, eos_token_id=128001)
+    return decoder(raw, attention_bias=False, **windows(raw, lambda layer: layer % 4 == 0))
+
+
+def gpt_neox(raw: RawConfig) -> GPTConfig:
+    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
+    base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
+    raw.defaults(rope_theta=base, partial_rotary_factor=share)
+    raw.defaults(hidden_act="gelu", attention_bias=True, bos_token_id=0)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        attention_bias=False,
-        start_id=raw.token("bos_token_id", 128000),
-        end_id=raw.token("eos_token_id", 128001),
-        **rope(raw, head_size_of(raw), rope_theta=1e6),
-        **windows(raw, lambda layer: layer % 4 == 0),
+        normalization="layernorm",
+        norm_eps=raw.real("layer_norm_eps", 1e-5),
+        gated=False,
+        parallel_residual=raw.flag("use_parallel_residual", True) or None,
+        mlp_bias=True,
+        **rope(raw, head_size),
     )
+
+
+def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
+    raw.only(use_bidirectional_attention=False)
+    old = raw.text("hidden_act", "gelu_pytorch_tanh")
+    activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
+    return decoder(
+        raw,
+        zero_centered_norm=True,
+        embedding_scale=math.sqrt(raw.size("hidden_size")),
+        activation=activation,
+        **fields,
+    )
+
+
+def gemma2(raw: RawConfig) -> GPTConfig:
+    return gemma(raw, **_gemma2(raw), **windows(raw, lambda layer: layer % 2 == 1))
+
+
+def gemma3(raw: RawConfig) -> GPTConfig:
+    """Gemma 3's text model: layers with a window turn by a base of their own."""
+    head_size = raw.size("head_dim", default=256)
+    raw.defaults(rope_theta=1e6)
+    turns, local_base = two_ropes(raw, head_size, 10000.0)
+    if local_base is None:
+        local_base = raw.real("rope_local_base_freq", 10000.0)
+    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return gemma(
+        raw,
+        qk_norm=True,
+        rotary_local_base=local_base,
+        **turns,
+        **_gemma2(raw),
+        **windows(raw, lambda layer: (layer + 1) % pattern == 0),
+    )
+
+
+def vaultgemma(raw: RawConfig) -> GPTConfig:
+    """A Gemma 2 without the norms of what its branches add."""
+    fields = {**_gemma2(raw), "norm_placement": "pre"}
+    return gemma(raw, **fields, **windows(raw, lambda layer: layer % 2 == 1))
+
+
+def _gemma2(raw: RawConfig) -> Fields:
+    """What Gemma 2 and 3 have beyond Gemma 1."""
+    raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
+    return {
+        "norm_placement": "sandwich",
+        "softmax_scale": raw.size("query_pre_attn_scalar", default=256) ** -0.5,
+        "attention_softcap": raw.real("attn_logit_softcapping", 0.0) or None,
+        "logits_softcap": raw.real("final_logit_softcapping", 0.0) or None,
+    }

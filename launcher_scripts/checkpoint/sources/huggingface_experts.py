@@ -15,7 +15,7 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     qwen_windows,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, rope, two_ropes, windows
+from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, two_ropes, windows
 from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
@@ -36,30 +36,24 @@ def _experts(raw: RawConfig, *names: str, normalized: bool) -> Fields:
 
 def gpt_oss(raw: RawConfig) -> GPTConfig:
     """OpenAI's gpt-oss: a score of no token for every head, biases everywhere."""
-    raw.only("swiglu_alpha", SLOPE)
-    raw.only("swiglu_limit", CLAMP)
-    raw.only("hidden_act", "silu")
+    raw.only(swiglu_alpha=SLOPE, swiglu_limit=CLAMP, hidden_act="silu")
     raw.unused("initial_context_length")  # the rope's original positions
-    raw.only("experts_per_token", raw("num_experts_per_tok"))  # another name of it
-    turns = rope(raw, head_size_of(raw), rope_theta=150000.0)
+    raw.only(experts_per_token=raw("num_experts_per_tok"))  # another name of it
+    raw.defaults(rms_norm_eps=1e-5, attention_bias=True, rope_theta=150000.0)
+    raw.defaults(bos_token_id=199998, eos_token_id=200002)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         activation="clamped_swiglu",
-        attention_bias=raw.flag("attention_bias", True),
         attention_sinks=True,
         mlp_bias=True,
         router_bias=True,
-        start_id=raw.token("bos_token_id", 199998),
-        end_id=raw.token("eos_token_id", 200002),
-        **turns,
         **_experts(raw, "num_local_experts", "num_experts", normalized=True),
         **windows(raw, lambda layer: layer % 2 == 1),
     )
 
 
 def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
-    raw.only("position_embedding_type", "rope")
+    raw.only(position_embedding_type="rope")
     experts = _experts(raw, "num_local_experts", normalized=True)
     return granite(raw, mlp_bias=False, **experts, **fields)
 
@@ -117,72 +111,60 @@ def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
     return {} if named is None else {"dense_layers": named, "dense_ffn_size": size}
 
 
-def _said_experts(raw: RawConfig, *names: str, normalized: bool = False) -> Fields:
+def _said_experts(raw: RawConfig, *names: str) -> Fields:
     """Where config.json says whether a token's weights are normalized.
 
-    names: further ones of their number;  normalized: where the file does not say it
+    names: further ones of their number
     """
-    said = raw.flag("norm_topk_prob", normalized)
+    said = raw.flag("norm_topk_prob", False)
     return _experts(raw, "num_experts", "num_local_experts", *names, normalized=said)
 
 
 def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
-    raw.only("clip_qkv", None)
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        qk_norm=True,
-        joint_qk_norm=True,
-        mlp_bias=False,
-        end_id=raw.token("eos_token_id", 50279),
-        pad_id=raw.token("pad_token_id", 1),
-        **_said_experts(raw),
-    )
+    raw.only(clip_qkv=None)
+    raw.defaults(rms_norm_eps=1e-5, eos_token_id=50279, pad_token_id=1)
+    experts = _said_experts(raw)
+    return decoder(raw, qk_norm=True, joint_qk_norm=True, mlp_bias=False, **experts)
 
 
 def glm4_moe(raw: RawConfig) -> GPTConfig:
     """GLM-4.5 to 4.7."""
+    raw.defaults(rms_norm_eps=1e-5, partial_rotary_factor=0.5)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         qk_norm=raw.flag("use_qk_norm", False) or None,
         attention_dense_bias=False,
         mlp_bias=False,
-        **rope(raw, head_size_of(raw), partial_rotary_factor=0.5),
-        **_biased_experts(raw, first_dense=1, normalized=True),
+        **_biased_experts(raw),
     )
 
 
 def solar_open(raw: RawConfig) -> GPTConfig:
-    return decoder(
-        raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
-        attention_dense_bias=False,
-        mlp_bias=False,
-        **rope(raw, head_size_of(raw), rope_theta=1e6),
-        **_biased_experts(raw, first_dense=0, normalized=True),
-    )
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, norm_topk_prob=True)
+    experts = _biased_experts(raw)
+    return decoder(raw, attention_dense_bias=False, mlp_bias=False, **experts)
 
 
 def exaone_moe(raw: RawConfig) -> GPTConfig:
     """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
+    raw.defaults(rms_norm_eps=1e-5, eos_token_id=53, pad_token_id=0)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
     return decoder(
         raw,
-        norm_eps=raw.real("rms_norm_eps", 1e-5),
         qk_norm=True,
         attention_bias=False,
         mlp_bias=False,
-        end_id=raw.token("eos_token_id", 53),
-        pad_id=raw.token("pad_token_id", 0),
         **exaone4_attention(raw),
-        **_biased_experts(raw, first_dense=1, normalized=True, scaling_factor=2.5),
+        **_biased_experts(raw),
     )
 
 
 def mellum(raw: RawConfig) -> GPTConfig:
     """Mellum 2: a Qwen 3 whose layers with a window turn by a base of their own."""
-    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0, 10000.0)
+    raw.defaults(rope_theta=500000.0, norm_topk_prob=True)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
     fields = windows(raw, lambda _: True)
     if fields:
         fields["rotary_local_base"] = local_base or 10000.0
@@ -193,7 +175,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("moe_intermediate_size"),
         **turns,
         **fields,
-        **_said_experts(raw, normalized=True),
+        **_said_experts(raw),
         **_dense(raw, lambda _: False),
     )
 
@@ -205,32 +187,21 @@ def dots1(raw: RawConfig) -> GPTConfig:
         raw,
         qk_norm=True,
         mlp_bias=False,
-        **_biased_experts(raw, first_dense=0, normalized=False),
+        **_biased_experts(raw),
         **windows(raw, lambda layer: layer < first),
     )
 
 
-def _biased_experts(
-    raw: RawConfig, first_dense: int, normalized: bool, scaling_factor: float = 1.0
-) -> Fields:
-    """Experts as DeepSeek-V3's, without its groups, behind layers without them.
-
-    first_dense, normalized, scaling_factor: where the file does not say them
-    """
-    for name, value in (
-        ("n_group", 1),
-        ("topk_group", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-    ):
-        raw.only(name, value)
+def _biased_experts(raw: RawConfig) -> Fields:
+    """Experts as DeepSeek-V3's, without its groups, behind layers without them."""
+    raw.only(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
     size = raw.size("moe_intermediate_size")
-    dense = raw.size("first_k_dense_replace", default=first_dense, least=0)
+    dense = raw.size("first_k_dense_replace", default=0, least=0)
     return {
-        **_said_experts(raw, "n_routed_experts", normalized=normalized),
+        **_said_experts(raw, "n_routed_experts"),
         "ffn_size": size,
         "router_score_function": "sigmoid",
-        "router_scaling_factor": raw.real("routed_scaling_factor", scaling_factor),
+        "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
         "expert_bias": True,
         "shared_expert_size": size * raw.size("n_shared_experts", "num_shared_experts", default=1),
         "shared_expert_gate": False,
@@ -240,12 +211,7 @@ def _biased_experts(
 
 def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
     """ERNIE 4.5 chooses by a softmax plus a bias."""
-    for name, value in (
-        ("moe_use_aux_free", True),
-        ("moe_gate", "topk"),
-        ("moe_gate_act", "softmax"),
-    ):
-        raw.only(name, value)
+    raw.only(moe_use_aux_free=True, moe_gate="topk", moe_gate_act="softmax")
     raw.unused("moe_norm_min", "moe_capacity")  # against a division by 0; of the training
     layers, interval = raw.layers("num_hidden_layers"), raw.size("moe_layer_interval", default=1)
     first = raw.size("moe_layer_start_index", default=1, least=0)
@@ -270,17 +236,18 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
 
 def minimax_m2(raw: RawConfig) -> GPTConfig:
     """MiniMax-M2 normalizes all heads' queries and keys together."""
-    for name, value in (
-        ("attn_type_list", [1] * raw.layers("num_hidden_layers")),
-        ("qk_norm_type", "per_layer"),
-        ("scoring_func", "sigmoid"),
-        ("shared_intermediate_size", 0),
-        ("use_qk_norm", True),
-        ("use_routing_bias", True),
-    ):
-        raw.only(name, value)
+    raw.only(
+        attn_type_list=[1] * raw.layers("num_hidden_layers"),
+        qk_norm_type="per_layer",
+        scoring_func="sigmoid",
+        shared_intermediate_size=0,
+        use_qk_norm=True,
+        use_routing_bias=True,
+    )
     head_size = head_size_of(raw)
-    turning = raw.size("rotary_dim", default=head_size)
+    share = raw.size("rotary_dim", default=head_size) / head_size
+    raw.defaults(rope_theta=5e6, partial_rotary_factor=share)
+    raw.defaults(bos_token_id=200034, eos_token_id=200020)
     return decoder(
         raw,
         qk_norm=True,
@@ -289,8 +256,5 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
         mlp_bias=False,
         router_score_function="sigmoid",
         expert_bias=True,
-        start_id=raw.token("bos_token_id", 200034),
-        end_id=raw.token("eos_token_id", 200020),
-        **rope(raw, head_size, rope_theta=5e6, partial_rotary_factor=turning / head_size),
         **_experts(raw, "num_local_experts", "num_experts", normalized=True),
     )

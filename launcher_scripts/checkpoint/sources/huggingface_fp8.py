@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
+from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
+from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 KEY = "quantization_config"
@@ -31,7 +32,6 @@ OF_ACTIVATIONS = (
     *(".input_scale", ".output_scale", ".activation_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
 )
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,15 @@ class Fp8Scheme:
 class ScaledTensor(SourceTensor):
     """A weight times its scales, computed when it is read.  block: what shares one of them"""
 
-    base: SourceTensor | None = None
-    scales: SourceTensor | None = None
-    block: tuple[int, int] = (1, 1)
+    base: SourceTensor
+    scales: SourceTensor
+    block: tuple[int, int]
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
-        if self.base is None or self.scales is None:
-            return super().read(workspace, name)
         memory, (high, wide) = workspace or Workspace(), self.block
         found = memory.array(name, self.shape, self.dtype)
         values = self.base.read(memory, f"{name} fp8")
-        scales = widened(self.scales.read(memory, f"{name} scales")).astype(np.float32)
+        scales = float32(self.scales.read(memory, f"{name} scales"))
         scales = scales.reshape(-(-self.shape[0] // high), -1)
         for number, row in enumerate(range(0, self.shape[0], high)):
             across = np.repeat(scales[number], wide)[: self.shape[1]]
@@ -127,9 +125,8 @@ def _only(said: Mapping[str, Any], name: str, problems: Problems, *choices: Any)
 
 
 def _nothing_else(said: Mapping[str, Any], known: tuple[str, ...], problems: Problems) -> None:
-    for name in said.keys() - set(known):
-        if said[name] not in _NOTHING:
-            problems.add(f"{KEY}.{name} is not known here", got=said[name])
+    for name in unknown_keys(said, known):
+        problems.add(f"{KEY}.{name} is not known here", got=said[name])
 
 
 def _fine_grained(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:

@@ -60,8 +60,8 @@ class Mxfp4Tensor(SourceTensor):
     """A weight [out, in] computed when it is read, of bytes [out, in / 32, 16] and the exponents
     [out, in / 32] of their powers of two. The lower half of a byte is the first of its numbers."""
 
-    blocks: SourceTensor | None = None
-    exponents: SourceTensor | None = None
+    blocks: SourceTensor
+    exponents: SourceTensor
 
     @classmethod
     def of(cls, blocks: NDArray[Any], exponents: NDArray[Any]) -> Mxfp4Tensor:
@@ -71,8 +71,6 @@ class Mxfp4Tensor(SourceTensor):
         return cls(shape, dtype, stored.pieces, stored, SourceTensor.whole(exponents))
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
-        if self.blocks is None or self.exponents is None:
-            return super().read(workspace, name)
         found = (workspace or Workspace()).array(name, self.shape, self.dtype)
         stored = self.blocks.read()
         np.take(_pairs(), stored, axis=0, out=found.reshape(*stored.shape, 2), mode="wrap")

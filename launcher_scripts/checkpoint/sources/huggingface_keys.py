@@ -7,7 +7,7 @@ export is refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -123,6 +123,7 @@ OFF = (
     "pruned_heads",
     "tie_encoder_decoder",
 )
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ADVICE = "config.json: remove the key if it does not change the model"
 
 
@@ -159,6 +160,11 @@ def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in raw.items()
         if value is not None and any(fnmatchcase(key, pattern) for pattern in patterns)
     }
+
+
+def unknown_keys(said: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The other keys whose values say something, sorted."""
+    return [key for key in sorted(said.keys() - set(known)) if said[key] not in _NOTHING]
 
 
 def _is_off(value: Any) -> bool:

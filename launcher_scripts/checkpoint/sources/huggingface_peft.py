@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.convert.plan import float32
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.huggingface import PREFIXES, read_mapping
+from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
+from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -186,14 +187,14 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     updates: dict[str, tuple[Update, ...]] = {}
     modules: dict[str, str] = {}
     for name, tensor in parts.whole.items():
-        updates[_stripped(name)] = (Replaced(tensor),)
+        updates[without_prefix(name)] = (Replaced(tensor),)
     for module, tensor in parts.tokens.items():
-        name = f"{_stripped(module)}.weight"
+        name = f"{without_prefix(module)}.weight"
         rows = settings.token_rows(module)
         updates[name] = (*updates.get(name, ()), Replaced(tensor, rows))
     for module, sides in parts.loras.items():
-        modules[_stripped(module)] = module
-        for name, value in _lora(_stripped(module), module, sides, settings).items():
+        modules[without_prefix(module)] = module
+        for name, value in _lora(without_prefix(module), module, sides, settings).items():
             updates[name] = (*updates.get(name, ()), value)
     _check_saved(settings, parts, problems)
     ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(updates, base)
@@ -217,9 +218,8 @@ def _refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
     ):
         if value not in choices:
             problems.add(f"{key} is not supported", got=value, choices=choices)
-    for key in sorted(raw.keys() - _READ - _IRRELEVANT):
-        if raw[key] not in (None, False, "", [], {}):
-            problems.add(f"{key} is not supported", got=raw[key], choices=[None])
+    for key in unknown_keys(raw, _READ | _IRRELEVANT):
+        problems.add(f"{key} is not supported", got=raw[key], choices=[None])
 
 
 def _check_types(raw: Mapping[str, Any], problems: Problems) -> None:
@@ -278,11 +278,6 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
         else:
             problems.add(f"{name} is not a part that is known")
     return parts
-
-
-def _stripped(name: str) -> str:
-    """A name as the weight table has it, without the common prefix."""
-    return next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
 
 
 def _lora(

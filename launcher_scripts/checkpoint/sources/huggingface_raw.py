@@ -37,6 +37,7 @@ class RawConfig:
         self.problems = Problems(str(path))
         self.notes: list[str] = []
         self.asked: set[str] = set()
+        self._defaults: dict[str, Any] = {}
         self.sections: dict[str, RawConfig] = {}
 
     def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -51,10 +52,18 @@ class RawConfig:
             self.problems.add(f"{' and '.join(found)} differ", got=values)
         if values:
             return values[0]
+        default = next((self._defaults[name] for name in names if name in self._defaults), default)
         if default is _REQUIRED:
             self.problems.add(f"{' or '.join(names)} is missing")
             return 1
         return default
+
+    def defaults(self, **values: Any) -> None:
+        """Say what these keys mean in this model where the file does not have them.
+
+        That rules over the defaults that a reader asks with, and what is said first rules.
+        """
+        self._defaults = {**values, **self._defaults}
 
     def unused(self, *names: str) -> None:
         """Say that these keys change nothing in this model, whatever their values."""
@@ -121,6 +130,7 @@ class RawConfig:
 
     def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
+        default = self._defaults.get(name, default)
         found = self(name, default=default)
         if isinstance(found, list) and found:
             found = found[0]
@@ -136,12 +146,13 @@ class RawConfig:
             return "gelu"
         return ACTIVATIONS[found]
 
-    def only(self, name: str, value: Any) -> None:
-        """Refuse anything but `value`, which is also the default and the meaning of null."""
-        self.asked.add(name)
-        found = self.raw.get(name)
-        if found is not None and found != value:
-            self.problems.add(f"{name} is not supported", got=found, choices=(value,))
+    def only(self, **values: Any) -> None:
+        """Refuse anything but these values, which are also the defaults and the meaning of null."""
+        self.asked.update(values)
+        for name, value in values.items():
+            found = self.raw.get(name)
+            if found is not None and found != value:
+                self.problems.add(f"{name} is not supported", got=found, choices=(value,))
 
     def head_size(self, hidden: int, heads: int) -> int:
         if hidden % heads and not self.problems.messages:

@@ -18,36 +18,23 @@ _NAMES = {"su": "longrope"}
 Fields = dict[str, Any]
 
 
-def rope(raw: RawConfig, head_size: int, **defaults: float) -> Fields:
-    """The fields of `rope_parameters`, called `rope_scaling` before transformers 5.
-
-    defaults: rope_theta and partial_rotary_factor where the file does not say them
-    """
-    return rope_of(raw, raw.section("rope_parameters", "rope_scaling"), head_size, **defaults)
+def rope(raw: RawConfig, head_size: int) -> Fields:
+    """The fields of `rope_parameters`, called `rope_scaling` before transformers 5."""
+    return rope_of(raw, raw.section("rope_parameters", "rope_scaling"), head_size)
 
 
-def rope_of(
-    raw: RawConfig,
-    section: RawConfig,
-    head_size: int,
-    *,
-    rope_theta: float = 10000.0,
-    partial_rotary_factor: float = 1.0,
-) -> Fields:
+def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
     """See rope.  section: the mapping that holds them"""
     kind = section.text("rope_type", section.text("type", "default"))
     kind = _NAMES.get(kind, kind)
     if kind == "yarn" and section("long_factor", default=None):
         kind = "longrope"  # the first Phi-3 called it so
-    share = section.real(
-        "partial_rotary_factor", raw.real("partial_rotary_factor", partial_rotary_factor)
-    )
-    raw.only("rope_interleaved", False)
-    raw.only("use_mrope", False)
+    share = section.real("partial_rotary_factor", raw.real("partial_rotary_factor", 1.0))
+    raw.only(rope_interleaved=False, use_mrope=False)
     raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
     fields: Fields = {
         "position_embedding": "rope",
-        "rotary_base": section.real("rope_theta", raw.real("rope_theta", rope_theta)),
+        "rotary_base": section.real("rope_theta", raw.real("rope_theta", 10000.0)),
         "rotary_percentage": share,
     }
     if kind == "default":
@@ -59,19 +46,17 @@ def rope_of(
     return {**fields, **_SCALINGS[kind](raw, section, pairs, fields["rotary_base"])}
 
 
-def two_ropes(
-    raw: RawConfig, head_size: int, base: float, local_base: float
-) -> tuple[Fields, float | None]:
+def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields, float | None]:
     """How layers without a window turn, and the base of those with one; None: it is not said.
 
-    base, local_base: where the file does not say them
+    local_base: where a section of the file does not say it
     """
     said = raw.section("rope_parameters")
     if not said.raw.keys() & {"full_attention", "sliding_attention"}:
-        return rope(raw, head_size, rope_theta=base), None
-    turns = rope_of(raw, said.section("full_attention"), head_size, rope_theta=base)
+        return rope(raw, head_size), None
+    turns = rope_of(raw, said.section("full_attention"), head_size)
     local = said.section("sliding_attention")
-    local.only("rope_type", "default")
+    local.only(rope_type="default")
     return turns, local.real("rope_theta", local_base)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
-from launcher_scripts.checkpoint.convert.plan import float32, make_plan
+from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Place, Update
@@ -62,8 +63,8 @@ class StackedTensor(SourceTensor):
     size: the adapters, blocks and ranks of A [in, size], the adapters and ranks of B [size, out]
     """
 
-    parts: Sequence[Part] = ()
-    size: tuple[int, ...] = ()
+    parts: Sequence[Part]
+    size: tuple[int, ...]
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         stacked = (workspace or Workspace()).array(name, self.shape, self.dtype)

@@ -8,7 +8,7 @@ Megatron-LM core (`--ckpt-format torch`) have the core's names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import PurePosixPath
@@ -28,10 +28,15 @@ from launcher_scripts.checkpoint.sources.core_options import (
 )
 from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import (
+    HEAD,
+    TABLE,
     Shards,
     StateDict,
+    flattened,
+    in_layer_order,
     merged_stages,
     rank_files,
+    table_rows,
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -40,14 +45,7 @@ from launcher_scripts.models.gpt import GPTConfig
 
 WEIGHTS_NAME = "model_optim_rng.pt"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-TABLE = "embedding.word_embeddings.weight"
 
-_FOLDERS = (
-    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(r"mp_rank_(?P<tp>\d+)_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(re.escape(WEIGHTS_NAME)),
-)
 # checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
 # and value (Megatron-LM, fix_query_key_value_ordering).
 _VERSIONS = {0: ("nemo_legacy",), 1: ("megatron_innermost",), 2: (), 3: ()}
@@ -88,24 +86,20 @@ class MegatronCheckpoint(TensorShards):
     def open(cls, archive: Archive, hints: Hints) -> MegatronCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = _root(archive)
-        choices = [f"mp_rank_00/{WEIGHTS_NAME}", f"mp_rank_00_000/{WEIGHTS_NAME}"]
-        files = rank_files(archive, root, _FOLDERS, choices)
-        loaded = [[_load(archive, name) for name in ranks] for ranks in files]
-        first = loaded[0][0]
+        files = rank_files(archive, root, WEIGHTS_NAME)
+        loaded = {name: _load(archive, name) for stage in files for name in stage}
+        first = loaded[files[0][0]]
         version = first.get("checkpoint_version") or 0
         if not isinstance(version, (int, float)) or int(version) not in _VERSIONS:
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
         args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
-        shards = merged_stages(_stages(archive, files, loaded, args))
-        if TABLE not in shards:
-            raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=TABLE))
-        origin = f"the checkpoint {archive.path}"
-        if any(".linear_qkv." in name for name in shards):
-            said = _core_settings(args, shards, origin)
-        else:
-            said = read_args(args, shards, hints, origin)
+        virtual = args.get("virtual_pipeline_model_parallel_size")
+        ranks = [[_chunks(archive, name, loaded[name]) for name in stage] for stage in files]
+        shards = merged_stages(in_layer_order(archive, ranks, virtual))
+        vocab = table_rows(archive, shards, TABLE)
+        said = _settings(args, shards, vocab, hints, f"the checkpoint {archive.path}")
         dialects = (*_VERSIONS[int(version)], *said.dialects)
         return cls(archive, root, float(version), args, said.config, dialects, shards, said.notes)
 
@@ -120,18 +114,6 @@ class MegatronCheckpoint(TensorShards):
     def details(self) -> dict[str, Any]:
         """What the manifest records besides path, format and dialects."""
         return {"checkpoint_version": self.version}
-
-
-def _core_settings(
-    args: Mapping[str, Any], shards: dict[str, tuple[SourceTensor, ...]], origin: str
-) -> MegatronArgs:
-    """Of a model of Megatron-LM core; what a tied one stores twice leaves `shards`."""
-    options = of_arguments(args, origin)
-    gpt = read_gpt(options, NO_EXPERTS)
-    if gpt.fields["tied_embeddings"]:
-        shards.pop("output_layer.weight", None)
-    config = gpt.config(sum(part.shape[0] for part in shards[TABLE]))
-    return MegatronArgs(config, gpt.dialects(shards), options.check_keys())
 
 
 def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:
@@ -210,36 +192,9 @@ def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(takewhile(lambda model: isinstance(model, dict), found))
 
 
-def _stages(
-    archive: Archive,
-    files: Sequence[Sequence[str]],
-    loaded: Sequence[Sequence[Mapping[str, Any]]],
-    args: Mapping[str, Any],
-) -> list[list[StateDict]]:
-    """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
-
-    The first chunks of all pipeline stages come first, then the second ones: so do the layers,
-    however many of them a chunk holds (Megatron-LM core, get_transformer_layer_offset).
-    """
-    stages = [[_models(rank) for rank in stage] for stage in loaded]
-    counts = {len(chunks) for stage in stages for chunks in stage}
-    said = args.get("virtual_pipeline_model_parallel_size") or max(counts)
-    if counts != {said}:
-        raise CheckpointError(
-            problem(
-                f"{archive.path} does not hold its virtual pipeline stages",
-                got=sorted(counts),
-                choices=[said],
-            )
-        )
-    return [
-        [
-            _tensors(chunks[number], f"{file} of {archive.path}")
-            for chunks, file in zip(stage, names, strict=True)
-        ]
-        for number in range(said)
-        for stage, names in zip(stages, files, strict=True)
-    ]
+def _chunks(archive: Archive, name: str, loaded: Mapping[str, Any]) -> list[StateDict]:
+    """The state dicts of the chunks of layers that one rank's file holds."""
+    return [_tensors(model, f"{name} of {archive.path}") for model in _models(loaded)]
 
 
 def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
@@ -247,7 +202,7 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
     if not isinstance(model.get("language_model", model), dict):
         raise CheckpointError(f"{origin} holds no language model")
     found = {}
-    for name, values in _flat(model.get("language_model", model)):
+    for name, values in flattened(model.get("language_model", model)):
         name = re.sub(r"^transformer\.", "encoder.", name)
         name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
         if name.startswith(_IGNORED) or name.endswith(_IGNORED):
@@ -258,15 +213,6 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
             )
         found[name] = SourceTensor.whole(values)
     return found
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names of nested dictionaries, joined by dots."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 # What the core's layers can do and these cannot.
@@ -293,17 +239,28 @@ class MegatronArgs:
     notes: tuple[str, ...] = ()
 
 
-def read_args(args: Mapping[str, Any], shards: Shards, hints: Hints, origin: str) -> MegatronArgs:
-    """Translate `args`; {} for a checkpoint without arguments.
+def _settings(
+    args: Mapping[str, Any],
+    shards: dict[str, tuple[SourceTensor, ...]],
+    vocab: int,
+    hints: Hints,
+    origin: str,
+) -> MegatronArgs:
+    """Translate `args`, {} for a checkpoint without; what a tied model of Megatron-LM core stores
+    twice leaves `shards`.
 
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    vocab = sum(part.shape[0] for part in shards["embedding.word_embeddings.weight"])
-    if not args:
+    core = any(".linear_qkv." in name for name in shards)
+    if not args and not core:
         return _measured(shards, vocab, hints, Problems(origin))
     options = of_arguments(args, origin)
-    gpt = read_gpt(options, _KNOWN_VALUES)
+    gpt = read_gpt(options, NO_EXPERTS if core else _KNOWN_VALUES)
     dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
+    if core:
+        dialects = gpt.dialects(shards)
+        if gpt.fields["tied_embeddings"]:
+            shards.pop(HEAD, None)
     return MegatronArgs(gpt.config(vocab), dialects, options.check_keys())
 
 

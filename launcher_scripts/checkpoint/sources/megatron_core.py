@@ -22,13 +22,13 @@ from launcher_scripts.checkpoint.sources import core_adapters, core_options, cor
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
 from launcher_scripts.checkpoint.sources.megatron import (
-    TABLE,
     Namespace,
     the_latest,
     training_arguments,
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
+from launcher_scripts.checkpoint.sources.shards import HEAD, TABLE
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
     PREDICTORS_NOTE,
     Hints,
@@ -36,7 +36,7 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import (
     WholeTensors,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_yaml
+from launcher_scripts.common.untrusted import mapping, parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 
@@ -45,7 +45,6 @@ COMMON_OBJECT = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
 CONTEXT = "context/model.yaml"
 WEIGHTS = "weights/"
-HEAD = "output_layer.weight"
 
 
 class _CommonGlobals(AnyGlobal):
@@ -228,12 +227,10 @@ def peft_settings(archive: Archive, root: str) -> PeftSettings:
 
 def _section(archive: Archive, name: str, key: str, origin: str) -> Mapping[str, Any]:
     try:
-        section = parse_yaml(archive.read(name))[key]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{origin} is damaged: {error!r}") from error
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{origin} has no section {key}")
-    return section
+        return mapping(mapping(parse_yaml(archive.read(name)))[key])
+    except (ValueError, KeyError) as error:
+        text = f"{origin} is damaged or holds no section {key}: {error}"
+        raise CheckpointError(text) from error
 
 
 def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any] | None:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.convert.plan import Task, float32, source_of, stored_blocks
+from launcher_scripts.checkpoint.convert.plan import Task, source_of, stored_blocks
 from launcher_scripts.checkpoint.convert.reshard import Blocks
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
@@ -202,7 +203,7 @@ class Adapter:
         problems = Problems(f"the adapter {self.path}")
         claims = self._claims(tasks, problems)
         unclaimed = sorted(self.updates.keys() - claims.keys())
-        _note(problems, [f"no module of the base has {name}" for name in unclaimed])
+        problems.add_first([f"no module of the base has {name}" for name in unclaimed], _SHOWN)
         for name in sorted(self.updates.keys() & claims.keys()):
             for value in self.updates[name]:
                 self._check(name, value, claims[name], problems)
@@ -223,7 +224,7 @@ class Adapter:
             for value in values
             if len({_meaning(value, claims.get(name, ())) for claims in best}) > 1
         ]
-        _note(problems, unclear)
+        problems.add_first(unclear, _SHOWN)
         return best[0]
 
     def _check(self, name: str, value: Update, places: Sequence[Place], problems: Problems) -> None:
@@ -265,15 +266,8 @@ class Adapter:
                 missing.append(f"LoRA of {module} is missing, which its configuration names")
             if there and expected is False:
                 others.append(f"its configuration does not name {module}, which has LoRA")
-        _note(problems, missing)
-        _note(problems, others)
-
-
-def _note(problems: Problems, found: Sequence[str]) -> None:
-    for line in found[:_SHOWN]:
-        problems.add(line)
-    if len(found) > _SHOWN:
-        problems.add(f"and {len(found) - _SHOWN} more like it")
+        problems.add_first(missing, _SHOWN)
+        problems.add_first(others, _SHOWN)
 
 
 @dataclass(frozen=True)

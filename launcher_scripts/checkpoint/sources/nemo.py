@@ -28,16 +28,21 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
 from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.nemo_training import TrainingCheckpoint
-from launcher_scripts.checkpoint.sources.shards import Shards, merged_stages, rank_files
+from launcher_scripts.checkpoint.sources.shards import (
+    HEAD,
+    T5_TABLE,
+    TABLE,
+    Shards,
+    merged_stages,
+    rank_files,
+    table_rows,
+)
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
 from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
-from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
-
-TABLE = "embedding.word_embeddings.weight"
-T5_TABLE = "encoder_embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _read_training(
     if training.distributed:
         tensors = distributed.read_tensors(archive, f"{training.name}/")
         return merged_stages([[stripped(tensors)]])
-    files = rank_files(archive, "", training.patterns, [f"{training.name}.ckpt"])
+    files = rank_files(archive, "", f"{training.name}.ckpt")
     return merged_stages(chunked_stages(archive, files, training.raw, lightning=True))
 
 
@@ -140,9 +145,9 @@ def _gpt(
     core = any(name.startswith("decoder.") for name in shards)
     local_norms = any(".pre_mlp_layernorm." in name for name in shards)
     gpt = read_gpt(raw, core=core, local_norms=local_norms)
-    rows = _rows(archive, shards, TABLE)
+    rows = table_rows(archive, shards, TABLE)
     if gpt.fields["tied_embeddings"]:
-        shards.pop("output_layer.weight", None)
+        shards.pop(HEAD, None)
     return GPTConfig(vocab_size=rows, **gpt.fields), gpt.dialects, gpt.notes
 
 
@@ -151,16 +156,8 @@ def _t5(
 ) -> tuple[T5Config, tuple[str, ...], tuple[str, ...]]:
     """As _gpt. The decoder's copy of a shared embedding is the encoder's."""
     t5 = read_t5(raw)
-    rows = _rows(archive, shards, T5_TABLE)
+    rows = table_rows(archive, shards, T5_TABLE)
     if t5.fields["shared_embeddings"]:
         for name in [name for name in shards if name.startswith("decoder_embedding.")]:
             del shards[name]
     return T5Config(vocab_size=rows, **t5.fields), t5.dialects, ()
-
-
-def _rows(archive: Archive, shards: Shards, table: str) -> int:
-    """Rows of the vocabulary table, over all ranks."""
-    rows = sum(shard.shape[0] for shard in shards.get(table, ()) if shard.shape)
-    if not rows:
-        raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=table))
-    return rows

@@ -17,6 +17,7 @@ from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.common.untrusted import (
     MOST_YAML_BYTES,
+    mapping,
     open_plain,
     open_tar,
     parse_yaml,
@@ -67,12 +68,9 @@ def is_config(name: str) -> bool:
 def parse_config(text: bytes, what: str) -> dict[str, Any]:
     """The hyperparameters in a model_config.yaml. what: the file, for errors."""
     try:
-        config = parse_yaml(text)
+        return mapping(parse_yaml(text))
     except ValueError as error:
         raise CheckpointError(f"{what} is damaged: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{what} holds no mapping")
-    return config
 
 
 def read_sizes(path: Path) -> NemoSizes | None:

@@ -7,7 +7,7 @@ dict of its own (`model0`, `model1`, ...).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,17 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.pickles import AnyGlobal
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
-from launcher_scripts.checkpoint.sources.shards import StateDict, rank_files
+from launcher_scripts.checkpoint.sources.shards import (
+    StateDict,
+    flattened,
+    in_layer_order,
+    rank_files,
+)
 from launcher_scripts.common.errors import CheckpointError, problem
 
 WEIGHTS_NAME = "model_weights.ckpt"
 DISTRIBUTED_FOLDER = "model_weights/"
 
-_RANK_FOLDERS = (
-    re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(r"mp_rank_(?P<tp>\d+)/" + re.escape(WEIGHTS_NAME)),
-    re.compile(re.escape(WEIGHTS_NAME)),
-)
-_CHOICES = (
-    WEIGHTS_NAME,
-    f"mp_rank_00/{WEIGHTS_NAME}",
-    f"tp_rank_00_pp_rank_000/{WEIGHTS_NAME}",
-    DISTRIBUTED_FOLDER + distributed.METADATA,
-)
 _PREFIX = re.compile(
     r"^(?:model\.(?:module\.)?(?:language_model\.)?)?(?:enc_dec_model\.(?:module\.)?)*"
 )
@@ -74,7 +68,7 @@ def distributed_tensors(archive: Archive, root: str) -> dict[str, SourceTensor] 
 
 def weight_files(archive: Archive, root: str) -> list[list[str]]:
     """The files of the ranks below `root`, [pipeline stage][tensor-parallel rank]."""
-    return rank_files(archive, root, _RANK_FOLDERS, _CHOICES)
+    return rank_files(archive, root, WEIGHTS_NAME, [DISTRIBUTED_FOLDER + distributed.METADATA])
 
 
 def stripped(tensors: StateDict) -> dict[str, SourceTensor]:
@@ -95,23 +89,10 @@ def chunked_stages(
     files:     names, [pipeline stage][tensor-parallel rank]
     raw:       the hyperparameters
     lightning: the files are PyTorch Lightning's, which also hold what only a training needs
-
-    Every rank holds one chunk of each round: first come the first chunks of all stages.
     """
-    stages = [[_chunks(archive, name, lightning) for name in ranks] for ranks in files]
-    counts = {len(chunks) for ranks in stages for chunks in ranks}
+    ranks = [[_chunks(archive, name, lightning) for name in stage] for stage in files]
     virtual = raw.get("virtual_pipeline_model_parallel_size") or 1
-    if len(counts) != 1 or (len(stages) > 1 and virtual not in counts):
-        raise CheckpointError(
-            problem(
-                f"{archive.path} does not hold its virtual pipeline stages",
-                got=sorted(counts),
-                choices=[virtual],
-            )
-        )
-    return [
-        [chunks[number] for chunks in ranks] for number in range(counts.pop()) for ranks in stages
-    ]
+    return in_layer_order(archive, ranks, virtual if len(files) > 1 else None)
 
 
 def _chunks(archive: Archive, name: str, lightning: bool) -> list[StateDict]:
@@ -125,20 +106,12 @@ def _chunks(archive: Archive, name: str, lightning: bool) -> list[StateDict]:
     }
     if numbers:
         # Nested dicts lack the name of the module that holds them.
-        chunks = [dict(_flattened(loaded[numbers[number]], "model.")) for number in sorted(numbers)]
+        chunks = [dict(flattened({"model": loaded[numbers[n]]})) for n in sorted(numbers)]
         return [_state_dict(chunk, origin) for chunk in chunks]
     state = loaded.get("state_dict", loaded)
     if not isinstance(state, dict):
         raise CheckpointError(f"{origin} holds no state dict")
     return [_state_dict(state, origin)]
-
-
-def _flattened(nested: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(nested, dict):
-        yield prefix.removesuffix("."), nested
-        return
-    for key, value in nested.items():
-        yield from _flattened(value, f"{prefix}{key}.")
 
 
 def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:

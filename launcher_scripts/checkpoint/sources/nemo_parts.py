@@ -8,13 +8,12 @@ IA3 and adapters, and for LoRA those of the weights it is for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -24,7 +23,8 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
     read_config,
     weight_files,
 )
-from launcher_scripts.checkpoint.sources.shards import merged_stages
+from launcher_scripts.checkpoint.sources.nemo_options import section
+from launcher_scripts.checkpoint.sources.shards import flattened, merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 
@@ -126,9 +126,8 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
 
 def selects_layers(raw: Mapping[str, Any]) -> bool:
     """Whether the parts were learned for some layers only (`layer_selection`)."""
-    peft = raw.get("peft")
-    tunings = peft.values() if isinstance(peft, Mapping) else ()
-    return any(isinstance(tuning, Mapping) and tuning.get("layer_selection") for tuning in tunings)
+    peft = section(raw, "peft")
+    return any(section(peft, tuning).get("layer_selection") for tuning in peft)
 
 
 def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor]]]:
@@ -144,20 +143,15 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
             loaded = torch_file.load(archive.region(name), origin)
             if not isinstance(loaded, dict):
                 raise CheckpointError(f"{origin} holds no state dict")
-            values = _flat(loaded.get("state_dict", loaded))
-            stage.append(_named((key, SourceTensor.whole(value)) for key, value in values))
+            stage.append(
+                _named(
+                    (name, SourceTensor.whole(value))
+                    for name, value in flattened(loaded.get("state_dict", loaded))
+                    if isinstance(value, np.ndarray)
+                )
+            )
         ranks.append(stage)
     return ranks
-
-
-def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The tensors of nested dictionaries; names joined by dots."""
-    for key, value in state.items():
-        if isinstance(value, np.ndarray):
-            yield str(key), value
-        elif isinstance(value, Mapping):
-            for name, tensor in _flat(value):
-                yield f"{key}.{name}", tensor
 
 
 def _named(tensors: Any) -> dict[str, SourceTensor]:
@@ -170,7 +164,7 @@ def _named(tensors: Any) -> dict[str, SourceTensor]:
 
 
 def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
-    part = PartFile(path, raw)
+    part = PartFile(path, raw)  # whose tables are filled here
     problems = Problems(f"the adapters {path}")
     families: set[str] = set()
     unused = 0
@@ -188,8 +182,7 @@ def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
         notes = (f"{path.name}: LoRA of cross-attention's query, key and value is never used",)
     if len(families) > 1:
         raise CheckpointError(f"{path} holds parts of a GPT and of a T5")
-    family = families.pop() if families else None
-    return PartFile(path, raw, family, part.ia3, part.adapters, part.loras, part.others, notes)
+    return replace(part, family=families.pop() if families else None, notes=notes)
 
 
 def _place(

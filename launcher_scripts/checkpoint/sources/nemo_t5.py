@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds
+from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds, own_ids
 from launcher_scripts.checkpoint.sources.nemo_options import (
     ACTIVATIONS,
     NORMALIZATIONS,
@@ -132,7 +132,7 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
     """
     section, data = section_of(raw, "tokenizer"), section_of(raw, "data")
     converted = flag(section, "add_sentinel_tokens_first", False)
-    ids = TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
+    ids = own_ids(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
         sentinels = int(section.get("num_sentinel_tokens") or 0) if converted else 0
         ids = _appended(tokenizer, sentinels, least=0 if converted else 1)

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config
+from launcher_scripts.checkpoint.sources.nemo_options import section
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_byt5
 from launcher_scripts.common.untrusted import (
@@ -57,15 +58,13 @@ def named_files(
     find:   (value, what such a file is usually called) -> the file; None where it is not there
     Raises CheckpointError where a file is lost, or none is named.
     """
-    section = config.get("tokenizer")
-    if not isinstance(section, dict):
-        section = {}
-    values = {role: section.get(role) for role in ROLES}
+    said = section(config, "tokenizer")
+    values = {role: said.get(role) for role in ROLES}
     named = {role: value for role, value in values.items() if isinstance(value, str) and value}
     files = {role: find(value, ROLES[role][1]) for role, value in named.items()}
     lost = [value for role, value in named.items() if files[role] is None]
     if lost or not named:
-        kind = section.get("type") or section.get("library") or "unknown"
+        kind = said.get("type") or said.get("library") or "unknown"
         raise CheckpointError(
             problem(
                 f"{origin} does not hold its tokenizer's files ({kind})",

@@ -14,15 +14,15 @@ from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
+from launcher_scripts.checkpoint.sources.shards import RANK_FOLDER
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import parse_yaml, read_plain
+from launcher_scripts.common.untrusted import mapping, parse_yaml, read_plain
 
 HPARAMS = "hparams.yaml"
 CHECKPOINTS = "checkpoints"
 KEY = "export.model.training_checkpoint"
 
-_RANK_FOLDERS = (r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)/", r"mp_rank_(?P<tp>\d+)/", "")
-_PER_RANK = re.compile(r"(?:(?:tp_rank_\d+_pp_rank_\d+|mp_rank_\d+)/)?(?P<name>[^/]+)\.ckpt")
+_PER_RANK = re.compile(rf"(?:{RANK_FOLDER})?(?P<name>[^/]+)\.ckpt")
 _DISTRIBUTED = re.compile(rf"(?P<name>[^/]+)/{re.escape(METADATA)}")
 _UNFINISHED = "-unfinished"
 _LAST = "-last"
@@ -48,12 +48,6 @@ class TrainingCheckpoint:
     name: str
     distributed: bool
 
-    @property
-    def patterns(self) -> Sequence[re.Pattern[str]]:
-        """What the ranks' files are called; groups `tp` and `pp` are the rank."""
-        file = re.escape(self.name) + r"\.ckpt"
-        return [re.compile(folder + file) for folder in _RANK_FOLDERS]
-
 
 def locate(path: Path, wanted: str) -> tuple[Path, str]:
     """The folder that holds the checkpoints, and which one is meant.
@@ -61,7 +55,7 @@ def locate(path: Path, wanted: str) -> tuple[Path, str]:
     path may be a training's folder, its `checkpoints`, or one of the checkpoints in there.
     """
     if path.is_file() and path.suffix == ".ckpt":
-        below = re.fullmatch(r"tp_rank_\d+_pp_rank_\d+|mp_rank_\d+", path.parent.name)
+        below = re.fullmatch(RANK_FOLDER, f"{path.parent.name}/")
         return (path.parent.parent if below else path.parent), path.stem
     if (path / METADATA).is_file() and _hparams(path.parent) is not None:
         return path.parent, path.name
@@ -111,11 +105,9 @@ def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:
             problem(f"there is no {HPARAMS} in {archive.path} or above: it holds the sizes")
         )
     try:
-        raw = parse_yaml(read_plain(file))["cfg"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        raw = mapping(mapping(parse_yaml(read_plain(file)))["cfg"])
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} is damaged or holds no section cfg: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds no section cfg")
     return TrainingCheckpoint(raw, file.parent, name, found[name])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.formats.dtypes import widened
+from launcher_scripts.checkpoint.formats.dtypes import float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -130,29 +130,30 @@ def _encoded(part: PartFile) -> Any:
     recurrent = any("lstm_head" in name for name in found)
     if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
         return None
-    values = _float32(embeddings)
+    values = float32(embeddings.read())
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
-        inner = _gelu(values @ _joined(found, first, "weight", 0).T + _joined(found, first, "bias"))
-        return inner @ _joined(found, second, "weight", 1).T + _float32(found[f"{second}.bias"][0])
-    (first, first_bias), (second, second_bias) = (
-        (_float32(found[f"{stem}.weight"][0]), _float32(found[f"{stem}.bias"][0]))
-        for stem in _CLASSIC
-    )
-    return np.maximum(values @ first.T + first_bias, 0) @ second.T + second_bias
+        weight, bias = _joined(found, f"{first}.weight"), _joined(found, f"{first}.bias")
+        inner = _gelu(values @ weight.T + bias)
+        second_weight = _joined(found, f"{second}.weight", axis=1)
+        return inner @ second_weight.T + _whole(found, f"{second}.bias")
+    first, second = _CLASSIC
+    inner = values @ _whole(found, f"{first}.weight").T + _whole(found, f"{first}.bias")
+    second_weight = _whole(found, f"{second}.weight")
+    return np.maximum(inner, 0) @ second_weight.T + _whole(found, f"{second}.bias")
 
 
-def _joined(
-    found: Mapping[str, tuple[SourceTensor, ...]], stem: str, part: str, axis: int = 0
-) -> Any:
-    return _float32(concatenated(found[f"{stem}.{part}"], axis))
+def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
+    """A tensor that every rank holds."""
+    return float32(found[name][0].read())
+
+
+def _joined(found: Mapping[str, tuple[SourceTensor, ...]], name: str, axis: int = 0) -> Any:
+    """A tensor that the ranks share."""
+    return float32(concatenated(found[name], axis).read())
 
 
 def _gelu(x: Any) -> Any:
     """The tanh form, which NeMo's fused kernel computes."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _float32(tensor: SourceTensor) -> Any:
-    return widened(tensor.read()).astype(np.float32)

@@ -28,7 +28,7 @@ DEVIATION = 0.02  # keeps activations in fp16's range
 class RandomTensor(SourceTensor):
     """A tensor whose values follow from its name; reading it makes a float32 array."""
 
-    name: str = ""
+    name: str
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
         random = np.random.default_rng(zlib.crc32(self.name.encode()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
@@ -13,33 +14,39 @@ from launcher_scripts.models.family import Partition
 StateDict = Mapping[str, SourceTensor]
 Shards = Mapping[str, tuple[SourceTensor, ...]]
 
+# The vocabulary's tables of a GPT and of a T5's encoder, and a GPT's output layer.
+TABLE = "embedding.word_embeddings.weight"
+T5_TABLE = "encoder_embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+# The folder of one rank, as Megatron-LM and NeMo call it; groups `tp` and `pp` are the rank.
+RANK_FOLDER = r"(?:tp|mp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/"
 _LAYER = re.compile(r"((?:.+\.)?(?:encoder|decoder)\.(?:model\.)?layers\.)(\d+)(\..+)")
 
 
 def rank_files(
-    archive: Archive, root: str, patterns: Sequence[re.Pattern[str]], choices: Sequence[str]
+    archive: Archive, root: str, file: str, others: Sequence[str] = ()
 ) -> list[list[str]]:
     """Names of the ranks' files below `root`, [pipeline stage][tensor-parallel rank].
 
-    patterns: what such a name looks like behind `root`; groups `tp` and `pp` are its rank
-    choices:  names to look for, for the error
+    file:   what each is called in the folder of its rank; a lone one may lie in `root` itself
+    others: further names to look for, for the error
 
     Raises CheckpointError when there is none, when one is missing, or when one is there twice.
     """
+    pattern = re.compile(f"{re.escape(root)}(?:{RANK_FOLDER})?{re.escape(file)}")
     files: dict[tuple[int, int], str] = {}
     for name in archive.names():
-        for pattern in patterns:
-            match = pattern.fullmatch(name.removeprefix(root)) if name.startswith(root) else None
-            if match is None:
-                continue
-            places = match.groupdict()
-            place = (int(places.get("pp") or 0), int(places.get("tp") or 0))
-            if place in files:
-                raise CheckpointError(
-                    problem(f"{archive.path} has two files of one rank", got=[files[place], name])
-                )
-            files[place] = name
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        place = (int(match["pp"] or 0), int(match["tp"] or 0))
+        if place in files:
+            raise CheckpointError(
+                problem(f"{archive.path} has two files of one rank", got=[files[place], name])
+            )
+        files[place] = name
     if not files:
+        choices = (file, f"mp_rank_00/{file}", f"tp_rank_00_pp_rank_000/{file}", *others)
         raise CheckpointError(problem(f"{archive.path} holds no weights", choices=choices))
     stages = 1 + max(pp for pp, _ in files)
     ranks = 1 + max(tp for _, tp in files)
@@ -50,6 +57,39 @@ def rank_files(
                 problems.add(f"the file of tensor-parallel rank {tp}, stage {pp} is missing")
     problems.raise_if_any(CheckpointError)
     return [[files[pp, tp] for tp in range(ranks)] for pp in range(stages)]
+
+
+def flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dictionaries; names joined by dots."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def in_layer_order(
+    archive: Archive, ranks: Sequence[Sequence[Sequence[StateDict]]], count: int | None
+) -> list[list[StateDict]]:
+    """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
+
+    ranks: the chunks of layers that a rank holds, in order, [pipeline stage][tensor-parallel rank]
+    count: how many each must hold (virtual pipeline stages); None: it is not said
+
+    The first chunks of all pipeline stages come first, then the second ones: so do the layers,
+    however many of them a chunk holds (Megatron-LM core, get_transformer_layer_offset).
+    """
+    counts = {len(chunks) for stage in ranks for chunks in stage}
+    said = count or max(counts)
+    if counts != {said}:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} does not hold its virtual pipeline stages",
+                got=sorted(counts),
+                choices=[said],
+            )
+        )
+    return [[chunks[number] for chunks in stage] for number in range(said) for stage in ranks]
 
 
 def merged_stages(stages: Sequence[Sequence[StateDict]]) -> dict[str, tuple[SourceTensor, ...]]:
@@ -78,6 +118,14 @@ def merged_stages(stages: Sequence[Sequence[StateDict]]) -> dict[str, tuple[Sour
             merged.setdefault(target, shards)
         first = {stack: first.get(stack, 0) + counts.get(stack, 0) for stack in {*first, *counts}}
     return merged
+
+
+def table_rows(archive: Archive, shards: Shards, table: str) -> int:
+    """Rows of the vocabulary's table, over all ranks."""
+    rows = sum(shard.shape[0] for shard in shards.get(table, ()) if shard.shape)
+    if not rows:
+        raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=table))
+    return rows
 
 
 def find_whole(
