@@ -300,6 +300,12 @@ class WorkerGroup:
         """Why a rank or a node counts as lost. patient: the others may have been held up, too."""
         for host in self._hosts.values():
             host.hear_of_us()
+        # Asked while patient, too: a device's time at a step is counted from when the step before
+        # was seen to end.
+        try:
+            own = self._progress.heartbeat()
+        except ServerError as error:
+            return f"rank 0: {error}"
         if patient:
             return None
         for host in self._hosts.values():
@@ -310,10 +316,6 @@ class WorkerGroup:
             trouble = rank.trouble(self._settings.stall_timeout)
             if trouble is not None:
                 return trouble
-        try:
-            own = self._progress.heartbeat()
-        except ServerError as error:
-            return f"rank 0: {error}"
         known = {0: own, **{r.rank: r.heartbeat for r in self._ranks.values()}}
         stuck = self._watchdog.stuck(known, self._sent, time.monotonic() - self._sent_at)
         names = [self._ranks[number].label if number else "rank 0" for number in stuck]
