@@ -309,6 +309,9 @@ def test_an_engine_waits_for_its_kernels(
     assert not any(compiled)
     with torch.inference_mode():  # what the rank would do on a GPU
         record_all(traced_runner(engine.settings, CONFIG))
+    memory = torch.zeros(2, 301, dtype=torch.int64)  # whose rows are aligned in several ways
+    for count, own in ((1, memory[0]), (300, memory[1])):
+        kernels_for("cuda").copy_to_host(torch.arange(count), own[:count])
     assert len(compiled) == len(hopper.loaded)
     assert "compiled when they are needed" not in capsys.readouterr().out
 

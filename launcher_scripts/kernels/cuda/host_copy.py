@@ -15,7 +15,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers", "out"])
 def copy_numbers(numbers, out, count, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = places < count
