@@ -8,7 +8,7 @@ that passes can be recorded; blocks without choices end at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,7 +36,8 @@ TILES = {  # by the choices of a block
 }
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True)
+class Blocks:
     """Choices in blocks of one expert each.
 
     experts: int64, of each block, and perhaps more numbers; -1 where a block has no choices
