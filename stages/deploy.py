@@ -197,9 +197,9 @@ class Deploy(ServiceStage):
             cluster.gpus_per_node,
             cluster.max_nodes,
         )
-        if settings.tritonserver is not None and not cluster.in_container:
+        if settings.tritonserver is not None and not self.in_container:
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
-        if settings.numpy_dir is not None and not cluster.in_container:
+        if settings.numpy_dir is not None and not self.in_container:
             checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
 
     def _check_replicas(self) -> None:

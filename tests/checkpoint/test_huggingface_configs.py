@@ -110,6 +110,14 @@ def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full:
     assert config.sliding_window == (4 if windowed else None)
 
 
+@pytest.mark.parametrize("read", [decoders.gemma, decoders.gemma2, decoders.gemma3])
+def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
+    sizes = {"vocab_size": 67, "intermediate_size": 8, "max_position_embeddings": 32}
+    said = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 6, **sizes}
+    assert read(raw(said)).head_size == 256
+    assert read(raw({**said, "head_dim": 8})).head_size == 8
+
+
 @pytest.mark.parametrize(
     ("read", "values", "word"),
     [

@@ -5,16 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.convert.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
     of_nemo2,
     read_gpt,
 )
+from launcher_scripts.checkpoint.sources.core_t5 import read_t5
+from launcher_scripts.checkpoint.sources.shards import T5_TABLE
 from launcher_scripts.common.errors import CheckpointError
 
 NEMO2 = "nemo253_llama31_a/checkpoint/model--step=10-consumed_samples=40.0-last"
@@ -229,3 +233,12 @@ def test_gemmas_class_scales_the_embeddings(of, name) -> None:
     for later in ("Gemma2Config9B", "Gemma3ModelProvider"):
         with pytest.raises(CheckpointError, match=f"this class are not supported; got '.*{later}"):
             read_gpt(of({**said, "_target_": f"some.package.{later}"}, ""))
+
+
+def test_all_that_is_wrong_with_a_t5_is_said_at_once() -> None:
+    wrong = {"ffn_hidden_size": "wide", "norm_epsilon": "small", "kv_channels": "narrow"}
+    tensors = {T5_TABLE: SourceTensor((7, 32), np.dtype(np.float32), ())}
+    with pytest.raises(CheckpointError) as raised:
+        read_t5(of_arguments({**ARGUMENTS, **wrong}, "here"), tensors)
+    for name in ("ffn_hidden_size", "layernorm_epsilon", "kv_channels"):
+        assert name in str(raised.value)

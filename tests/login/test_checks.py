@@ -288,6 +288,21 @@ def test_one_answer_for_one_mistake_in_serving(
     assert any(answer in message for message in found), found
 
 
+@pytest.mark.parametrize(("container", "checked"), [("null", True), ("/images/a.sqsh", False)])
+def test_files_of_the_server_are_looked_for_where_it_runs(
+    plan: Planner, arguments: list[str], container: str, checked: bool
+) -> None:
+    """In a container they are other files than here."""
+    server = "deploy.server.tritonserver=/nowhere/tritonserver"
+    numpy = "deploy.server.numpy_dir=/nowhere/numpy"
+    with pytest.raises(ConfigError) as raised:
+        overrides = ("cluster_type=bcm", f"container={container}", server, numpy)
+        plan(*arguments, "stages=[export,deploy]", *overrides, "deploy.replicas=0")
+    found = "\n".join(raised.value.problems)
+    assert ("the server is not there" in found) is checked
+    assert ("the folder with numpy is not there" in found) is checked
+
+
 def test_a_model_is_asked_what_it_can_answer(problems: Finder, tmp_path: Path) -> None:
     stages = "stages=[export,deploy,evaluate]"
     (found,) = problems(stages, "export.run.model_type=t5")

@@ -88,6 +88,8 @@ def read_t5(
     refuse_unknown(raw, problems, {**CORE_ALONE, "num_query_groups": (None, 0, heads)})
     normalization, activation = normalization_of(raw, problems), activation_of(raw, problems)
     head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
+    ffn_size = size(raw, "ffn_hidden_size", problems, 4 * hidden)
+    norm_eps = real(raw, "layernorm_epsilon", 1e-5, problems)
     gated = flag(raw, "gated_linear_unit", False)
     learned = tensors.get("encoder_embedding.position_embeddings.weight")
     relative = {} if _RELATIVE not in tensors else _buckets(raw, tensors[_RELATIVE], problems)
@@ -99,12 +101,12 @@ def read_t5(
         hidden_size=hidden,
         num_heads=heads,
         head_size=head_size,
-        ffn_size=size(raw, "ffn_hidden_size", problems, 4 * hidden),
+        ffn_size=ffn_size,
         position_embedding="relative" if relative else "learned",
         max_positions=512 if learned is None else learned.shape[0],
         **relative,
         normalization=normalization,
-        norm_eps=real(raw, "layernorm_epsilon", 1e-5, problems),
+        norm_eps=norm_eps,
         activation=activation,
         gated=gated,
         bias=flag(raw, "add_bias_linear", True),

@@ -393,6 +393,7 @@ def gpt_neox(raw: RawConfig) -> GPTConfig:
 def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
     raw.only(use_bidirectional_attention=False)
+    raw.defaults(head_dim=256)
     old = raw.text("hidden_act", "gelu_pytorch_tanh")
     activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
     return decoder(
@@ -410,9 +411,8 @@ def gemma2(raw: RawConfig) -> GPTConfig:
 
 def gemma3(raw: RawConfig) -> GPTConfig:
     """Gemma 3's text model: layers with a window turn by a base of their own."""
-    head_size = raw.size("head_dim", default=256)
-    raw.defaults(rope_theta=1e6)
-    turns, local_base = two_ropes(raw, head_size, 10000.0)
+    raw.defaults(head_dim=256, rope_theta=1e6)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
     if local_base is None:
         local_base = raw.real("rope_local_base_freq", 10000.0)
     pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
