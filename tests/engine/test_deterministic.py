@@ -97,7 +97,7 @@ def check_company(engine: Engine, model: str, seed: int = 0, count: int = 10) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+@pytest.mark.parametrize("data_type", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_row_is_answered_as_alone(model: str, data_type: str) -> None:
     config, tensors = MODELS[model]
     engine = engine_for(

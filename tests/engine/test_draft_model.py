@@ -285,7 +285,7 @@ def test_so_many_tokens_come_in_a_step() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2)])
 @pytest.mark.usefixtures("no_lookup")
 def test_ranks_keep_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     plain = engine_for(CONFIG, TENSORS)

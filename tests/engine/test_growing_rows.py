@@ -362,9 +362,9 @@ def check_answers(large: Engine, small: Engine, seed: int) -> None:
     ("model", "tokens", "budget", "caching"),
     [
         ("gpt", 300, 50, True),
-        ("rope", 260, 100, False),
         ("window", 260, 80, False),
-        ("agm", 300, 64, False),
+        pytest.param("rope", 260, 100, False, marks=pytest.mark.slow),
+        pytest.param("agm", 300, 64, False, marks=pytest.mark.slow),
         pytest.param("gpt", 260, 2048, False, marks=pytest.mark.slow),
         pytest.param("longrope", 280, 300, True, marks=pytest.mark.slow),
     ],

@@ -147,9 +147,9 @@ KEPT_FP8 = {"kv_cache_dtype": "fp8"}
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("126m", {}),
+        pytest.param("126m", {}, marks=pytest.mark.slow),
         ("1.3b-modern", FP8 | KEPT_FP8),
-        ("t5-base", INT8),
+        pytest.param("t5-base", INT8, marks=pytest.mark.slow),
     ],
 )
 def test_neither_the_number_of_layers_nor_that_of_tokens_matters(

@@ -123,10 +123,10 @@ MODELS = {
     [
         ("gpt", 700, 2048),
         ("gpt", 4000, 50),
-        ("rope", 900, 100),
+        pytest.param("rope", 900, 100, marks=pytest.mark.slow),
         ("longrope", 900, 300),
         ("window", 900, 80),
-        ("agm", 2000, 64),
+        pytest.param("agm", 2000, 64, marks=pytest.mark.slow),
     ],
 )
 def test_answers_are_those_without_the_cache(

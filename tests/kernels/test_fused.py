@@ -21,21 +21,20 @@ needs_triton = pytest.mark.skipif(
 )
 
 FOLDER = Path(__file__).parent
-CHECKS = sorted(path.name for path in FOLDER.glob("*_checks.py"))
+CHECKS = sorted(FOLDER.glob("*_checks.py"))
 PLUGIN = ("-p", "tests.kernels.quick_interpreter")
 INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning")
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "which",
+    "chosen",
     [
-        pytest.param(["--eighth"], id="an eighth"),
-        pytest.param([], marks=pytest.mark.slow, id="all"),
+        pytest.param(["--eighth", *CHECKS], id="an eighth"),
+        *(pytest.param([path], marks=pytest.mark.slow, id=path.name) for path in CHECKS),
     ],
 )
-@pytest.mark.parametrize("checks", CHECKS)
-def test_interpreted_kernels_equal_the_reference(checkout, checks, which):
+def test_interpreted_kernels_equal_the_reference(checkout, chosen):
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -44,8 +43,8 @@ def test_interpreted_kernels_equal_the_reference(checkout, checks, which):
     }
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", *which),
-            *(*PLUGIN, *INTERPRETER_WARNINGS, FOLDER / checks),
+            *(sys.executable, "-m", "pytest", "-q"),
+            *(*PLUGIN, *INTERPRETER_WARNINGS, *chosen),
         ],
         env=environment,
         cwd=checkout,
