@@ -15,7 +15,13 @@ from launcher_scripts.engine.model.layers import MLP, AttentionOptions, Chunk, L
 from launcher_scripts.engine.model.model_weights import LayerWeights, StackWeights
 from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
 from launcher_scripts.engine.model.stack import Stack
-from launcher_scripts.kernels.operands import LayerCache, Norm, Spans, span_blocks
+from launcher_scripts.kernels.operands import (
+    AttentionScores,
+    LayerCache,
+    Norm,
+    Spans,
+    span_blocks,
+)
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
@@ -56,8 +62,7 @@ class Encoder:
             AttentionOptions(
                 LayerCache(nothing, nothing),
                 heads,
-                config.attention_scale,
-                config.attention_softcap,
+                AttentionScores(config.attention_scale, config.attention_softcap),
             ),
             window=config.window(layer),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,12 @@ from launcher_scripts.engine.model.model_weights import (
 )
 from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     Heads,
     Hidden,
     LayerCache,
     Linear,
     Norm,
-    RelativeBias,
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import norm_heads
@@ -118,14 +118,6 @@ class ForwardContext(ABC, Generic[Stream]):
     def attend_source(self, _x: Stream, _layer: CrossAttention, /) -> Tensor:
         """Attention of the new tokens to the encoder's inputs: [N, heads * head_size]."""
         raise ValueError("such a pass has no encoder's inputs")
-
-
-class Scores(TypedDict):
-    """What becomes of q.k, as attention takes it."""
-
-    scale: float
-    relative: RelativeBias | None
-    softcap: float | None
 
 
 class Sublayer(ABC):
@@ -228,13 +220,13 @@ class Sublayer(ABC):
 class AttentionOptions:
     """What the attentions of a layer have in common.
 
-    cache: of the layer; an encoder's holds no tokens
+    cache:  of the layer; an encoder's holds no tokens
+    scores: without what the weights add to them
     """
 
     cache: LayerCache
     heads: Heads
-    scale: float
-    softcap: float | None
+    scores: AttentionScores
 
 
 class Attention(Sublayer):
@@ -250,18 +242,13 @@ class Attention(Sublayer):
         super().__init__(weights, kernels, communicator)
         self.cache = options.cache
         self.heads = options.heads
-        self.scores: Scores = {
-            "scale": options.scale,
-            "relative": weights.relative,
-            "softcap": options.softcap,
-        }
+        self.scores = replace(options.scores, relative=weights.relative)
 
 
 class SelfAttention(Attention):
     """Attention of a row's tokens to each other.
 
-    slopes: ALiBi's, float32 [heads]
-    local:  whether the layer rotates by the second of the context's tables
+    local: whether the layer rotates by the second of the context's tables
     """
 
     def __init__(
@@ -271,14 +258,12 @@ class SelfAttention(Attention):
         communicator: Communicator,
         options: AttentionOptions,
         *,
-        slopes: Tensor | None = None,
         window: int = 0,
         local: bool = False,
     ) -> None:
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
-        self.sinks = weights.sinks
-        self.slopes = slopes
+        self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
         self.local = local
 

@@ -44,7 +44,7 @@ from launcher_scripts.engine.model.rotary import (
 )
 from launcher_scripts.engine.model.stack import Stack
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
-from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 
@@ -211,14 +211,16 @@ class Network:
         options = AttentionOptions(
             self.cache.layers[layer],
             self.heads,
-            config.attention_scale if cross is None else config.decoder_attention_scale,
-            config.attention_softcap,
+            AttentionScores(
+                config.attention_scale if cross is None else config.decoder_attention_scale,
+                config.attention_softcap,
+                self._slopes(layer),
+            ),
         )
         attention = SelfAttention(
             weights.attention,
             *shared,
             options,
-            slopes=self._slopes(layer),
             window=window,
             local=rotates_otherwise(config, layer),
         )

@@ -15,8 +15,8 @@ from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,
+    AttentionScores,
     LayerCache,
-    RelativeBias,
     VarlenBatch,
 )
 
@@ -179,28 +179,15 @@ def prompt_attention(
     query: Tensor,
     cache: LayerCache,
     spans: VarlenBatch,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """See reference.prompt_attention."""
     tokens, num_heads, size = query.shape
     if spans.tiles is None or size > WIDEST_PROMPT_HEAD:
-        return reference.prompt_attention(
-            query,
-            cache,
-            spans,
-            slopes,
-            scale=scale,
-            relative=relative,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        return reference.prompt_attention(query, cache, spans, scores, window=window)
+    slopes, relative, sinks = scores.slopes, scores.relative, scores.sinks
     out = query.new_empty(tokens, num_heads * size)
     wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
@@ -215,7 +202,7 @@ def prompt_attention(
         nothing if relative is None else relative.table,
         out,
         cache.keys.shape[1],
-        size**-0.5 if scale is None else scale,
+        scores.scale,
         0 if relative is None else relative.reach,
         HEADS=num_heads,
         GROUP=num_heads // cache.keys.shape[0],
@@ -225,7 +212,7 @@ def prompt_attention(
         SINKS=sinks is not None,
         RELATIVE=relative is not None,
         WINDOW=window,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=scores.softcap or 0.0,
         QUERIES=QUERIES_PER_TILE,
         TILE=(16 if wide else 32) if exact else 64,
         PRECISION="ieee" if exact else "tf32",

@@ -12,7 +12,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.norm import norm, norm_code
-from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache
+from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache, RotaryTable
 from launcher_scripts.kernels.reference import norm_heads
 
 STORED_AT_ONCE = 2048  # numbers
@@ -114,7 +114,7 @@ def rotate_and_store(
 def store_kv(
     qkv: Tensor,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     slots: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None = None,
