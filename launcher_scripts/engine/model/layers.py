@@ -17,7 +17,6 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import NO_TASK, Adapter, Prompt, scaled
-from launcher_scripts.engine.model.experts import mixture
 from launcher_scripts.engine.model.model_weights import (
     AttentionWeights,
     CrossAttentionWeights,
@@ -28,6 +27,7 @@ from launcher_scripts.engine.model.model_weights import (
 from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.kernels.operands import (
     AttentionScores,
+    ExpertMLPs,
     Heads,
     Hidden,
     LayerCache,
@@ -343,20 +343,34 @@ class MLP(Sublayer):
 
 
 class MixtureOfExperts(MLP):
-    """The experts of a layer, of which each token goes through a few."""
+    """The experts of a layer, of which each token goes through the few that its router scores best
+    (Shazeer et al. 2017).
+    """
 
     def __init__(
         self, weights: Experts, kernels: Ops, communicator: Communicator, activation: str
     ) -> None:
         super().__init__(weights, kernels, communicator, activation)
-        self.experts = weights
+        self.router = weights.router
+        self.shared = weights.shared
+        self.experts = ExpertMLPs(weights.in_proj, weights.gate, weights.out_proj, activation)
 
     def prepare(self) -> None:
         """Nothing: the norm of experts is a kernel of its own."""
 
     def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
         """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
-        return mixture(self.kernels, self._normalized(x), self.experts, self.activation)
+        kernels, hidden = self.kernels, self._normalized(x)
+        chosen, weights = kernels.route(hidden, self.router)
+        parts = kernels.mixture(hidden, chosen, weights, self.experts)
+        if self.shared is None:
+            return parts
+        mlp, scale = self.shared.mlp, self.shared.scale
+        inner = kernels.mlp_up(hidden, mlp.in_proj, mlp.gate, self.activation)
+        result = kernels.project(inner, mlp.out_proj).float()
+        if scale is not None:
+            result = result * kernels.project(hidden, scale).float().sigmoid()
+        return torch.cat([parts, result[None]])
 
     def _normalized(self, x: Tensor | Hidden) -> Tensor:
         if isinstance(x, Hidden):
