@@ -234,18 +234,13 @@ class Network:
         return Layer(attention, own, source, parallel)
 
     def _decode_step(self) -> DecodeStep | None:
-        config, layers = self.weights.config, self.weights.decoder.layers
-        if not layers or self.step_unsupported_reasons:
+        if not self.weights.decoder.layers or self.step_unsupported_reasons:
             return None
-        linear = next(iter(next(iter(layers.values())).attention.linears()))
+        rotary = self._tables(torch.arange(self.cache.capacity + 1, device=self.device))
         return DecodeStep(
-            self._decoder.sublayers,
-            self.weights.head,
-            self._decoder.embedding,
-            self._tables(torch.arange(self.cache.capacity + 1, device=self.device)),
-            linear.weight.new_zeros(1, config.hidden_size, dtype=linear.dtype),
-            config.vocab_size,
-            config.logits_softcap,
+            self._decoder,
+            self.weights,
+            rotary,
             self.cache.ids,
             self.kernels,
             self.communicator,
