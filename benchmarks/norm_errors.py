@@ -23,6 +23,7 @@ from torch.nn import functional
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     EmbeddingTables,
     Heads,
     Hidden,
@@ -42,6 +43,7 @@ MADE = ("hidden", "start", "after", "later")  # as such, from the embeddings, as
 MOVED = ("comes", "goes")  # the large channel, in the sum
 READ = ("project", "gated", "heads", "head")
 HEAD_SIZE = 16
+SCORES = AttentionScores(HEAD_SIZE**-0.5)
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Bench:
             return x
         if how == "later":
             x = self._a_little_on(x, norm)
-        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, None)
+        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, SCORES)
         weight = 0.3 * self.random(self.size, 64) / 8
         inner = self.random(1, 64)
         if how in MOVED:
@@ -108,7 +110,7 @@ class Bench:
     def _a_little_on(self, x: Hidden, norm: Norm) -> Hidden:
         inner = 0.1 * self.random(1, 64).repeat(x.exact.shape[0], 1)
         last = self.linear(None, self.random(self.size, 64) / 8)
-        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, None)
+        self.kernels.attend_own(x, *self._attended(x, self.first(norm)), 1, SCORES)
         return self.accumulate(inner.to(self.dtype), last, x, norm)
 
     def accumulate(self, x: Tensor, last: Linear, onto: Hidden, norm: Norm) -> Hidden:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.common.quantization import Quantization
+
+# Cosines and sines, float32 [positions, rotary_size / 2] each.
+RotaryTable: TypeAlias = tuple[Tensor, Tensor]
 
 QUERIES_PER_TILE = 64
 MOST_LISTED = 512  # biases of a row, and tokens of its bad words
@@ -290,8 +293,8 @@ class StepRows:
             raise ValueError("the step is of a model without an encoder")
         return self.source_starts, self.source_lengths
 
-    def rotary(self, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of the new tokens, [B, rotary_size / 2], of those of all positions."""
+    def rotary(self, rotary: RotaryTable | None) -> RotaryTable | None:
+        """The table of the new tokens, [B, rotary_size / 2], of that of all positions."""
         if rotary is None:
             return None
         cosines, sines = rotary
@@ -338,6 +341,25 @@ class RelativeBias:
     @property
     def reach(self) -> int:
         return self.table.shape[1] // 2
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """What becomes of q.k on its way to the softmax, in this order.
+
+    scale:    what it is multiplied by
+    softcap:  c makes c * tanh(s / c) of a score s
+    slopes:   float32 [heads], ALiBi (Press et al. 2022): slope * (k - q) is added
+    relative: what is added by distance
+    sinks:    float32 [heads], a score of each head's softmax that belongs to no token (Xiao et al.
+              2024; OpenAI's gpt-oss)
+    """
+
+    scale: float
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    relative: RelativeBias | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)

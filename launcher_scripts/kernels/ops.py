@@ -7,12 +7,13 @@ computes the same with kernels in the Triton language.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     BeamColumns,
     EmbeddingTables,
     ExpertMLPs,
@@ -23,7 +24,7 @@ from launcher_scripts.kernels.operands import (
     Linear,
     Norm,
     Ranks,
-    RelativeBias,
+    RotaryTable,
     Router,
     RowColumns,
     SamplingColumns,
@@ -32,8 +33,6 @@ from launcher_scripts.kernels.operands import (
     VarlenBatch,
 )
 from launcher_scripts.kernels.reference_beams import BeamShape
-
-Rotary: TypeAlias = tuple[Tensor, Tensor]  # cosines and sines
 
 
 class Ops(Protocol):
@@ -72,15 +71,15 @@ class Ops(Protocol):
 
     # Positions and the cache
 
-    def rotary_table(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rotary_table(self, positions: Tensor, frequencies: Tensor) -> RotaryTable: ...
 
-    def apply_rotary(self, qkv: Tensor, heads: Heads, rotary: Rotary) -> Tensor: ...
+    def apply_rotary(self, qkv: Tensor, heads: Heads, rotary: RotaryTable) -> Tensor: ...
 
     def store_kv(
         self,
         qkv: Tensor,
         heads: Heads,
-        rotary: Rotary | None,
+        rotary: RotaryTable | None,
         slots: Tensor,
         cache: LayerCache,
         norms: HeadNorms | None = None,
@@ -94,13 +93,9 @@ class Ops(Protocol):
         cache: LayerCache,
         start: int,
         past: int,
-        slopes: Tensor | None,
+        scores: AttentionScores,
         *,
-        scale: float | None = None,
-        relative: RelativeBias | None = None,
         window: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def prompt_attention(
@@ -108,13 +103,9 @@ class Ops(Protocol):
         query: Tensor,
         cache: LayerCache,
         spans: VarlenBatch,
-        slopes: Tensor | None,
+        scores: AttentionScores,
         *,
-        scale: float | None = None,
-        relative: RelativeBias | None = None,
         window: int = 0,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
     def decode_attention(
@@ -124,13 +115,9 @@ class Ops(Protocol):
         starts: Tensor,
         lengths: Tensor,
         longest: int,
-        slopes: Tensor | None,
+        scores: AttentionScores,
         *,
-        scale: float | None = None,
-        relative: RelativeBias | None = None,
         positions: Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
         fresh: bool | None = None,
     ) -> Tensor: ...
 
@@ -139,35 +126,18 @@ class Ops(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scores: AttentionScores,
         *,
-        scale: float,
-        relative: RelativeBias | None = None,
         first: int = 0,
         window: int = 0,
-        softcap: float | None = None,
     ) -> Tensor: ...
 
     def source_attention_weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scale: float,
-        relative: RelativeBias | None = None,
-        window: int = 0,
-        softcap: float | None = None,
+        self, query: Tensor, key: Tensor, scores: AttentionScores, *, window: int = 0
     ) -> Tensor: ...
 
     def attend_spans(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        spans: Spans,
-        *,
-        scale: float,
-        relative: RelativeBias | None = None,
-        window: int = 0,
-        softcap: float | None = None,
+        self, qkv: Tensor, heads: Heads, spans: Spans, scores: AttentionScores, *, window: int = 0
     ) -> Tensor: ...
 
     # Tokens
@@ -224,7 +194,7 @@ class Ops(Protocol):
         x: Hidden,
         linear: Linear,
         heads: Heads,
-        rotary: Rotary | None,
+        rotary: RotaryTable | None,
         rows: StepRows,
         cache: LayerCache,
     ) -> Tensor: ...
@@ -234,16 +204,11 @@ class Ops(Protocol):
         x: Hidden,
         linear: Linear,
         heads: Heads,
-        rotary: Rotary | None,
+        rotary: RotaryTable | None,
         rows: StepRows,
         cache: LayerCache,
         longest: int,
-        slopes: Tensor | None,
-        *,
-        scale: float | None = None,
-        relative: RelativeBias | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        scores: AttentionScores,
         norms: HeadNorms | None = None,
     ) -> Tensor: ...
 
@@ -255,9 +220,7 @@ class Ops(Protocol):
         rows: StepRows,
         cache: LayerCache,
         longest: int,
-        *,
-        scale: float | None = None,
-        relative: RelativeBias | None = None,
+        scores: AttentionScores,
     ) -> Tensor: ...
 
     def expand(self, x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...

@@ -16,6 +16,7 @@ from torch.nn import functional
 from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
 from launcher_scripts.kernels import reference_attention, reference_beams, reference_sampling
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     EmbeddingTables,
     ExpertMLPs,
     HeadNorms,
@@ -25,7 +26,7 @@ from launcher_scripts.kernels.operands import (
     Linear,
     Norm,
     Ranks,
-    RelativeBias,
+    RotaryTable,
     Router,
     RowColumns,
     RowLoRA,
@@ -282,8 +283,8 @@ def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidd
     return Hidden(exact, operand)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [N, rotary_size / 2], for positions [N]."""
+def rotary_table(positions: Tensor, frequencies: Tensor) -> RotaryTable:
+    """The table of positions [N], by the speeds of rotary_size / 2 pairs."""
     angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
 
@@ -310,7 +311,7 @@ def norm_heads(
 def store_kv(
     qkv: Tensor,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     slots: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None = None,
@@ -335,7 +336,7 @@ def store_kv(
     return query
 
 
-def apply_rotary(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(qkv: Tensor, heads: Heads, rotary: RotaryTable) -> Tensor:
     """qkv [N, (heads + 2 * kv_heads) * head_size] with its queries and keys rotated, as store_kv
     does.
     """
@@ -358,13 +359,13 @@ def project_heads(
     x: Hidden,
     linear: Linear,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
 ) -> Tensor:
     """store_kv of project: queries [B, heads, head_size], keys and values in the cache.
 
-    rotary: cosines and sines of every position, float32 [positions, rotary_size / 2].
+    rotary: of every position
     """
     qkv = project_hidden(x, linear)
     return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
@@ -374,16 +375,11 @@ def attend_own(
     x: Hidden,
     linear: Linear,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
     longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scores: AttentionScores,
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size].
@@ -397,12 +393,8 @@ def attend_own(
         cache,
         *rows.attended,
         longest,
-        slopes,
-        scale=scale,
-        relative=relative,
+        scores,
         positions=rows.positions,
-        softcap=softcap,
-        sinks=sinks,
     )
 
 
@@ -413,9 +405,7 @@ def attend_source(
     rows: StepRows,
     cache: LayerCache,
     longest: int,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
+    scores: AttentionScores,
 ) -> Tensor:
     """project_hidden, then decode_attention of the rows to the encoder's inputs: [B, heads * size].
 
@@ -427,9 +417,7 @@ def attend_source(
         cache,
         *rows.source,
         longest,
-        None,
-        scale=scale,
-        relative=relative,
+        scores,
         positions=rows.positions,
         fresh=False,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     Heads,
     LayerCache,
     RelativeBias,
@@ -24,50 +25,38 @@ def context_attention(
     cache: LayerCache,
     start: int,
     past: int,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of one row's new tokens: [n, heads * head_size].
 
     query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
-    already in the cache from token `start` on. `slopes` float32 [heads]: ALiBi (Press et al.
-    2022), bias slope * (k - q). `scale` multiplies q.k; None: head_size ** -0.5. With a `window`
-    each token attends to itself and the window - 1 before it; 0: to all. A `softcap` c turns a
-    scaled score s to c * tanh(s / c) before anything is added. `sinks` float32 [heads]: a score of
-    each head's softmax that belongs to no token (Xiao et al. 2024; OpenAI's gpt-oss).
+    already in the cache from token `start` on. With a `window` each token attends to itself and the
+    window - 1 before it; 0: to all.
     """
     at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
     outputs = []
     for piece in query.split(at_once):
         first = max(0, past - window + 1) if window else 0  # keys before it are seen by none
-        bias = _causal_bias(piece, past, first, slopes, relative, window)
+        bias = _causal_bias(piece, past, first, scores, window)
         whole = past + piece.shape[0]
         key, value = (
             _for_heads(part[:, start + first : start + whole], query)
             for part in (cache.keys, cache.values)
         )
-        outputs.append(_attended(piece, key, value, bias, scale, softcap, sinks))
+        outputs.append(_attended(piece, key, value, bias, scores))
         past = whole
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _causal_bias(
-    query: Tensor,
-    past: int,
-    first: int,
-    slopes: Tensor | None,
-    relative: RelativeBias | None,
-    window: int,
+    query: Tensor, past: int, first: int, scores: AttentionScores, window: int
 ) -> Tensor | None:
     """What the scores of query [n, heads, head_size] on keys first..past+n-1 gain: float32
     [heads or 1, n, T]; None where is_causal says all.
     """
-    new = query.shape[0]
+    new, slopes, relative = query.shape[0], scores.slopes, scores.relative
     if slopes is None and relative is None and not past and not window:
         return None
     keys = torch.arange(first, past + new, device=query.device)
@@ -84,35 +73,35 @@ def _causal_bias(
 
 
 def _attended(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scores: AttentionScores
 ) -> Tensor:
     """Causal where there is no bias; key and value [heads, T, head_size]: [n, heads * size]."""
-    new, heads, size = query.shape
-    if softcap is None and sinks is None:
+    new, heads, _ = query.shape
+    if scores.softcap is None and scores.sinks is None:
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key[None],
             value[None],
             attn_mask=None if bias is None else bias.to(query.dtype).expand(1, heads, new, -1),
             is_causal=bias is None,
-            scale=scale,
+            scale=scores.scale,
         )[0]
     else:
-        scores = query.transpose(0, 1).float() @ key.float().transpose(-1, -2)
-        scores = scores * _scale(scale, size)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        products = query.transpose(0, 1).float() @ key.float().transpose(-1, -2)
         if bias is None:
             bias = torch.full((new, new), float("-inf"), device=query.device).triu(1)
-        beside = None if sinks is None else sinks[:, None, None]
-        out = (_softmax(scores + bias, beside) @ value.float()).to(query.dtype)
+        beside = None if scores.sinks is None else scores.sinks[:, None, None]
+        weights = _softmax(_scaled(products, scores) + bias, beside)
+        out = (weights @ value.float()).to(query.dtype)
     return out.transpose(0, 1).reshape(new, -1)
+
+
+def _scaled(products: Tensor, scores: AttentionScores) -> Tensor:
+    """float32 q.k, scaled and capped."""
+    products = products * scores.scale
+    if scores.softcap is None:
+        return products
+    return scores.softcap * torch.tanh(products / scores.softcap)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -127,13 +116,9 @@ def prompt_attention(
     query: Tensor,
     cache: LayerCache,
     spans: VarlenBatch,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """context_attention of several rows, query [N, heads, head_size]: [N, heads * head_size].
 
@@ -144,18 +129,7 @@ def prompt_attention(
     for start, past, count in spans.spans:
         own = slice(place, place + count)
         place += count
-        out[own] = context_attention(
-            query[own],
-            cache,
-            start,
-            past,
-            slopes,
-            scale=scale,
-            relative=relative,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        out[own] = context_attention(query[own], cache, start, past, scores, window=window)
     return out
 
 
@@ -163,27 +137,26 @@ def source_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    scores: AttentionScores,
     *,
-    scale: float,
-    relative: RelativeBias | None = None,
     first: int = 0,
     window: int = 0,
-    softcap: float | None = None,
 ) -> Tensor:
     """Attention of rows of one length to all of their keys: [B, n, heads * head_size].
 
     query [B, n, heads, head_size] holds positions first..first+n-1; key and value are
     [B, kv_heads, T, head_size]. With a `window` only keys that are at most so far away count.
-    Queries go in pieces where there is a bias, which takes heads * n * T numbers.
+    Slopes and sinks of the scores are not looked at. Queries go in pieces where there is a bias,
+    which takes heads * n * T numbers.
     """
     outputs = []
     key, value = _for_all_heads(key, query), _for_all_heads(value, query)
-    whole = relative is None and not window and softcap is None
+    whole = scores.relative is None and not window and scores.softcap is None
     at_once = query.shape[1] if whole else QUERIES_AT_ONCE
     for start, part in enumerate(query.split(at_once, dim=1)):
-        bias = _source_bias(part, key, relative, first + start * at_once, window)
-        if softcap is not None:
-            weights = _source_scores(part, key, bias, scale, softcap).softmax(-1)
+        bias = _source_bias(part, key, scores, first + start * at_once, window)
+        if scores.softcap is not None:
+            weights = _source_scores(part, key, bias, scores).softmax(-1)
             out = (weights @ value.float()).to(query.dtype)
             outputs.append(out.transpose(1, 2).flatten(2))
             continue
@@ -192,7 +165,7 @@ def source_attention(
             key,
             value,
             attn_mask=None if bias is None else bias.to(query.dtype)[None],
-            scale=scale,
+            scale=scores.scale,
         )
         outputs.append(out.transpose(1, 2).flatten(2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -207,13 +180,13 @@ def _for_all_heads(part: Tensor, query: Tensor) -> Tensor:
 
 
 def _source_bias(
-    query: Tensor, key: Tensor, relative: RelativeBias | None, first: int, window: int
+    query: Tensor, key: Tensor, scores: AttentionScores, first: int, window: int
 ) -> Tensor | None:
     """What the scores of positions first.. gain, float32 [heads or 1, n, T]."""
     queries, keys = query.shape[1], key.shape[2]
     bias = None
-    if relative is not None:
-        bias = _relative_scores(relative, first, queries, keys)
+    if scores.relative is not None:
+        bias = _relative_scores(scores.relative, first, queries, keys)
     if not window:
         return bias
     places = torch.arange(first, first + queries, device=query.device)
@@ -224,29 +197,24 @@ def _source_bias(
 
 
 def _source_scores(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    query: Tensor, key: Tensor, bias: Tensor | None, scores: AttentionScores
 ) -> Tensor:
     """float32 [B, heads, n, T]"""
-    scores = query.transpose(1, 2).float() @ key.transpose(-1, -2).float() * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores if bias is None else scores + bias
+    found = _scaled(query.transpose(1, 2).float() @ key.transpose(-1, -2).float(), scores)
+    return found if bias is None else found + bias
 
 
 def attend_spans(
     qkv: Tensor,
     heads: Heads,
     spans: Spans,
+    scores: AttentionScores,
     *,
-    scale: float,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of rows to all of their own tokens: [N, heads * head_size].
+    """source_attention of rows to all of their own tokens: [N, heads * head_size].
 
-    qkv [N, (heads + 2 * kv_heads) * head_size] holds the rows one after the other. `window` and
-    `softcap` as in source_attention and context_attention.
+    qkv [N, (heads + 2 * kv_heads) * head_size] holds the rows one after the other.
     """
     sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
     rows = [(start, count) for start, count, first in spans.blocks.tolist() if count and not first]
@@ -257,26 +225,18 @@ def attend_spans(
         group = qkv[tokens].view(len(starts), count, sum(sizes), heads.head_size)
         query, key, value = group.split(sizes, dim=2)  # [B, n, heads, size]
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        attended = source_attention(
-            query, key, value, scale=scale, relative=relative, window=window, softcap=softcap
-        )
+        attended = source_attention(query, key, value, scores, window=window)
         out[tokens] = attended.flatten(0, 1)
     return out
 
 
 def source_attention_weights(
-    query: Tensor,
-    key: Tensor,
-    *,
-    scale: float,
-    relative: RelativeBias | None = None,
-    window: int = 0,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, scores: AttentionScores, *, window: int = 0
 ) -> Tensor:
     """How source_attention weighs the keys: float32 [B, heads, n, T]."""
     key = _for_all_heads(key, query)
-    bias = _source_bias(query, key, relative, 0, window)
-    return _source_scores(query, key, bias, scale, softcap).softmax(-1)
+    bias = _source_bias(query, key, scores, 0, window)
+    return _source_scores(query, key, bias, scores).softmax(-1)
 
 
 def decode_attention(
@@ -285,20 +245,16 @@ def decode_attention(
     starts: Tensor,
     lengths: Tensor,
     longest: int,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     positions: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     fresh: bool | None = None,  # noqa: ARG001 - of interest to kernels that overlap
 ) -> Tensor:
     """Attention of one new token per row: [B, heads * head_size].
 
     query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
-    its own included where they are its own. `longest` bounds the lengths. `scale`, `softcap` and
-    `sinks` as in context_attention; `relative` counts from the row's positions [B].
+    its own included where they are its own. `longest` bounds the lengths. A relative bias counts
+    from the rows' positions [B].
 
     `fresh` may be given in a step that began with begin_step: whether its rows' last tokens were
     stored in it. Everything else was there before: a kernel can read it before the one before it
@@ -311,21 +267,19 @@ def decode_attention(
     key = cache.keys[:, tokens].float()  # [kv_heads, B, T, head_size]
     value = cache.values[:, tokens].float()
     grouped = query.float().view(rows, -1, group, head_size).transpose(0, 1)  # [kv, B, g, D]
-    scores = grouped @ key.transpose(-1, -2) * _scale(scale, head_size)  # [kv, B, g, T]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if slopes is not None:
+    found = _scaled(grouped @ key.transpose(-1, -2), scores)  # [kv, B, g, T]
+    if scores.slopes is not None:
         distance = offsets - (lengths[:, None] - 1)  # [B, T]
-        scores = scores + slopes.view(-1, 1, group, 1) * distance[None, :, None]
-    if relative is not None:
+        found = found + scores.slopes.view(-1, 1, group, 1) * distance[None, :, None]
+    if (relative := scores.relative) is not None:
         if positions is None:
             raise ValueError("a relative bias needs the positions of the rows")
         distance = (offsets - positions[:, None]).clamp(-relative.reach, relative.reach)
         bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
-        scores = scores + bias.unflatten(0, (-1, group)).transpose(1, 2)
-    scores = scores.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
-    beside = None if sinks is None else sinks.view(-1, 1, group, 1)
-    out = _softmax(scores, beside) @ value  # [kv, B, g, D]
+        found = found + bias.unflatten(0, (-1, group)).transpose(1, 2)
+    found = found.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
+    beside = None if scores.sinks is None else scores.sinks.view(-1, 1, group, 1)
+    out = _softmax(found, beside) @ value  # [kv, B, g, D]
     return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
 
 
@@ -338,10 +292,6 @@ def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int
     distances = torch.arange(-farthest, nearest, device=relative.table.device)
     places = distances.clamp(-relative.reach, relative.reach) + relative.reach
     return relative.table[:, places].unfold(-1, keys, 1).flip(1)
-
-
-def _scale(scale: float | None, head_size: int) -> float:
-    return head_size**-0.5 if scale is None else scale
 
 
 def _for_heads(part: Tensor, query: Tensor) -> Tensor:

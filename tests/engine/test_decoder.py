@@ -207,13 +207,14 @@ def test_alibi_slopes():
 def test_alibi_moves_scores_by_slope_times_distance():
     """One head, constant queries and keys: attention weights are the softmax of the bias."""
     from launcher_scripts.kernels import reference
-    from launcher_scripts.kernels.operands import LayerCache
+    from launcher_scripts.kernels.operands import AttentionScores, LayerCache
 
     keys = torch.zeros(1, 4, 2)
     values = torch.eye(4)[None]
     slopes = torch.tensor([0.5])
+    scores = AttentionScores(1.0, slopes=slopes)
     out = reference.context_attention(
-        torch.ones(4, 1, 2), LayerCache(keys, values[..., :2]), 0, 0, slopes
+        torch.ones(4, 1, 2), LayerCache(keys, values[..., :2]), 0, 0, scores
     )
     expected = (slopes * torch.tensor([-3.0, -2, -1, 0])).softmax(-1)
     assert torch.allclose(out[3], expected[:2])

@@ -94,8 +94,8 @@ def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
         value = cache.values.repeat_interleave(heads.group, 0)
         distance = torch.arange(len(text)) - torch.arange(len(text))[:, None]
         scores = query.transpose(0, 1) @ key.transpose(1, 2) * size**-0.5
-        if attention.slopes is not None:
-            scores = scores + attention.slopes[:, None, None] * distance
+        if attention.scores.slopes is not None:
+            scores = scores + attention.scores.slopes[:, None, None] * distance
         scores = scores.masked_fill((distance > 0) | (distance <= -window), float("-inf"))
         out = (scores.softmax(-1) @ value).transpose(0, 1).reshape(len(text), -1)
         x = reference.project_add(out, attention.out_proj, x)

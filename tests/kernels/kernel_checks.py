@@ -18,6 +18,7 @@ from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers, peer_rows  # noqa: E402
 from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
+    AttentionScores,
     EmbeddingTables,
     HeadNorms,
     Heads,
@@ -233,11 +234,12 @@ def test_decode_attention(dtype, kept, longest, alibi):
             part[:, start : start + length] = random(2, length, 12, dtype=kept)
     query = random(3, 6, 12, dtype=dtype)
     slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
-    arguments = (query, cache, starts, lengths, longest, slopes)
     for sinks in (None, 3 * random(6)):
-        got = fused.decode_attention(*arguments, sinks=sinks)
+        scores = AttentionScores(12**-0.5, slopes=slopes, sinks=sinks)
+        arguments = (query, cache, starts, lengths, longest, scores)
+        got = fused.decode_attention(*arguments)
         assert not got.isnan().any()
-        assert_close(got, reference.decode_attention(*arguments, sinks=sinks), dtype)
+        assert_close(got, reference.decode_attention(*arguments), dtype)
 
 
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
@@ -253,7 +255,8 @@ def test_decode_attention_of_many_heads(longest, many, monkeypatch):
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         for part in parts(cache):
             part[:, start : start + length] = random(1, length, 12)
-    arguments = (random(2, 2, 12), cache, starts, lengths, longest, None)
+    scores = AttentionScores(12**-0.5)
+    arguments = (random(2, 2, 12), cache, starts, lengths, longest, scores)
     got = fused.decode_attention(*arguments)
     assert_close(got, reference.decode_attention(*arguments), torch.float32)
 
@@ -278,15 +281,12 @@ def test_decode_attention_with_a_relative_bias(dtype, kept, longest):
         for part in parts(cache):
             part[:, start : start + length] = random(4, length, 12, dtype=kept)
     query = random(3, 4, 12, dtype=dtype)
-    more = {
-        "scale": 1.0,
-        "relative": RelativeBias(random(4, 2 * 9 + 1)),
-        "positions": torch.tensor([0, 30, 200], device=DEVICE),
-    }
-    arguments = (query, cache, starts, lengths, longest, None)
-    got = fused.decode_attention(*arguments, **more)
+    scores = AttentionScores(1.0, relative=RelativeBias(random(4, 2 * 9 + 1)))
+    positions = torch.tensor([0, 30, 200], device=DEVICE)
+    arguments = (query, cache, starts, lengths, longest, scores)
+    got = fused.decode_attention(*arguments, positions=positions)
     assert not got.isnan().any()
-    assert_close(got, reference.decode_attention(*arguments, **more), dtype)
+    assert_close(got, reference.decode_attention(*arguments, positions=positions), dtype)
 
 
 def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
@@ -555,12 +555,10 @@ def test_attend_source(rows, dtype, kept, longest, relative):
         for part in parts(cache):
             part[:, start : start + length] = random(4, length, 12, dtype=kept)
     mine, theirs = hidden_pair(rows, linear)
-    more = {
-        "scale": 1.0,
-        "relative": RelativeBias(random(4, 2 * 9 + 1)) if relative else None,
-    }
-    got = fused.attend_source(mine, fused.prepare(linear), heads, step, cache, longest, **more)
-    want = reference.attend_source(theirs, linear, heads, step, cache, longest, **more)
+    bias = RelativeBias(random(4, 2 * 9 + 1)) if relative else None
+    more = (heads, step, cache, longest, AttentionScores(1.0, 1.5, relative=bias))
+    got = fused.attend_source(mine, fused.prepare(linear), *more)
+    want = reference.attend_source(theirs, linear, *more)
     assert not got.isnan().any()
     assert_close(got, want, dtype)
 
@@ -581,10 +579,10 @@ def test_attend_own(rows, dtype, kept, longest, rotary_size):
         rotary = reference.rotary_table(torch.arange(400, device=DEVICE), frequencies)
     mine, theirs = hidden_pair(rows, linear)
     caches = equal_caches(heads, 400, starts, positions, kept)
-    more, sinks = (heads, rotary, step), 3 * random(4) if rotary_size else None
-    prepared = fused.prepare(linear)
-    got = fused.attend_own(mine, prepared, *more, caches[0], longest, None, sinks=sinks)
-    want = reference.attend_own(theirs, linear, *more, caches[1], longest, None, sinks=sinks)
+    more, prepared = (heads, rotary, step), fused.prepare(linear)
+    scores = AttentionScores(12**-0.5, sinks=3 * random(4) if rotary_size else None)
+    got = fused.attend_own(mine, prepared, *more, caches[0], longest, scores)
+    want = reference.attend_own(theirs, linear, *more, caches[1], longest, scores)
     assert_close(got, want, coarser(dtype, kept))
     assert_alike(*caches, (starts + positions).tolist(), coarser(dtype, kept))
 
@@ -657,8 +655,9 @@ def test_decode_attention_in_a_step(longest, alibi, fresh):
         for part in parts(cache):
             part[:, start : start + length] = random(2, length, 12)
     slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
+    scores = AttentionScores(12**-0.5, slopes=slopes)
     for _ in range(2):
-        arguments = (random(3, 6, 12), cache, starts, lengths, longest, slopes)
+        arguments = (random(3, 6, 12), cache, starts, lengths, longest, scores)
         got = fused.decode_attention(*arguments, fresh=fresh)
         assert_close(got, reference.decode_attention(*arguments), torch.float32)
         assert not cache.arrivals.any()
@@ -672,9 +671,9 @@ def test_attend_spans(dtype, size, relative):
     blocks = torch.tensor([*span_blocks(counts), (7, 0, 0)], device=DEVICE)
     qkv = random(sum(counts), 9 * size, dtype=dtype)
     bias = RelativeBias(random(3, 2 * 9 + 1)) if relative else None
-    arguments = (qkv, heads, Spans(blocks))
-    got = fused.attend_spans(*arguments, scale=0.3, relative=bias)
-    want = reference.attend_spans(*arguments, scale=0.3, relative=bias)
+    arguments = (qkv, heads, Spans(blocks), AttentionScores(0.3, relative=bias))
+    got = fused.attend_spans(*arguments)
+    want = reference.attend_spans(*arguments)
     assert not got.isnan().any()
     assert_close(got, want, dtype)
 

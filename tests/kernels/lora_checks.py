@@ -10,7 +10,7 @@ import torch
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import dot, peer_buffers
 from launcher_scripts.kernels.cuda.tiles import DotTile
-from launcher_scripts.kernels.operands import Heads, Linear, LoRA, StepRows
+from launcher_scripts.kernels.operands import AttentionScores, Heads, Linear, LoRA, StepRows
 from launcher_scripts.kernels.quantization import quantized
 from tests.kernels import kernel_checks
 from tests.kernels.kernel_checks import (
@@ -261,8 +261,8 @@ def test_attend_own(dtype, kind, adapters, splits, monkeypatch):
     rotary = reference.rotary_table(torch.arange(20, device=DEVICE), frequencies)
     caches = equal_caches(heads, 20, starts, positions, dtype)
     mine, theirs = hidden_pair(count, linear)
-    more = (heads, rotary, step)
-    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, None)
-    want = reference.attend_own(theirs, linear, *more, caches[1], 20, None)
+    more, scores = (heads, rotary, step), AttentionScores(12**-0.5)
+    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, scores)
+    want = reference.attend_own(theirs, linear, *more, caches[1], 20, scores)
     assert_close(got, want, dtype)
     assert_alike(*caches, (starts + positions).tolist(), dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launcher_scripts.engine.model.layers import alibi_slopes
-from launcher_scripts.kernels.operands import Heads, RelativeBias, VarlenBatch
+from launcher_scripts.kernels.operands import AttentionScores, Heads, RelativeBias, VarlenBatch
 from tests.kernels.kernel_checks import (
     CACHES,
     DEVICE,
@@ -56,21 +56,22 @@ def test_prompt_attention(types, heads, kind):
     cache = filled_cache(heads, kept)
     spans = VarlenBatch(SPANS)
     query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
-    slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)
-    more = {}
+    scores, window = AttentionScores(heads.head_size**-0.5), 0
+    if kind == "alibi":
+        slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)
+        scores = replace(scores, slopes=slopes)
     if kind == "relative":
-        more = {"scale": 0.7, "relative": RelativeBias(random(heads.num_heads, 2 * 9 + 1))}
+        scores = AttentionScores(0.7, relative=RelativeBias(random(heads.num_heads, 2 * 9 + 1)))
     if kind.endswith("window"):
-        more = {"window": 40 if kind == "window" else 100, "softcap": 3.0}
+        scores, window = replace(scores, softcap=3.0), 40 if kind == "window" else 100
     if kind == "sinks":
-        more = {"sinks": 3 * random(heads.num_heads), "window": 40}
+        scores, window = replace(scores, sinks=3 * random(heads.num_heads)), 40
     if kind == "softcap":
-        more = {"scale": 0.7, "softcap": 1.5}
-    arguments = (slopes if kind == "alibi" else None,)
-    got = fused.prompt_attention(query, cache, with_tiles(spans), *arguments, **more)
+        scores = AttentionScores(0.7, 1.5)
+    got = fused.prompt_attention(query, cache, with_tiles(spans), scores, window=window)
     assert not got.isnan().any()
     assert not got[203:].any()
-    want = reference.prompt_attention(query[:203], cache, spans, *arguments, **more)
+    want = reference.prompt_attention(query[:203], cache, spans, scores, window=window)
     assert_close(got[:203], want, dtype)
 
 

@@ -15,7 +15,13 @@ from launcher_scripts.kernels.cuda import fused, many_rows, peer_buffers  # noqa
 from launcher_scripts.kernels.cuda.device_traits import DeviceTraits  # noqa: E402
 from launcher_scripts.kernels.cuda.hi_lo import split_hi_lo  # noqa: E402
 from launcher_scripts.kernels.cuda.many_rows import fp8_rows, multiplies_fp8  # noqa: E402
-from launcher_scripts.kernels.operands import Heads, Linear, Norm, StepRows  # noqa: E402
+from launcher_scripts.kernels.operands import (  # noqa: E402
+    AttentionScores,
+    Heads,
+    Linear,
+    Norm,
+    StepRows,
+)
 from launcher_scripts.kernels.quantization import (  # noqa: E402
     BYTE_TYPES,
     dequantized,
@@ -161,9 +167,9 @@ def test_attend_own(quantization, rows, dtype, rotary_size):
         rotary = reference.rotary_table(torch.arange(20, device=DEVICE), frequencies)
     caches = equal_caches(heads, 20, starts, positions, dtype)
     mine, theirs = hidden_pair(rows, linear)
-    more = (heads, rotary, step)
-    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, None)
-    want = reference.attend_own(theirs, linear, *more, caches[1], 20, None)
+    more, scores = (heads, rotary, step), AttentionScores(12**-0.5)
+    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 20, scores)
+    want = reference.attend_own(theirs, linear, *more, caches[1], 20, scores)
     assert_close(got, want, dtype)
 
 

@@ -20,7 +20,7 @@ from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention
 from launcher_scripts.kernels.cuda.tiles import DotTile
-from launcher_scripts.kernels.operands import LayerCache
+from launcher_scripts.kernels.operands import AttentionScores, LayerCache
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.kernels.hopper import Hopper, hopper
 
@@ -85,8 +85,8 @@ def test_attention_of_many_rows(
 
     cache = LayerCache(*(tensor(num_kv_heads, 4096, head_size) for _ in range(2)))
     places = tensor(rows, dtype=torch.int64)
-    query = tensor(rows, num_heads, head_size)
-    decode_attention(query, cache, places, places, longest, None, fresh=True)
+    query, scores = tensor(rows, num_heads, head_size), AttentionScores(head_size**-0.5)
+    decode_attention(query, cache, places, places, longest, scores, fresh=True)
     assert hopper.loaded == ["attend_grouped"]
 
 

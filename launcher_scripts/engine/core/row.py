@@ -138,8 +138,7 @@ class Row:
         """Whether it may get a token in the next step, by those that it has."""
         if self.waits_for_tokens and self.launched > len(self.tokens):
             return False
-        whole_prompt = self.prefilled == len(self.prompt) + self.resumed
-        return whole_prompt and self.launched < self.request.output_len
+        return self.prefilled == self.prefill_length and self.launched < self.request.output_len
 
     @property
     def awaits_decode_step(self) -> bool:

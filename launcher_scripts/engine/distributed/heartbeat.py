@@ -272,11 +272,13 @@ class Watchdog:
         """
         if any(beat.phase == LOADING for beat in beats.values()):
             return {}
-        for find in (self._deaf, self._behind, self._unfinished, self._deadlocked):
-            found = find(beats, sent, since)
-            if found:
-                return {rank: beats[rank].hangs() for rank in found}
-        return {}
+        found = (
+            self._deaf(beats, sent, since)
+            or self._behind(beats)
+            or self._unfinished(beats)
+            or self._deadlocked(beats)
+        )
+        return {rank: beats[rank].hangs() for rank in found}
 
     def _deaf(self, beats: Mapping[int, Heartbeat], sent: int, since: float) -> list[int]:
         """Ranks that do not begin the step they were sent."""
@@ -286,7 +288,7 @@ class Watchdog:
             if beat.phase == WAITING and beat.step < sent and min(beat.quiet, since) > self.patience
         ]
 
-    def _behind(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+    def _behind(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that compute while their peers have long reached the next exchange."""
         found = []
         idle = not any(beat.held for beat in beats.values())  # else hosts may wait for a device
@@ -304,7 +306,7 @@ class Watchdog:
                 found.append(rank)
         return found
 
-    def _unfinished(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+    def _unfinished(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that have not launched a step for which devices wait, or do not finish it."""
         overdue = [beat for beat in beats.values() if beat.held > self.patience + beat.allowed]
         if not overdue:
@@ -318,7 +320,7 @@ class Watchdog:
         inside = [rank for rank, beat in beats.items() if beat.finished < step]
         return inside if all(beats[rank] in overdue for rank in inside) else []
 
-    def _deadlocked(self, beats: Mapping[int, Heartbeat], _sent: int, _since: float) -> list[int]:
+    def _deadlocked(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks in an exchange that does not end although nobody computes for it any more."""
         found = []
         for rank, beat in beats.items():

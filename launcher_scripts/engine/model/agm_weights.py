@@ -24,10 +24,8 @@ class AgmWeightLoader(WeightLoader):
     config: AgmConfig
 
     def load(self) -> ModelWeights:
-        """Everything this rank needs, and nothing else, is read."""
-        config = self.config
-        first = self.pp_rank == 0
-        last = self.pp_rank == self.parallelism.pp_size - 1
+        """See WeightLoader."""
+        config, first, last = self.config, self.is_first_stage, self.is_last_stage
         tied = config.tied_embeddings
         table = self._table("shared.weight") if first or (last and tied) else None
         head = None

@@ -24,10 +24,8 @@ class BartWeightLoader(WeightLoader):
     config: BartConfig
 
     def load(self) -> ModelWeights:
-        """Everything this rank needs, and nothing else, is read."""
-        config = self.config
-        first = self.pp_rank == 0
-        last = self.pp_rank == self.parallelism.pp_size - 1
+        """See WeightLoader."""
+        config, first, last = self.config, self.is_first_stage, self.is_last_stage
         final = last and self._pre
         table = self._table("shared.weight") if first else None
         layers, decoder_layers = self._own(config.num_layers), self._own(config.num_decoder_layers)

@@ -22,8 +22,9 @@ from launcher_scripts.engine.model.forward_context import (
     StepContext,
 )
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
-from launcher_scripts.engine.model.model_weights import Embedding, LayerWeights
+from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
 from launcher_scripts.engine.model.rotary import RotaryTables
+from launcher_scripts.engine.model.stack import Stack
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Hidden,
@@ -44,40 +45,39 @@ class DecodeStep:
 
     Between stages travel hidden states, float32 [N, hidden].
 
-    head, embedding: on the last and on the first stage
-    rotary: of all positions
-    zeros: [1, hidden], what a stage without an embedding begins with, in the compute type
+    stack:   has at least one layer
+    rotary:  of all positions
+    history: [cache tokens], the ids in the cache
     """
 
     def __init__(
         self,
-        sublayers: Sublayers,
-        head: Linear | None,
-        embedding: Embedding | None,
+        stack: Stack,
+        weights: ModelWeights,
         rotary: RotaryTables,
-        zeros: Tensor,
-        vocab_size: int,
-        logits_softcap: float | None,
         history: Tensor,
         kernels: Ops,
         communicator: Communicator,
     ) -> None:
-        self.sublayers = sublayers
+        config, head, embedding = weights.config, weights.head, stack.embedding
+        self.sublayers: Sublayers = stack.sublayers
         self.head = None if head is None else kernels.prepare(head)
         self.embedding = embedding
         self.rotary = rotary
-        self.vocab_size = vocab_size
-        self.logits_softcap = logits_softcap
+        self.vocab_size: int = config.vocab_size
+        self.logits_softcap: float | None = config.logits_softcap
         self.history = history
         self.kernels = kernels
         self.communicator = communicator
         if embedding is None:
+            linear = next(iter(weights.decoder.layers.values())).attention.in_proj
+            zeros = linear.weight.new_zeros(1, config.hidden_size, dtype=linear.dtype)
             self._tables = EmbeddingTables(zeros, 0, None)
         else:
             tokens, positions = embedding.tokens, embedding.positions
             self._tables = EmbeddingTables(tokens, embedding.first_id, positions)
-        self._norms = prepared(sublayers, None if self.head is None else self.head.norm)
-        self._windows = {each.window for each in sublayers} - {0}
+        self._norms = prepared(self.sublayers, None if self.head is None else self.head.norm)
+        self._windows = {each.window for each in self.sublayers} - {0}
 
     def forward(
         self,

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.forward_context import EncodeContext
-from launcher_scripts.engine.model.heads import encoder_heads
 from launcher_scripts.engine.model.layers import MLP, AttentionOptions, Chunk, Layer, SelfAttention
 from launcher_scripts.engine.model.model_weights import LayerWeights, StackWeights
 from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
 from launcher_scripts.engine.model.stack import Stack
-from launcher_scripts.kernels.operands import LayerCache, Norm, Spans, span_blocks
+from launcher_scripts.kernels.operands import (
+    AttentionScores,
+    Heads,
+    LayerCache,
+    Norm,
+    Spans,
+    span_blocks,
+)
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
@@ -48,7 +54,8 @@ class Encoder:
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
         config, shared = self.config, (self.kernels, self.communicator)
-        heads = encoder_heads(config, self.communicator.tp_size)
+        tp_size = self.communicator.tp_size
+        heads = Heads(config.num_heads // tp_size, config.kv_heads // tp_size, config.head_size)
         nothing = torch.empty(heads.num_kv_heads, 0, heads.head_size, device=self.device)
         attention = SelfAttention(
             weights.attention,
@@ -56,8 +63,7 @@ class Encoder:
             AttentionOptions(
                 LayerCache(nothing, nothing),
                 heads,
-                config.attention_scale,
-                config.attention_softcap,
+                AttentionScores(config.attention_scale, config.attention_softcap),
             ),
             window=config.window(layer),
         )

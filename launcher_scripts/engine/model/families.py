@@ -10,7 +10,6 @@ from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.model.bart_weights import BartWeightLoader
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
-from launcher_scripts.engine.model.heads import decoder_heads, local_heads
 from launcher_scripts.engine.model.t5_weights import T5WeightLoader
 from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels.operands import Heads
@@ -48,6 +47,21 @@ class EngineFamily:
     longest: Callable[[Any], Bounds]
 
 
+def _gpt_heads(config: GPTConfig | AgmConfig, tp_size: int) -> Heads:
+    """Key/value heads are copied where the ranks outnumber them."""
+    return Heads(
+        num_heads=config.num_heads // tp_size,
+        num_kv_heads=config.local_size("num_kv_heads", tp_size),
+        head_size=config.head_size,
+    )
+
+
+def _t5_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
+    """The decoder's."""
+    heads, kv_heads = config.num_decoder_heads, config.decoder_kv_heads
+    return Heads(heads // tp_size, kv_heads // tp_size, config.decoder_head_size)
+
+
 def _gpt_tokens(config: GPTConfig, rows: int) -> int:
     return rows * config.max_positions
 
@@ -76,7 +90,7 @@ def _t5_depth(config: T5Config | BartConfig) -> int:
 FAMILIES = {
     "gpt": EngineFamily(
         GPTWeightLoader,
-        local_heads,
+        _gpt_heads,
         lambda config: config.num_layers,
         lambda config: config.num_layers,
         _gpt_tokens,
@@ -84,7 +98,7 @@ FAMILIES = {
     ),
     "t5": EngineFamily(
         T5WeightLoader,
-        decoder_heads,
+        _t5_heads,
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
@@ -92,7 +106,7 @@ FAMILIES = {
     ),
     "bart": EngineFamily(
         BartWeightLoader,
-        decoder_heads,
+        _t5_heads,
         lambda config: config.num_decoder_layers,
         _t5_depth,
         _t5_tokens,
@@ -100,7 +114,7 @@ FAMILIES = {
     ),
     "agm": EngineFamily(
         AgmWeightLoader,
-        local_heads,
+        _gpt_heads,
         lambda config: config.num_layers,
         lambda config: config.num_layers,
         _agm_tokens,

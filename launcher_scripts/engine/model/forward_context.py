@@ -39,10 +39,8 @@ class StepContext(ForwardContext[Hidden]):
             self.rows[layer.window],
             layer.cache,
             min(self.bounds.own, layer.window or self.bounds.own),
-            layer.slopes,
-            norms=layer.head_norms,
-            sinks=layer.sinks,
-            **layer.scores,
+            layer.scores,
+            layer.head_norms,
         )
 
     def attend_source(self, x: Hidden, layer: CrossAttention) -> Tensor:
@@ -53,8 +51,7 @@ class StepContext(ForwardContext[Hidden]):
             self.rows[0],
             layer.cache,
             self.bounds.source,
-            scale=layer.scores["scale"],
-            relative=layer.scores["relative"],
+            layer.scores,
         )
 
 
@@ -79,13 +76,7 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
         """Attention of queries [N, heads, head_size] whose keys and values are in the cache."""
         if not self.windowed:
             return layer.kernels.prompt_attention(
-                query,
-                layer.cache,
-                self.spans,
-                layer.slopes,
-                window=layer.window,
-                sinks=layer.sinks,
-                **layer.scores,
+                query, layer.cache, self.spans, layer.scores, window=layer.window
             )
         parts = query.split([chunk.count for chunk in self.chunks])
         outputs = [
@@ -94,10 +85,8 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
                 layer.cache,
                 chunk.start,
                 chunk.past,
-                layer.slopes,
+                layer.scores,
                 window=min(filter(None, (chunk.window, layer.window)), default=0),
-                sinks=layer.sinks,
-                **layer.scores,
             )
             for part, chunk in zip(parts, self.chunks, strict=True)
         ]
@@ -110,7 +99,7 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
             tokens = slice(chunk.start - chunk.source, chunk.start)
             key, value = layer.cache.keys[None, :, tokens], layer.cache.values[None, :, tokens]
             out = layer.kernels.source_attention(
-                part[None], key, value, first=chunk.past, **layer.scores
+                part[None], key, value, layer.scores, first=chunk.past
             )
             outputs.append(out[0])
         return torch.cat(outputs)
@@ -141,10 +130,8 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
             query,
             layer.cache,
             *self._within(layer.window),
-            layer.slopes,
+            layer.scores,
             positions=self.positions,
-            sinks=layer.sinks,
-            **layer.scores,
         )
 
     def attend_source(self, x: Tensor | Hidden, layer: CrossAttention) -> Tensor:
@@ -156,9 +143,8 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
             self.source.starts,
             self.source.lengths,
             self.source.longest,
-            None,
+            layer.scores,
             positions=self.positions,
-            **layer.scores,
         )
 
     def _within(self, window: int) -> tuple[Tensor, Tensor, int]:
@@ -210,14 +196,14 @@ class EncodeContext(ForwardContext[Tensor | Hidden]):
         qkv = scaled(layer.project(x), layer.ia3, self.ia3_tasks)  # [N, q + k + v]
         if rotary is not None:
             qkv = kernels.apply_rotary(qkv, heads, rotary)
-        out = kernels.attend_spans(qkv, heads, self.spans, window=layer.window, **layer.scores)
+        out = kernels.attend_spans(qkv, heads, self.spans, layer.scores, window=layer.window)
         if self.attentions is not None:
             sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
             for row in qkv.split(self.counts):
                 query, key, _ = row.view(1, len(row), -1, heads.head_size).split(sizes, dim=2)
                 self.attentions.extend(
                     kernels.source_attention_weights(
-                        query, key.transpose(1, 2), window=layer.window, **layer.scores
+                        query, key.transpose(1, 2), layer.scores, window=layer.window
                     )
                 )
         return out

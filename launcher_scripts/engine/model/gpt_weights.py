@@ -31,10 +31,8 @@ class GPTWeightLoader(WeightLoader):
     config: GPTConfig
 
     def load(self) -> ModelWeights:
-        """Everything this rank needs, and nothing else, is read."""
-        config = self.config
-        first = self.pp_rank == 0
-        last = self.pp_rank == self.parallelism.pp_size - 1
+        """See WeightLoader."""
+        config, first, last = self.config, self.is_first_stage, self.is_last_stage
         table = self._table("wte") if first or (last and config.tied_embeddings) else None
         decoder = StackWeights(
             self._embedding(table) if first and table is not None else None,

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Generic, TypedDict, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.adapters import NO_TASK, Adapter, Prompt, scaled
-from launcher_scripts.engine.model.experts import mixture
 from launcher_scripts.engine.model.model_weights import (
     AttentionWeights,
     CrossAttentionWeights,
@@ -27,12 +26,13 @@ from launcher_scripts.engine.model.model_weights import (
 )
 from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
+    ExpertMLPs,
     Heads,
     Hidden,
     LayerCache,
     Linear,
     Norm,
-    RelativeBias,
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import norm_heads
@@ -118,14 +118,6 @@ class ForwardContext(ABC, Generic[Stream]):
     def attend_source(self, _x: Stream, _layer: CrossAttention, /) -> Tensor:
         """Attention of the new tokens to the encoder's inputs: [N, heads * head_size]."""
         raise ValueError("such a pass has no encoder's inputs")
-
-
-class Scores(TypedDict):
-    """What becomes of q.k, as attention takes it."""
-
-    scale: float
-    relative: RelativeBias | None
-    softcap: float | None
 
 
 class Sublayer(ABC):
@@ -228,13 +220,13 @@ class Sublayer(ABC):
 class AttentionOptions:
     """What the attentions of a layer have in common.
 
-    cache: of the layer; an encoder's holds no tokens
+    cache:  of the layer; an encoder's holds no tokens
+    scores: without what the weights add to them
     """
 
     cache: LayerCache
     heads: Heads
-    scale: float
-    softcap: float | None
+    scores: AttentionScores
 
 
 class Attention(Sublayer):
@@ -250,18 +242,13 @@ class Attention(Sublayer):
         super().__init__(weights, kernels, communicator)
         self.cache = options.cache
         self.heads = options.heads
-        self.scores: Scores = {
-            "scale": options.scale,
-            "relative": weights.relative,
-            "softcap": options.softcap,
-        }
+        self.scores = replace(options.scores, relative=weights.relative)
 
 
 class SelfAttention(Attention):
     """Attention of a row's tokens to each other.
 
-    slopes: ALiBi's, float32 [heads]
-    local:  whether the layer rotates by the second of the context's tables
+    local: whether the layer rotates by the second of the context's tables
     """
 
     def __init__(
@@ -271,14 +258,12 @@ class SelfAttention(Attention):
         communicator: Communicator,
         options: AttentionOptions,
         *,
-        slopes: Tensor | None = None,
         window: int = 0,
         local: bool = False,
     ) -> None:
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
-        self.sinks = weights.sinks
-        self.slopes = slopes
+        self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
         self.local = local
 
@@ -358,20 +343,34 @@ class MLP(Sublayer):
 
 
 class MixtureOfExperts(MLP):
-    """The experts of a layer, of which each token goes through a few."""
+    """The experts of a layer, of which each token goes through the few that its router scores best
+    (Shazeer et al. 2017).
+    """
 
     def __init__(
         self, weights: Experts, kernels: Ops, communicator: Communicator, activation: str
     ) -> None:
         super().__init__(weights, kernels, communicator, activation)
-        self.experts = weights
+        self.router = weights.router
+        self.shared = weights.shared
+        self.experts = ExpertMLPs(weights.in_proj, weights.gate, weights.out_proj, activation)
 
     def prepare(self) -> None:
         """Nothing: the norm of experts is a kernel of its own."""
 
     def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
         """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
-        return mixture(self.kernels, self._normalized(x), self.experts, self.activation)
+        kernels, hidden = self.kernels, self._normalized(x)
+        chosen, weights = kernels.route(hidden, self.router)
+        parts = kernels.mixture(hidden, chosen, weights, self.experts)
+        if self.shared is None:
+            return parts
+        mlp, scale = self.shared.mlp, self.shared.scale
+        inner = kernels.mlp_up(hidden, mlp.in_proj, mlp.gate, self.activation)
+        result = kernels.project(inner, mlp.out_proj).float()
+        if scale is not None:
+            result = result * kernels.project(hidden, scale).float().sigmoid()
+        return torch.cat([parts, result[None]])
 
     def _normalized(self, x: Tensor | Hidden) -> Tensor:
         if isinstance(x, Hidden):

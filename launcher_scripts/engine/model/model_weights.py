@@ -112,10 +112,6 @@ class Experts(MLPWeights):
     router: Router
     shared: SharedExpert | None = None
 
-    @property
-    def count(self) -> int:
-        return self.in_proj.weight.shape[0]
-
 
 @dataclass(frozen=True)
 class LayerWeights:

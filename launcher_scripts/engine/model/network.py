@@ -44,7 +44,7 @@ from launcher_scripts.engine.model.rotary import (
 )
 from launcher_scripts.engine.model.stack import Stack
 from launcher_scripts.engine.runner.prompt_batch import PromptBatch
-from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 
@@ -211,14 +211,16 @@ class Network:
         options = AttentionOptions(
             self.cache.layers[layer],
             self.heads,
-            config.attention_scale if cross is None else config.decoder_attention_scale,
-            config.attention_softcap,
+            AttentionScores(
+                config.attention_scale if cross is None else config.decoder_attention_scale,
+                config.attention_softcap,
+                self._slopes(layer),
+            ),
         )
         attention = SelfAttention(
             weights.attention,
             *shared,
             options,
-            slopes=self._slopes(layer),
             window=window,
             local=rotates_otherwise(config, layer),
         )
@@ -232,18 +234,13 @@ class Network:
         return Layer(attention, own, source, parallel)
 
     def _decode_step(self) -> DecodeStep | None:
-        config, layers = self.weights.config, self.weights.decoder.layers
-        if not layers or self.step_unsupported_reasons:
+        if not self.weights.decoder.layers or self.step_unsupported_reasons:
             return None
-        linear = next(iter(next(iter(layers.values())).attention.linears()))
+        rotary = self._tables(torch.arange(self.cache.capacity + 1, device=self.device))
         return DecodeStep(
-            self._decoder.sublayers,
-            self.weights.head,
-            self._decoder.embedding,
-            self._tables(torch.arange(self.cache.capacity + 1, device=self.device)),
-            linear.weight.new_zeros(1, config.hidden_size, dtype=linear.dtype),
-            config.vocab_size,
-            config.logits_softcap,
+            self._decoder,
+            self.weights,
+            rotary,
             self.cache.ids,
             self.kernels,
             self.communicator,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher_scripts.kernels.operands import RotaryTable
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 
-Tables = tuple[Tensor, Tensor]
 # Of the layers that rotate as the model does, and of the others: by a base of their own, or not.
-RotaryTables = tuple[Tables | None, Tables | None]
+RotaryTables = tuple[RotaryTable | None, RotaryTable | None]
 
 
 class Rotary:
@@ -31,8 +31,8 @@ class Rotary:
         self._frequencies = frequencies.float().to(device)
         self._scale = scale
 
-    def tables(self, kernels: Ops, positions: Tensor, reach: Tensor | None) -> Tables:
-        """Cosines and sines of positions [N], float32 [N, rotary_size / 2].
+    def tables(self, kernels: Ops, positions: Tensor, reach: Tensor | None) -> RotaryTable:
+        """Cosines and sines of positions [N].
 
         reach: int64 [N], the length that each token's row is turned for, where that matters: the
                tokens a row may come to have (LongRoPE), or those it has so far (dynamic)

@@ -31,10 +31,8 @@ class T5WeightLoader(WeightLoader):
     config: T5Config
 
     def load(self) -> ModelWeights:
-        """Everything this rank needs, and nothing else, is read."""
-        config = self.config
-        first = self.pp_rank == 0
-        last = self.pp_rank == self.parallelism.pp_size - 1
+        """See WeightLoader."""
+        config, first, last = self.config, self.is_first_stage, self.is_last_stage
         decodes = not config.encoder_only
         encoder = self._embedding("shared.weight_T", "shared.ape") if first else None
         decoder = encoder

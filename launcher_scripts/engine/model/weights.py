@@ -56,6 +56,8 @@ class WeightLoader(ABC):
         self.parallelism = parallelism
         self.tp_rank = parallelism.tp_rank(rank)
         self.pp_rank = parallelism.pp_rank(rank)
+        self.is_first_stage = self.pp_rank == 0
+        self.is_last_stage = self.pp_rank == parallelism.pp_size - 1
         self.dtype = dtype
         self.device = device
         self.quantization = quantization

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -244,12 +245,19 @@ class Runner:
         self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds
     ) -> Sampled | None:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
-        key = (batch.slots.shape[0], bounds, batch.choice)
-        if batch.choice == Choice.EAGER:
-            logits = graphs.run(key, batch.slots, partial(self._forward_step, bounds=bounds))
-            return self._choice.chosen(logits, batch)
-        step = partial(self.token_step, bounds=bounds, choice=batch.choice)
-        return graphs.run(key, batch.slots, step)
+        made = graphs.run(*self._recorded(batch.slots, bounds, batch.choice))
+        return self._choice.chosen(made, batch) if batch.choice == Choice.EAGER else made
+
+    def _recorded(
+        self, slots: Tensor, bounds: Bounds, choice: Choice
+    ) -> tuple[Hashable, Tensor, Callable[[Tensor], Any]]:
+        """Arguments of StepGraphs.run for steps that make tokens (see token_step) or, where rows
+        choose eagerly, logits.
+        """
+        step: Callable[[Tensor], Any] = partial(self.token_step, bounds=bounds, choice=choice)
+        if choice == Choice.EAGER:
+            step = partial(self._forward_step, bounds=bounds)
+        return (slots.shape[0], bounds, choice), slots, step
 
     def _record(self, shape: StepShape, graphs: StepGraphs) -> None:
         """Have the graph of such steps; it is tried out on padding rows."""
@@ -264,13 +272,8 @@ class Runner:
             self._prefill.record(shape, graphs)
             return
         bounds = Bounds(shape.own, shape.source, lora=shape.lora)
-        key = (shape.rows, bounds, shape.choice)
         slots = indices([self.states.padding_slot] * shape.rows, self.device)
-        if shape.choice == Choice.EAGER:
-            graphs.record(key, slots, partial(self._forward_step, bounds=bounds))
-        else:
-            step = partial(self.token_step, bounds=bounds, choice=shape.choice)
-            graphs.record(key, slots, step)
+        graphs.record(*self._recorded(slots, bounds, shape.choice))
 
     def _decode_with_beams(self, plan: Plan, result: StepResult) -> None:
         mixed = self._batches.mixed(plan)
@@ -282,11 +285,7 @@ class Runner:
             result.beams += self._beams_on_graph(self._graphs, mixed, bounds, plan.reorder)
             return
         else:
-            logits = self._graphs.run(
-                (mixed.slots.shape[0], bounds, Choice.EAGER),
-                mixed.slots,
-                partial(self._forward_step, bounds=bounds),
-            )
+            logits = self._graphs.run(*self._recorded(mixed.slots, bounds, Choice.EAGER))
         plain = len(plan.decode)
         if mixed.plain is not None:
             own = None if logits is None else logits[:plain]

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.common import clamped_swiglu
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 
@@ -19,6 +20,8 @@ ACTIVATION_CODES = {
     "squared_relu": 5,
     "clamped_swiglu": 6,
 }
+CLAMP = tl.constexpr(clamped_swiglu.CLAMP)
+SLOPE = tl.constexpr(clamped_swiglu.SLOPE)
 GATE_BLOCK = 2048
 
 
@@ -38,7 +41,7 @@ def activate(x, ACTIVATION: tl.constexpr):
         x = tl.maximum(x, 0.0)
         x = x * x
     elif ACTIVATION == 6:
-        x = x / (1.0 + tl.exp(-1.702 * x))
+        x = x / (1.0 + tl.exp(-SLOPE * x))
     return x
 
 
@@ -46,8 +49,8 @@ def activate(x, ACTIVATION: tl.constexpr):
 def activate_gated(x, gate, ACTIVATION: tl.constexpr):
     """See reference.activated."""
     if ACTIVATION == 6:
-        x = tl.minimum(x, 7.0)
-        gate = tl.minimum(tl.maximum(gate, -7.0), 7.0) + 1.0
+        x = tl.minimum(x, CLAMP)
+        gate = tl.minimum(tl.maximum(gate, -CLAMP), CLAMP) + 1.0
     return activate(x, ACTIVATION) * gate
 
 

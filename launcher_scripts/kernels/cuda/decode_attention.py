@@ -28,7 +28,14 @@ from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, tra
 from launcher_scripts.kernels.cuda.e4m3 import in_halves
 from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
 from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
-from launcher_scripts.kernels.operands import Heads, Hidden, LayerCache, Norm, RelativeBias
+from launcher_scripts.kernels.operands import (
+    AttentionScores,
+    Heads,
+    Hidden,
+    LayerCache,
+    Norm,
+    RotaryTable,
+)
 
 SHORT_CONTEXT = 256  # tokens
 MEDIUM_CONTEXT = 1024
@@ -327,13 +334,9 @@ def decode_attention(
     starts: Tensor,
     lengths: Tensor,
     longest: int,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     positions: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     fresh: bool | None = None,
 ) -> Tensor:
     """See reference.decode_attention. Long contexts are split over programs and merged."""
@@ -345,14 +348,10 @@ def decode_attention(
         cache,
         (starts, lengths, positions),
         longest,
-        slopes,
-        scale,
-        relative,
+        scores,
         dtype=query.dtype,
         fresh=bool(fresh),
         launch=NO_PDL if fresh is None else pdl_options(query),
-        softcap=softcap,
-        sinks=sinks,
     )
 
 
@@ -376,20 +375,16 @@ def attention_launch(
     cache: LayerCache,
     rows: tuple[Tensor, Tensor, Tensor | None],
     longest: int,
-    slopes: Tensor | None,
-    scale: float | None,
-    relative: RelativeBias | None,
+    scores: AttentionScores,
     *,
     dtype: torch.dtype,
     fresh: bool,
     launch: dict[str, bool],
     store: bool = False,
     parts: int = 1,
-    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary: RotaryTable | None = None,
     state: Hidden | None = None,
     norm: Norm | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """The kernel `attend`, or `attend_grouped`; rows are starts, lengths and positions, [B] each.
 
@@ -400,10 +395,10 @@ def attention_launch(
     """
     ahead = None if norm is None else state
     starts, lengths, positions = rows
+    slopes, relative, sinks = scores.slopes, scores.relative, scores.sinks
     count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
     shape = attention_shape(longest, count, heads, dtype, cache.keys.dtype)
-    splits = shape.splits
-    device = query.device
+    splits, device = shape.splits, query.device
     out = torch.empty(count, num_heads * size, dtype=dtype, device=device)
     # [rows, heads, splits]: unnormalized outputs, then the largest score and the sum of weights
     partial = torch.empty(count, num_heads, splits, size, device=device)
@@ -431,7 +426,7 @@ def attention_launch(
         sines,
         weights if ahead is None else ahead.row_stats,
         cache.keys.shape[1],
-        size**-0.5 if scale is None else scale,
+        scores.scale,
         0 if relative is None else relative.reach,
         HEADS=num_heads,
         GROUP=heads.group,
@@ -442,7 +437,7 @@ def attention_launch(
         ALIBI=slopes is not None,
         SINKS=sinks is not None,
         RELATIVE=relative is not None,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=scores.softcap or 0.0,
         FRESH=fresh,
         STORE=store,
         PARTS=parts,

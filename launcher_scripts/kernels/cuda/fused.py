@@ -63,6 +63,7 @@ from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
 from launcher_scripts.kernels.cuda.sampling import sample as sample
 from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.operands import (
+    AttentionScores,
     HeadNorms,
     Heads,
     Hidden,
@@ -71,7 +72,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
     PeerBuffers,
     Ranks,
-    RelativeBias,
+    RotaryTable,
     Router,
     RowColumns,
     StepRows,
@@ -173,7 +174,7 @@ def project_heads(
     x: Hidden,
     linear: Linear,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
 ) -> Tensor:
@@ -188,16 +189,11 @@ def attend_own(
     x: Hidden,
     linear: Linear,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
     longest: int,
-    slopes: Tensor | None,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    scores: AttentionScores,
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
@@ -217,17 +213,13 @@ def attend_own(
         cache,
         (*rows.attended, rows.positions),
         longest,
-        slopes,
-        scale,
-        relative,
+        scores,
         dtype=x.operand.dtype,
         fresh=True,
         launch=pdl_options(query),
         store=not stored,
         parts=parts,
         rotary=None if stored else rotary,
-        softcap=softcap,
-        sinks=sinks,
         state=x if alone else None,
         norm=linear.norm if alone else None,
     )
@@ -240,9 +232,7 @@ def attend_source(
     rows: StepRows,
     cache: LayerCache,
     longest: int,
-    *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
+    scores: AttentionScores,
 ) -> Tensor:
     """See reference.attend_source."""
     if x.operand.shape[0] == 1:
@@ -255,9 +245,7 @@ def attend_source(
         cache,
         (*rows.source, rows.positions),
         longest,
-        None,
-        scale,
-        relative,
+        scores,
         dtype=x.operand.dtype,
         fresh=False,
         launch=pdl_options(query),

@@ -26,6 +26,7 @@ from launcher_scripts.kernels.operands import (
     Hidden,
     LayerCache,
     Linear,
+    RotaryTable,
     StepRows,
 )
 
@@ -151,7 +152,7 @@ def row_heads(
     x: Hidden,
     linear: Linear,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
 ) -> Tensor:

@@ -15,11 +15,12 @@ from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     WIDEST_PROMPT_HEAD,
+    AttentionScores,
     LayerCache,
-    RelativeBias,
     VarlenBatch,
 )
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 WIDE_HEAD = 128  # wider ones take more registers and shared memory
 
 
@@ -73,12 +74,12 @@ def attend_prompts(
     rows = tl.load(query + place, mask=asked, other=0.0).to(tl.float32)
     rows = for_products(rows, keys.dtype.element_ty, query.dtype.element_ty)
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
-    slope = tl.load(slopes + head) * 1.4426950408889634 if ALIBI else 0.0
+    slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
     bias += head * (2 * reach + 1) if RELATIVE else 0
     m = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SINKS:
-        m, total = m * 0 + tl.load(sinks + head) * 1.4426950408889634, total + 1
+        m, total = m * 0 + tl.load(sinks + head) * LOG2_E, total + 1
     acc = tl.zeros([QUERIES, BLOCK], tl.float32)
     seen_by_any = tl.maximum(past + 1 - WINDOW, 0) // TILE * TILE if WINDOW > 0 else 0
     seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
@@ -152,14 +153,14 @@ def _add_keys(
     if MASKED:
         held = held & (tokens < last)[:, None]
     key = in_halves(tl.load(keys + where, mask=held, other=0.0), PTX).to(rows.dtype)
-    scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * 1.4426950408889634)
-    scores = capped(scores, SOFTCAP * 1.4426950408889634)
+    scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
+    scores = capped(scores, SOFTCAP * LOG2_E)
     if ALIBI:
         scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
     if RELATIVE:
         distance = tokens[None, :] - positions[:, None]
         at = tl.minimum(tl.maximum(distance, -reach), reach) + reach
-        scores += tl.load(bias + at) * 1.4426950408889634
+        scores += tl.load(bias + at) * LOG2_E
     if MASKED:
         seen = tokens[None, :] <= positions[:, None]
         if WINDOW > 0:
@@ -179,28 +180,15 @@ def prompt_attention(
     query: Tensor,
     cache: LayerCache,
     spans: VarlenBatch,
-    slopes: Tensor | None,
+    scores: AttentionScores,
     *,
-    scale: float | None = None,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """See reference.prompt_attention."""
     tokens, num_heads, size = query.shape
     if spans.tiles is None or size > WIDEST_PROMPT_HEAD:
-        return reference.prompt_attention(
-            query,
-            cache,
-            spans,
-            slopes,
-            scale=scale,
-            relative=relative,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        return reference.prompt_attention(query, cache, spans, scores, window=window)
+    slopes, relative, sinks = scores.slopes, scores.relative, scores.sinks
     out = query.new_empty(tokens, num_heads * size)
     wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
@@ -215,7 +203,7 @@ def prompt_attention(
         nothing if relative is None else relative.table,
         out,
         cache.keys.shape[1],
-        size**-0.5 if scale is None else scale,
+        scores.scale,
         0 if relative is None else relative.reach,
         HEADS=num_heads,
         GROUP=num_heads // cache.keys.shape[0],
@@ -225,7 +213,7 @@ def prompt_attention(
         SINKS=sinks is not None,
         RELATIVE=relative is not None,
         WINDOW=window,
-        SOFTCAP=softcap or 0.0,
+        SOFTCAP=scores.softcap or 0.0,
         QUERIES=QUERIES_PER_TILE,
         TILE=(16 if wide else 32) if exact else 64,
         PRECISION="ieee" if exact else "tf32",

@@ -12,17 +12,17 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.norm import norm, norm_code
-from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache
+from launcher_scripts.kernels.operands import HeadNorms, Heads, LayerCache, RotaryTable
 from launcher_scripts.kernels.reference import norm_heads
 
 STORED_AT_ONCE = 2048  # numbers
 
 
 @triton.jit
-def _of_head(query_vector, key_vector, features, mask, is_query, default):
+def _of_head(query_vector, key_vector, features, mask, is_query):
     """Numbers of a head's norm, where the mask is."""
-    query = tl.load(query_vector + features, mask=mask & is_query, other=default)
-    key = tl.load(key_vector + features, mask=mask, other=default)
+    query = tl.load(query_vector + features, mask=mask & is_query, other=0.0)
+    key = tl.load(key_vector + features, mask=mask, other=0.0)
     return tl.where(is_query, query, key)
 
 
@@ -84,9 +84,9 @@ def rotate_and_store(
         centred = tl.where(normed, out - mean, 0.0)
         eps = tl.where(is_query, query_eps, key_eps)
         scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1)[:, None] / SIZE + eps)
-        value = centred * scale * _of_head(query_gain, key_gain, features, normed, is_query, 0.0)
+        value = centred * scale * _of_head(query_gain, key_gain, features, normed, is_query)
         if NORM == 1:
-            value += _of_head(query_bias, key_bias, features, normed, is_query, 0.0)
+            value += _of_head(query_bias, key_bias, features, normed, is_query)
         out = tl.where(normed, value, out)
     if HALF > 0:
         rotates = (features < 2 * HALF) & (is_query | is_key)
@@ -95,10 +95,10 @@ def rotate_and_store(
         angle = turn * HALF + tl.where(upper, features - HALF, features)
         other = tl.load(source + partner, mask=rotates, other=0.0).to(tl.float32)
         if NORM > 0:
-            gain = _of_head(query_gain, key_gain, partner, rotates, is_query, 0.0)
+            gain = _of_head(query_gain, key_gain, partner, rotates, is_query)
             other = (other - mean) * scale * gain
         if NORM == 1:
-            other += _of_head(query_bias, key_bias, partner, rotates, is_query, 0.0)
+            other += _of_head(query_bias, key_bias, partner, rotates, is_query)
         cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
         sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = tl.where(rotates, out * cosine + tl.where(upper, other, -other) * sine, out)
@@ -114,7 +114,7 @@ def rotate_and_store(
 def store_kv(
     qkv: Tensor,
     heads: Heads,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: RotaryTable | None,
     slots: Tensor,
     cache: LayerCache,
     norms: HeadNorms | None = None,

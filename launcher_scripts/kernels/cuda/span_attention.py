@@ -12,7 +12,7 @@ from launcher_scripts.kernels import reference_attention
 from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.operands import SPAN_QUERIES, Heads, RelativeBias, Spans
+from launcher_scripts.kernels.operands import SPAN_QUERIES, AttentionScores, Heads, Spans
 
 
 @triton.jit
@@ -95,24 +95,21 @@ def attend_spans(
     qkv: Tensor,
     heads: Heads,
     spans: Spans,
+    scores: AttentionScores,
     *,
-    scale: float,
-    relative: RelativeBias | None = None,
     window: int = 0,
-    softcap: float | None = None,
 ) -> Tensor:
     """See reference.attend_spans."""
-    if window or softcap is not None or heads.num_kv_heads != heads.num_heads:
-        return reference_attention.attend_spans(
-            qkv, heads, spans, scale=scale, relative=relative, window=window, softcap=softcap
-        )
+    if window or scores.softcap is not None or heads.num_kv_heads != heads.num_heads:
+        return reference_attention.attend_spans(qkv, heads, spans, scores, window=window)
+    relative = scores.relative
     out = qkv.new_empty(qkv.shape[0], heads.num_heads * heads.head_size)
     launcher(attend_blocks, (spans.blocks.shape[0], heads.num_heads))(
         qkv,
         spans.blocks,
         spans.blocks if relative is None else relative.table,
         out,
-        scale,
+        scores.scale,
         0 if relative is None else relative.reach,
         HEADS=heads.num_heads,
         SIZE=heads.head_size,
