@@ -458,9 +458,20 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def copy_to_host(tokens: Tensor, host: Tensor) -> None:
-    """Write int64 [N] of the device into page-locked memory, once all that was launched is done."""
-    host.copy_(tokens, non_blocking=True)
+def copy_to_host(
+    tokens: Tensor, slots: Tensor, memory: Tensor, written: Tensor, padding: int
+) -> None:
+    """Write the tokens of the rows in `slots`, both int64 [N], as the next line of page-locked
+    memory, int64 [lines, rows], as far as they fit; after the last line comes the first.
+
+    written: int64 [1], counts the lines;  padding: a slot of no row. Where the first row is none,
+             nothing is written or counted
+    """
+    if slots[0] != padding:
+        line = memory[int(written) % memory.shape[0]]
+        count = min(tokens.shape[0], line.shape[0])
+        line[:count].copy_(tokens[:count])
+        written += 1
 
 
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:

@@ -309,9 +309,10 @@ def test_an_engine_waits_for_its_kernels(
     assert not any(compiled)
     with torch.inference_mode():  # what the rank would do on a GPU
         record_all(traced_runner(engine.settings, CONFIG))
-    memory = torch.zeros(2, 301, dtype=torch.int64)  # whose rows are aligned in several ways
-    for count, own in ((1, memory[0]), (300, memory[1])):
-        kernels_for("cuda").copy_to_host(torch.arange(count), own[:count])
+    memory, written = torch.zeros(12, 33, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for count in (1, 300):  # as rows that choose eagerly do, in other places of the memory
+        tokens, slots = torch.arange(count + 1)[1:], torch.arange(count)
+        kernels_for("cuda").copy_to_host(tokens, slots, memory, written, 32)
     assert len(compiled) == len(hopper.loaded)
     assert "compiled when they are needed" not in capsys.readouterr().out
 

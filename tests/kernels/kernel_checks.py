@@ -183,14 +183,21 @@ def test_argmax_takes_the_first_of_equal_ones(vocab):
     assert got[:2].tolist() == [1, vocab - 1]
 
 
-@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("count", [1, 300, 310])
 def test_tokens_are_copied_to_the_host(count):
-    tokens = torch.randint(2**40, (count, 2), device=DEVICE)[:, 1]
-    host = torch.full((count + 1,), -7, pin_memory=not INTERPRETED)
-    fused.copy_to_host(tokens, host[:count])
+    padding, lines = 305, 3
+    own, expected = (torch.full((lines, 306), -7, pin_memory=not INTERPRETED) for _ in range(2))
+    written, counted = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    for first_slot in (0, padding, 4, 2, 1):
+        tokens = torch.randint(2**40, (count, 2), device=DEVICE)[:, 1]
+        slots = torch.full((count,), padding, device=DEVICE)
+        slots[0] = first_slot
+        fused.copy_to_host(tokens, slots, own, written, padding)
+        reference.copy_to_host(tokens, slots, expected, counted, padding)
     if not INTERPRETED:
         torch.cuda.synchronize()
-    assert host.tolist() == [*tokens.tolist(), -7]
+    assert written.tolist() == counted.tolist() == [4]
+    assert own.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -109,32 +109,49 @@ class ScoreCopy:
 
 
 class Arrivals:
-    """Where the tokens of the last steps arrive on the host. To ask for page-locked memory and an
-    event anew in every step would take a tenth of the host's time for a step of a small model.
+    """Where the tokens of the last steps arrive on the host: a line for each, one after the other.
+
+    The device counts the lines that it writes. So a step that is a CUDA graph writes its own: to
+    launch a kernel, or a copy, takes the host a quarter of a small model's step.
     """
 
-    def __init__(self, copies: int, rows: int, device: torch.device, kernels: Ops) -> None:
-        """copies: how many may be under way at a time, each of up to `rows` tokens"""
+    def __init__(
+        self, lines: int, rows: int, padding: int, device: torch.device, kernels: Ops
+    ) -> None:
+        """lines: how many may be under way at a time, each of up to `rows` tokens
+        padding: the slot of no row
+        """
         self._kernels = kernels
-        self._stream = torch.cuda.current_stream(device)
-        memory = torch.empty(copies, rows, dtype=torch.int64, pin_memory=True)
-        self._places = itertools.cycle([(own, torch.cuda.Event()) for own in memory])
+        self._padding = padding
+        on_gpu = device.type == "cuda"
+        host = torch.device("cpu") if on_gpu else device  # the meta device has fake tensors
+        self._memory = torch.empty(lines, rows, dtype=torch.int64, device=host, pin_memory=on_gpu)
+        self._written = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.current_stream(device) if on_gpu else None
+        events = [torch.cuda.Event() if on_gpu else None for _ in range(lines)]
+        self._next = itertools.cycle(zip(self._memory, events, strict=True))
 
-    def take(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Where int64 [B] will be on the host when everything that was launched has been done, and
-        what says so."""
-        memory, event = next(self._places)
-        host = memory[: tokens.shape[0]]
-        self._kernels.copy_to_host(tokens, host)
-        event.record(self._stream)
-        return host, event
+    def write(self, tokens: Tensor, slots: Tensor) -> None:
+        """Have the device write the tokens of the rows in `slots`, both int64 [B], as the next
+        line; not those of padding rows alone.
+        """
+        self._kernels.copy_to_host(tokens, slots, self._memory, self._written, self._padding)
+
+    def take(self, count: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The next line that was to be written, of so many tokens, and what says that they are
+        there: everything launched until now has been done. None: they are there.
+        """
+        line, event = next(self._next)
+        if event is not None:
+            event.record(self._stream)
+        return line[:count], event
 
 
 class TokenCopy:
     """Sampled values on their way to the host.
 
     scored:   which of the slots the sampled scores belong to, by their places in the list
-    arrivals: where the tokens go; None: to memory of their own
+    arrivals: where the tokens have been written to; None: they go to memory of their own
     """
 
     def __init__(
@@ -150,7 +167,7 @@ class TokenCopy:
         self._scores = None if sampled.scores is None else ScoreCopy(sampled.scores)
         self._event: torch.cuda.Event | None
         if arrivals is not None:
-            self._tokens, self._event = arrivals.take(sampled.tokens[: len(slots)])
+            self._tokens, self._event = arrivals.take(len(slots))
         else:
             self._tokens = _to_host(sampled.tokens)
             self._event = _event_behind(sampled.tokens)

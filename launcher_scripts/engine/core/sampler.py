@@ -48,7 +48,12 @@ class SamplingBatch:
     @cached_property
     def slots(self) -> Tensor:
         """[B]"""
-        return indices([row.slot for row in self.rows], self.device)
+        return self.host_slots.to(self.device, non_blocking=True)
+
+    @cached_property
+    def host_slots(self) -> Tensor:
+        """[B], on the host."""
+        return torch.tensor([row.slot for row in self.rows])
 
     @cached_property
     def choice(self) -> Choice:
@@ -90,12 +95,14 @@ class SamplingBatch:
 class Sampled:
     """tokens: int64 [B];  log_probs: float32 [2, B] or None, see reference_sampling.sample.
 
-    scores are those of the batch's scored rows.
+    scores are those of the batch's scored rows. arrives: whether the step that has chosen the
+    tokens has written them into the host's memory, too.
     """
 
     tokens: Tensor
     log_probs: Tensor | None = None
     scores: TokenScores | None = None
+    arrives: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:

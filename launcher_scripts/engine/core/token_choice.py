@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.network import Network
 
-COPIES_PER_STEP = 3  # of prompts, of rows that decode, and of those that do so apart
+LINES_PER_STEP = 3  # of prompts, of rows that decode, and of those that do so apart
 STEPS_UNDER_WAY = 3  # at most, and a step more for each further pipeline stage
 
 
@@ -31,9 +32,9 @@ class TokenChoice:
         self._states = states
         self._device = device
         self._arrivals = None
-        if device.type == "cuda":
-            copies = COPIES_PER_STEP * (self._stages + STEPS_UNDER_WAY)
-            self._arrivals = Arrivals(copies, states.padding_slot + 1, device, network.kernels)
+        if communicator.rank == 0:  # the others' hosts look at no tokens
+            lines, padding = LINES_PER_STEP * (self._stages + STEPS_UNDER_WAY), states.padding_slot
+            self._arrivals = Arrivals(lines, padding + 1, padding, device, network.kernels)
 
     def choose(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled:
         """One token per row of the batch; logits [B, vocab] on the last stage, else None.
@@ -60,7 +61,9 @@ class TokenChoice:
 
         def settle() -> None:
             arrive()
-            if self._communicator.rank == 0:  # the others' hosts do not look at them
+            if self._arrivals is not None:
+                if not sampled.arrives:
+                    self._arrivals.write(sampled.tokens, batch.slots)
                 copy = TokenCopy(slots, sampled, batch.scored_rows, self._arrivals)
                 result.tokens.append(copy)
 
@@ -68,6 +71,19 @@ class TokenChoice:
             settle()
         else:
             result.unsettled.append(settle)
+
+    def in_step(self, logits: Tensor, slots: Tensor, choice: Choice) -> Sampled:
+        """`by_choice` in a step that is recorded; see `arriving`."""
+        return self.arriving(self.by_choice(logits, slots, choice), slots)
+
+    def arriving(self, sampled: Sampled, slots: Tensor) -> Sampled:
+        """What a step has chosen for the rows in slots [B], which it writes into the host's memory
+        itself, where there are no further stages.
+        """
+        if self._arrivals is None or self._stages > 1:
+            return sampled
+        self._arrivals.write(sampled.tokens, slots)
+        return replace(sampled, arrives=True)
 
     def chosen(self, logits: Tensor | None, batch: SamplingBatch) -> Sampled | None:
         """`choose`, known to this stage alone; None where there are no logits."""

@@ -69,8 +69,6 @@ class KernelPrecompiler:
             with torch.inference_mode(), compiling_in(max(1, min(MOST_THREADS, cores))):
                 runner = traced_runner(self._settings, self._config, self._draft)
                 runner.execute(Plan(record=tuple(runner.shapes_to_record())))
-                tokens = torch.empty(1, dtype=torch.int64, device=META)
-                kernels_for("cuda").copy_to_host(tokens, tokens)  # which is behind every step
         except Exception as error:  # a start without them is slower and nothing else
             why = f"{type(error).__name__}: {error}"
             print(f"kernels are compiled when they are needed: {why}", flush=True)

@@ -170,7 +170,7 @@ class Prefill:
             logits = self._network.logits(hidden[prompts.last])
             if choice == Choice.EAGER:
                 return logits
-            return self._choice.by_choice(logits, prompts.ended, choice)
+            return self._choice.in_step(logits, prompts.ended, choice)
 
         return step
 

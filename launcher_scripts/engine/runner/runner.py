@@ -245,7 +245,7 @@ class Runner:
         self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds
     ) -> Sampled | None:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
-        made = graphs.run(*self._recorded(batch.slots, bounds, batch.choice))
+        made = graphs.run(*self._recorded(batch.host_slots, bounds, batch.choice))
         return self._choice.chosen(made, batch) if batch.choice == Choice.EAGER else made
 
     def _recorded(
@@ -319,9 +319,9 @@ class Runner:
             hidden = step.forward(columns, slots, bounds, self._lora_adapters(slots, bounds))
             if not self.communicator.is_last_stage:
                 return None
-            return Sampled(step.greedy(hidden, columns, slots))
+            return self._choice.arriving(Sampled(step.greedy(hidden, columns, slots)), slots)
         logits = self._forward_step(slots, bounds)
-        return None if logits is None else self._choice.by_choice(logits, slots, choice)
+        return None if logits is None else self._choice.in_step(logits, slots, choice)
 
     def _forward_step(self, slots: Tensor, bounds: Bounds) -> Tensor | None:
         """One token of every row through this stage; logits [B, vocab] on the last one."""
