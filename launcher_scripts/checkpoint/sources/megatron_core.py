@@ -101,7 +101,7 @@ class MegatronCoreCheckpoint(WholeTensors):
         tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
-        predicts = bool(options.raw.get("mtp_num_layers"))
+        predicts = bool(options.get("mtp_num_layers"))
         if predicts:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")
