@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import Task, make_plan
+from launcher_scripts.checkpoint.convert.tasks import Task, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
