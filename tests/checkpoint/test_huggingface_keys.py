@@ -16,8 +16,12 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES,
     architecture,
 )
-from launcher_scripts.checkpoint.sources.huggingface_keys import IRRELEVANT, OFF, check_keys
-from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_raw import (
+    ACTIVATIONS,
+    IRRELEVANT,
+    OFF,
+    RawConfig,
+)
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import change_json, export_folder, refused_export
@@ -200,7 +204,7 @@ def problems(raw: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
     except CheckpointError:
         pass  # a default that the project cannot hold is refused elsewhere
     config.problems.messages.clear()
-    notes = check_keys(config)
+    notes = config.check_keys()
     return config.problems.messages, notes
 
 

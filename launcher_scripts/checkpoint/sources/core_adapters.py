@@ -19,7 +19,7 @@ import numpy as np
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
 from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import Mxfp4Scheme
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 KEY = "quantization_config"

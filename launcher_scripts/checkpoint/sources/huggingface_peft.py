@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.huggingface_keys import irrelevant
+from launcher_scripts.checkpoint.sources.huggingface_raw import irrelevant
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 # Megatron-LM's argument is called num_experts.
