@@ -165,8 +165,8 @@ class GGUFCheckpoint(WholeTensors):
             for name, stored in model.tensors.items()
             for pair in _tensors(_renamed(name, model.names), name, stored, model)
         )
-        raw = RawConfig(model.raw | _token_ids(metadata), tensors.keys(), archive.path)
-        raw.problems = model.fields.problems
+        said = model.raw | _token_ids(metadata)
+        raw = RawConfig(said, tensors.keys(), model.fields.problems)
         target = HUGGINGFACE[row.model_type]
         try:
             config = target.read(raw)

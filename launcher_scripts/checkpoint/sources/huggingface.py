@@ -118,22 +118,23 @@ class HuggingFaceCheckpoint(WholeTensors):
         headless = not heads & tensors.keys() and not hints.encoder_only
         _untied(tensors, row.tied)
         said = raw | _generation(archive)
-        values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
+        problems = Problems(str(archive.path / CONFIG_NAME))
+        values = RawConfig(said, tensors.keys(), problems)
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
-            values.problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
+            problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
         dialects = row.dialects(values)
         try:
             config = row.read(values)
         except CheckpointError:
             values.check_keys()
-            values.problems.raise_if_any(CheckpointError)
+            problems.raise_if_any(CheckpointError)
             raise
         notes = [*values.notes, *values.check_keys(), *widened]
         notes += [IMAGES_NOTE] if reads_images else []
         notes += [PREDICTORS_NOTE] if predicts else []
-        _check_heads(config, tensors, values.problems)
-        values.problems.raise_if_any(CheckpointError)
+        _check_heads(config, tensors, problems)
+        problems.raise_if_any(CheckpointError)
         return cls(archive, raw, config, dialects, tensors, tuple(notes))
 
     @property

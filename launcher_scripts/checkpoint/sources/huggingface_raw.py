@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher_scripts.common.errors import Problems
@@ -149,10 +148,10 @@ class RawConfig:
     notes: what has to be known of the model that is exported
     """
 
-    def __init__(self, raw: Mapping[str, Any], keys: Collection[str], path: Path) -> None:
+    def __init__(self, raw: Mapping[str, Any], keys: Collection[str], problems: Problems) -> None:
         self.raw = raw
         self.keys = keys
-        self.problems = Problems(str(path))
+        self.problems = problems
         self.notes: list[str] = []
         self.asked: set[str] = set()
         self._defaults: dict[str, Any] = {}
@@ -241,10 +240,8 @@ class RawConfig:
             self.problems.add(f"{' or '.join(names)} must be a mapping", got=found)
             found = {}
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
-        section = RawConfig(found, self.keys, Path())
-        section.problems = self.problems
-        self.sections[name] = section
-        return section
+        self.sections[name] = RawConfig(found, self.keys, self.problems)
+        return self.sections[name]
 
     def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
