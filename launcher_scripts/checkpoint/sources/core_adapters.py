@@ -21,11 +21,10 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
-from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
-from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt_nemo import core_dialects, nemo_dialects
 
 _MARK = ".adapter."
 _PART = re.compile(

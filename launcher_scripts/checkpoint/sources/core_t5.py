@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.core_options import CORE_ALONE, CoreOptions
-from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import T5_TABLE, TABLE
 from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 from launcher_scripts.models.t5 import T5Config
 
 _RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"

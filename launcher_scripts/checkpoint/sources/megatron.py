@@ -25,7 +25,6 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     read_gpt,
 )
-from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import (
     HEAD,
     TABLE,
@@ -42,6 +41,7 @@ from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 
 WEIGHTS_NAME = "model_optim_rng.pt"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

@@ -1,4 +1,5 @@
-"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights.
+"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights; what a T5
+says in the same words.
 
 Absent keys take NeMo's own defaults. What changed between NeMo's releases is told apart by
 `nemo_version`; a file without one is from before 1.18.
@@ -6,23 +7,34 @@ Absent keys take NeMo's own defaults. What changed between NeMo's releases is to
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.nemo_options import (
-    ACTIVATIONS,
-    NORMALIZATIONS,
-    NemoModel,
-    gelu,
-    nemo_dialects,
-    nemo_version,
-)
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.models.gpt_nemo import OF_EXPERTS
+from launcher_scripts.models.gpt_nemo import core_dialects, nemo_dialects
 
 # Classic GPTs honour megatron_legacy and know ALiBi since this release.
 LEGACY_AND_ALIBI_SINCE = (1, 20)
-
+# activation -> (function, gated); "gelu" is settled by `gelu`.
+ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "geglu": ("gelu", True),
+    "fast-geglu": ("gelu", True),
+    "reglu": ("relu", True),
+    "fast-reglu": ("relu", True),
+    "swiglu": ("silu", True),
+    "fast-swiglu": ("silu", True),
+    "squared-relu": ("squared_relu", False),
+}
+NORMALIZATIONS = {
+    "layernorm": "layernorm",
+    "layernorm1p": "layernorm",
+    "low_precision_layernorm": "layernorm",
+    "rmsnorm": "rmsnorm",
+}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 BLOCK_TYPES = {"pre_ln": "pre", "post_ln": "post"}
 
@@ -38,6 +50,20 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "scale_positional_embedding": (None, False),
     "window_size": (None,),
 }
+
+
+@dataclass(frozen=True)
+class NemoModel:
+    """What a model_config.yaml says.
+
+    fields:   the family's hyperparameters, but vocab_size (the table's rows) and the token ids
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model, if anything
+    """
+
+    fields: Mapping[str, Any]
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def read_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> NemoModel:
@@ -105,16 +131,16 @@ def read_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> Nemo
     return NemoModel(fields, dialects, tuple(notes))
 
 
-def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
-    """Of the core's tensors, first choice first; norms: the dialect that says where these are."""
-    found = ["mcore_fused_gate"] if gated else []
-    if plus_one:
-        found.append(f"{norms}_plus_one")
-    if plus_one and norms in OF_EXPERTS:  # layers without experts have theirs at another place
-        found.append("mcore_plus_one")
-    if norms != "mcore":
-        found.append(norms)
-    return (*found, "mcore")
+def nemo_version(options: TrainingOptions) -> tuple[int, int]:
+    """(major, minor) of the release that wrote the file; (0, 0) when it does not say."""
+    match = re.match(r"(\d+)\.(\d+)", str(options.get("nemo_version") or ""))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def gelu(options: TrainingOptions) -> str:
+    """The fused kernel and openai_gelu are the tanh form, torch's own is the exact one."""
+    fused = options.flag("bias_activation_fusion", options.flag("bias_gelu_fusion", True))
+    return "gelu" if fused or options.flag("openai_gelu", False) else "gelu_erf"
 
 
 def _refuse_unknown(options: TrainingOptions, core: bool) -> None:

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds, own_ids
-from launcher_scripts.checkpoint.sources.nemo_options import (
+from launcher_scripts.checkpoint.sources.nemo_config import section
+from launcher_scripts.checkpoint.sources.nemo_gpt import (
     ACTIVATIONS,
     NORMALIZATIONS,
     NemoModel,
     gelu,
-    nemo_dialects,
-    section,
 )
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import SentencePieceTokenizer, Tokenizer
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 
 POSITIONS = {"learned_absolute": "learned", "relative": "relative"}
 
