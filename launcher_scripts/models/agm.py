@@ -13,13 +13,12 @@ from math import gcd
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
+    FORK_ACTIVATIONS,
     ModelConfig,
     Partition,
     Source,
     WeightSpec,
 )
-
-_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,9 @@ class AgmConfig(ModelConfig):
     pad_id: int | None = 1
 
     def check(self, problems: Problems) -> None:
-        self.check_fields(problems, ("num_buckets", "max_distance"), {"activation": _ACTIVATIONS})
+        self.check_fields(
+            problems, ("num_buckets", "max_distance"), {"activation": FORK_ACTIVATIONS}
+        )
         self.check_divides(problems, "num_heads", "hidden_size")
 
     @property

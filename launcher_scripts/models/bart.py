@@ -14,6 +14,7 @@ from math import gcd
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
+    FORK_ACTIVATIONS,
     ModelConfig,
     Partition,
     Source,
@@ -21,7 +22,6 @@ from launcher_scripts.models.family import (
     stack_layers,
 )
 
-_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 # The bias of a token that no text has: its probability is that of the likeliest times e^-100.
 NEVER = -100.0
 
@@ -65,7 +65,7 @@ class BartConfig(ModelConfig):
 
     def check(self, problems: Problems) -> None:
         sizes = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
-        choices = {"norm_placement": ("pre", "post"), "activation": _ACTIVATIONS}
+        choices = {"norm_placement": ("pre", "post"), "activation": FORK_ACTIVATIONS}
         self.check_fields(problems, sizes, choices)
         for name in ("num_heads", "num_decoder_heads"):
             self.check_divides(problems, name, "hidden_size")

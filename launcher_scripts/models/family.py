@@ -12,7 +12,9 @@ from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import Parallelism, divisors
 
 NORMALIZATIONS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu", "clamped_swiglu")
+# Those of the FasterTransformer forks that serve BART and Agm, and all.
+FORK_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
