@@ -94,7 +94,7 @@ DOORS = {
         "launcher_scripts/evaluation/transformers_model.py",
         "launcher_scripts/evaluation/nemo_model.py",
         "launcher_scripts/evaluation/core_model.py",
-        "launcher_scripts/checkpoint/sources/sinusoidal_positions.py",
+        "launcher_scripts/checkpoint/convert/layouts.py",
     ),
     "transformers": ("launcher_scripts/evaluation/transformers_model.py",),
     "lm_eval": ("launcher_scripts/evaluation/lm_eval_program.py",),

@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
+    FORK_ACTIVATIONS,
     ModelConfig,
     Partition,
     Source,
     WeightSpec,
-    check_numbers,
 )
-
-_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class AgmConfig(ModelConfig):
     every Agm is.
     """
 
+    title = "Agm"
     position_embedding = "relative"
     normalization = "layernorm"
     norm_placement = "pre"
@@ -56,14 +55,11 @@ class AgmConfig(ModelConfig):
     end_id: int = 2
     pad_id: int | None = 1
 
-    def __post_init__(self) -> None:
-        problems = Problems("the Agm hyperparameters")
-        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
-        buckets = ("num_buckets", "max_distance")
-        self.check_fields(problems, (*sizes, *buckets), {"activation": _ACTIVATIONS})
+    def check(self, problems: Problems) -> None:
+        self.check_fields(
+            problems, ("num_buckets", "max_distance"), {"activation": FORK_ACTIVATIONS}
+        )
         self.check_divides(problems, "num_heads", "hidden_size")
-        check_numbers(problems, self)
-        problems.raise_if_any(CheckpointError)
 
     @property
     def head_size(self) -> int:

@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
+    FORK_ACTIVATIONS,
     ModelConfig,
     Partition,
     Source,
     WeightSpec,
-    check_numbers,
     stack_layers,
 )
 
-_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 # The bias of a token that no text has: its probability is that of the likeliest times e^-100.
 NEVER = -100.0
 
@@ -38,6 +37,7 @@ class BartConfig(ModelConfig):
     What has no type says in T5Config's words what every BART is, and so do the properties.
     """
 
+    title = "BART"
     position_embedding = "learned"
     normalization = "layernorm"
     gated = encoder_only = False
@@ -63,12 +63,10 @@ class BartConfig(ModelConfig):
     pad_id: int | None = 1
     forced_bos_id: int | None = None
 
-    def __post_init__(self) -> None:
-        problems = Problems("the BART hyperparameters")
-        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
-        more = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
-        choices = {"norm_placement": ("pre", "post"), "activation": _ACTIVATIONS}
-        self.check_fields(problems, (*sizes, *more), choices)
+    def check(self, problems: Problems) -> None:
+        sizes = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
+        choices = {"norm_placement": ("pre", "post"), "activation": FORK_ACTIVATIONS}
+        self.check_fields(problems, sizes, choices)
         for name in ("num_heads", "num_decoder_heads"):
             self.check_divides(problems, name, "hidden_size")
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
@@ -77,8 +75,6 @@ class BartConfig(ModelConfig):
                 got=self.forced_bos_id,
                 choices=(f"0-{self.vocab_size - 1}",),
             )
-        check_numbers(problems, self)
-        problems.raise_if_any(CheckpointError)
 
     @property
     def qkv_size(self) -> int:

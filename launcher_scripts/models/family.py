@@ -8,14 +8,17 @@ from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
-from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import Parallelism, divisors
 
 NORMALIZATIONS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu", "squared_relu", "clamped_swiglu")
+# Those of the FasterTransformer forks that serve BART and Agm, and all.
+FORK_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
+ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
+_SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
 class Partition(str, Enum):
@@ -125,14 +128,20 @@ def _lists(numbers: str | None, layer: int) -> bool:
 
 
 class ModelConfig(ABC):
-    """Hyperparameters every family has, in the project's own words; a frozen dataclass."""
+    """Hyperparameters every family has, in the project's own words; a frozen dataclass.
+
+    Making one raises CheckpointError with everything that no model of the family can have.
+    title: what texts call the family
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    title: ClassVar[str]
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
+    ffn_size: int
     position_embedding: str
     normalization: str
     norm_eps: float
@@ -144,6 +153,17 @@ class ModelConfig(ABC):
     unrotated_layers: str | None = None
     num_experts: int | None = None
     dense_layers: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems(f"the {self.title} hyperparameters")
+        self.check_fields(problems, _SIZES, {})
+        self.check(problems)
+        _check_numbers(problems, self)
+        problems.raise_if_any(CheckpointError)
+
+    @abstractmethod
+    def check(self, problems: Problems) -> None:
+        """Note what no model of the family can have, besides what is checked of all families."""
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""
@@ -182,7 +202,7 @@ class ModelConfig(ABC):
             problems.add(f"{part} must divide {whole}", got=size, choices=divisors(of))
 
 
-def check_numbers(problems: Problems, config: Any) -> None:
+def _check_numbers(problems: Problems, config: Any) -> None:
     """Note the real numbers and token ids of `config` that no model can have.
 
     Start ids are read by the model, so they are of its vocabulary. End and pad ids are only

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models import adapters, gpt_dialects
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
@@ -20,7 +20,6 @@ from launcher_scripts.models.family import (
     NORMALIZATIONS,
     Partition,
     WeightSpec,
-    check_numbers,
 )
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -75,6 +74,8 @@ class GPTConfig(AdapterSizes):
     kernels/operands.py says of a Router, whose linear has a bias with router_bias. mlp_bias is of
     every expert, too.
     """
+
+    title = "GPT"
 
     vocab_size: int
     num_layers: int
@@ -140,12 +141,10 @@ class GPTConfig(AdapterSizes):
     pad_id: int | None = None
     parts: Adapters = NO_ADAPTERS
 
-    def __post_init__(self) -> None:
-        problems = Problems("the GPT hyperparameters")
-        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads")
+    def check(self, problems: Problems) -> None:
         self.check_fields(
             problems,
-            (*sizes, "head_size", "ffn_size", "max_positions"),
+            ("num_kv_heads", "head_size", "max_positions"),
             {
                 "position_embedding": ("learned", "rope", "alibi", "none"),
                 "normalization": NORMALIZATIONS,
@@ -163,8 +162,6 @@ class GPTConfig(AdapterSizes):
         if self.activation == "clamped_swiglu" and not self.gated:
             problems.add("activation clamped_swiglu needs gated", got=self.gated, choices=(True,))
         self.check_divides(problems, "num_kv_heads", "num_heads")
-        check_numbers(problems, self)
-        problems.raise_if_any(CheckpointError)
 
     def _check_rotary_scaling(self, problems: Problems) -> None:
         if self.rotary_scaling is None:

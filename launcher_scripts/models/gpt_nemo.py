@@ -1,7 +1,8 @@
 """Where the tensors of a GPT lie in NeMo's checkpoints, classic and Megatron-LM core.
 
 Keys are as in the state dict, without the common prefix ("model.language_model." or "model.").
-Variants of a dialect hold only the rows in which they differ.
+Variants of a dialect hold only the rows in which they differ. T5's table has "nemo" and some of its
+variants, too.
 """
 
 from __future__ import annotations
@@ -162,3 +163,32 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),
     "mcore_experts_plus_one": _plus_one({**MCORE, **MCORE_EXPERTS}),
 }
+
+
+def nemo_dialects(*, fused: bool, plus_one: bool, legacy: bool = False) -> tuple[str, ...]:
+    """Dialects of the weight table for tensors under NeMo's classic names.
+
+    Variants come first: a row of theirs goes before the plain dialect's.
+    fused:    a gate lies in one matrix with what it gates
+    plus_one: norms' scales are stored as their distance from one
+    legacy:   query, key and value lie in Megatron-LM's older order
+    """
+    variants = {"nemo_fused_gate": fused, "nemo_legacy": legacy, "nemo_plus_one": plus_one}
+    return (*(name for name, there in variants.items() if there), "nemo")
+
+
+def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
+    """Dialects of the weight table for tensors of Megatron-LM core, first choice first.
+
+    gated:    a gate lies in one matrix with what it gates
+    norms:    the dialect that says where these are
+    plus_one: as of nemo_dialects
+    """
+    found = ["mcore_fused_gate"] if gated else []
+    if plus_one:
+        found.append(f"{norms}_plus_one")
+    if plus_one and norms in OF_EXPERTS:  # layers without experts have theirs at another place
+        found.append("mcore_plus_one")
+    if norms != "mcore":
+        found.append(norms)
+    return (*found, "mcore")

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, check_numbers
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class T5Config(AdapterSizes):
     embedding_scale, softcaps and windows are as in GPTConfig, of both stacks; a token of the
     encoder attends to sliding_window tokens on either side.
     """
+
+    title = "T5"
 
     vocab_size: int
     num_layers: int
@@ -76,15 +78,13 @@ class T5Config(AdapterSizes):
     full_attention_layers: str | None = None
     parts: Adapters = NO_ADAPTERS
 
-    def __post_init__(self) -> None:
-        problems = Problems("the T5 hyperparameters")
-        sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "head_size", "ffn_size")
+    def check(self, problems: Problems) -> None:
         decoder = (
             () if self.encoder_only and not self.num_decoder_layers else ("num_decoder_layers",)
         )
         self.check_fields(
             problems,
-            (*sizes, "num_buckets", "max_distance", "max_positions", *decoder),
+            ("head_size", "num_buckets", "max_distance", "max_positions", *decoder),
             {
                 "position_embedding": ("relative", "learned", "rope"),
                 "normalization": NORMALIZATIONS,
@@ -97,8 +97,6 @@ class T5Config(AdapterSizes):
             problems.add("rotary_base and rope belong together", got=self.rotary_base)
         if self.num_kv_heads is not None:
             self.check_divides(problems, "num_kv_heads", "num_heads")
-        check_numbers(problems, self)
-        problems.raise_if_any(CheckpointError)
 
     def _check_buckets(self, problems: Problems) -> None:
         """Half of a direction's buckets are one distance each, the others reach max_distance."""

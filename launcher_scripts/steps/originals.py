@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.convert.export import open_source
-from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.convert.verification import altered_files
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.archive import Archive

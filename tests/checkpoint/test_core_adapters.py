@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, loa
 
 from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings, adapter_of
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.peft_maker import PeftMaker
@@ -324,7 +324,7 @@ def test_lora_of_a_layer_without_a_gate(pieces: int, shuffled: bool) -> None:
     stem = "decoder.layers.0.mlp.linear_fc1.adapter"
     down = SourceTensor.whole(np.zeros((DIM, 8), np.float32))
     tensors = {f"{stem}.linear_in.weight": down, f"{stem}.linear_out.weight": up}
-    said = PeftSettings(settings("LoRA", "x"), "x", 2, False)
+    said = PeftSettings(settings("LoRA", "x"), Problems("the adapter"), 2, False)
     adapter = adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
     (found,) = adapter.updates["decoder.layers.0.mlp.linear_fc1.weight"]
     np.testing.assert_array_equal(found.up.read(), rows.numpy())

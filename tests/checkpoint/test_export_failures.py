@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from launcher_scripts.checkpoint.convert import export as export_module
-from launcher_scripts.checkpoint.convert import write_tasks
+from launcher_scripts.checkpoint.convert import tasks
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
@@ -214,7 +214,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether several processes write the tensors, small as they are."""
     if request.param:
-        monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
+        monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
     return request.param
 
 
@@ -226,14 +226,14 @@ def test_what_fails_ends_the_export(
         def __init__(self, one: object, other: object) -> None:
             super().__init__(f"{one} and {other}")
 
-    strips = write_tasks.strips
+    strips = tasks.strips
 
     def failing(columns: Any, dtype: Any, name: str, *more: Any, **options: Any) -> Any:
         if "layers.2" in name:
             raise error
         return strips(columns, dtype, name, *more, **options)
 
-    monkeypatch.setattr(write_tasks, "strips", failing)
+    monkeypatch.setattr(tasks, "strips", failing)
     for error in (CheckpointError("it cannot be read"), Unsendable("this", "that")):
         with pytest.raises(Exception, match=str(error)):
             export_folder(source, tmp_path)
@@ -244,7 +244,7 @@ def test_processes_write_the_same(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = export_folder(source, tmp_path / "alone", 2, "bf16")
-    monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
     divided = export_folder(source, tmp_path / "divided", 2, "bf16", verify=True)
     assert weight_bytes(alone) == weight_bytes(divided)
     FTCheckpoint.open(divided, verify=True)
@@ -254,10 +254,8 @@ def test_a_killed_process_ends_the_export(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the system does to one of them where memory is short."""
-    monkeypatch.setattr(write_tasks, "LEAST_BYTES", 0)
-    monkeypatch.setattr(
-        write_tasks, "strips", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    )
+    monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tasks, "strips", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     refused_export(
         source, tmp_path, "a process of the export ended early, with an exit code; got -9"
     )

@@ -9,7 +9,7 @@ from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError, Problems
 
 T5_KEYS = ("shared.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
 T5 = {
@@ -34,7 +34,7 @@ BART = {
 
 
 def raw(values: dict[str, Any], *keys: str) -> RawConfig:
-    return RawConfig(values, keys, Path("config.json"))
+    return RawConfig(values, keys, Problems("config.json"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launcher_scripts.checkpoint.convert.export import open_source
 from launcher_scripts.checkpoint.convert.forecast import Forecast
 from launcher_scripts.checkpoint.convert.manifest import read_manifest
-from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
 from launcher_scripts.models import family_of

@@ -16,9 +16,13 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES,
     architecture,
 )
-from launcher_scripts.checkpoint.sources.huggingface_keys import IRRELEVANT, OFF, check_keys
-from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.checkpoint.sources.huggingface_raw import (
+    ACTIVATIONS,
+    IRRELEVANT,
+    OFF,
+    RawConfig,
+)
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import change_json, export_folder, refused_export
 from tests.checkpoint.tiny_models import LLAMA
@@ -193,14 +197,14 @@ def problems(raw: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
     """What is wrong with the keys, and the notes."""
     path = Path("config.json")
     row = architecture(raw, path)
-    config = RawConfig(raw, ("encoder.block.", "decoder.block."), path)
+    config = RawConfig(raw, ("encoder.block.", "decoder.block."), Problems(str(path)))
     try:
         row.variants(config)
         row.read(config)
     except CheckpointError:
         pass  # a default that the project cannot hold is refused elsewhere
     config.problems.messages.clear()
-    notes = check_keys(config)
+    notes = config.check_keys()
     return config.problems.messages, notes
 
 
@@ -272,7 +276,7 @@ def test_all_unknown_keys_are_one_error_and_notes_reach_the_manifest(tmp_path: P
 
 
 def test_two_names_of_one_size_must_agree() -> None:
-    raw = RawConfig({"n_positions": 1024, "n_ctx": 512}, (), Path("config.json"))
+    raw = RawConfig({"n_positions": 1024, "n_ctx": 512}, (), Problems("config.json"))
     raw.size("n_positions", "n_ctx")
     assert raw.problems.messages == ["n_positions and n_ctx differ; got [1024, 512]"]
 

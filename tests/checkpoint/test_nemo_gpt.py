@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
-from launcher_scripts.checkpoint.sources.nemo_options import NemoModel, nemo_version
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.checkpoint.sources.nemo_gpt import NemoModel, nemo_version, read_gpt
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
 
 LEAST = {
@@ -19,8 +19,12 @@ LEAST = {
 }
 
 
+def options_of(raw: dict[str, Any]) -> TrainingOptions:
+    return TrainingOptions(raw, Problems("model_config.yaml"))
+
+
 def read(core: bool = False, local_norms: bool = False, **raw: Any) -> NemoModel:
-    return read_gpt({**LEAST, **raw}, core=core, local_norms=local_norms)
+    return read_gpt(options_of({**LEAST, **raw}), core=core, local_norms=local_norms)
 
 
 def test_defaults_are_nemos() -> None:
@@ -130,9 +134,9 @@ def test_positions_and_groups() -> None:
 
 
 def test_versions() -> None:
-    assert nemo_version({"nemo_version": "1.23.0"}) == (1, 23)
-    assert nemo_version({"nemo_version": "2.0.0rc1"}) == (2, 0)
-    assert nemo_version({}) == (0, 0)
+    assert nemo_version(options_of({"nemo_version": "1.23.0"})) == (1, 23)
+    assert nemo_version(options_of({"nemo_version": "2.0.0rc1"})) == (2, 0)
+    assert nemo_version(options_of({})) == (0, 0)
 
 
 @pytest.mark.parametrize("value", ["x", 1.5, -1])

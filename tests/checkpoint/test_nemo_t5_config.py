@@ -11,17 +11,23 @@ import pytest
 import sentencepiece
 
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds
-from launcher_scripts.checkpoint.sources.nemo_options import NemoModel
+from launcher_scripts.checkpoint.sources.nemo_gpt import NemoModel
 from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.models.t5 import T5Config
 
 LEAST = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 
+def options_of(raw: dict[str, Any]) -> TrainingOptions:
+    return TrainingOptions(raw, Problems("model_config.yaml"))
+
+
 def read(encoder: dict[str, Any] | None = None, **raw: Any) -> NemoModel:
     stack = {**LEAST, **(encoder or {})}
-    return read_t5({"encoder": stack, "decoder": stack, **raw})
+    return read_t5(options_of({"encoder": stack, "decoder": stack, **raw}))
 
 
 def test_defaults_are_nemos() -> None:
@@ -48,7 +54,7 @@ def test_defaults_are_nemos() -> None:
 
 def test_flat_files_describe_both_stacks() -> None:
     flat = {**LEAST, "max_position_embeddings": 32}
-    assert read_t5(flat) == read(max_position_embeddings=32)
+    assert read_t5(options_of(flat)) == read(max_position_embeddings=32)
 
 
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

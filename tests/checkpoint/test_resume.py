@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert import write_tasks
+from launcher_scripts.checkpoint.convert import tasks
 from launcher_scripts.checkpoint.convert.journal import FILE_NAME, Journal
 from launcher_scripts.checkpoint.convert.manifest import FileEntry
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
@@ -112,7 +112,7 @@ def test_an_error_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(source, tmp_path, 20)
-    monkeypatch.setattr(write_tasks, "strips", lambda *_, **__: iter(()))
+    monkeypatch.setattr(tasks, "strips", lambda *_, **__: iter(()))
     with pytest.raises(CheckpointError, match="has another size"):
         export_folder(source, tmp_path, 2)
     assert not (tmp_path / "m" / "1" / "2-gpu.partial").exists()
@@ -152,14 +152,14 @@ def test_verification_finds_a_wrong_shard(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks written in the wrong order have the right sizes and digests, and still are wrong."""
-    right = write_tasks.rank_columns
+    right = tasks.rank_columns
 
     def wrong(spec: Any, config: Any, tp_size: int, tp_rank: int, blocks: Any) -> list[np.ndarray]:
         if spec.name == "layers.*.mlp.dense_4h_to_h.weight":
             tp_rank = tp_size - 1 - tp_rank
         return right(spec, config, tp_size, tp_rank, blocks)
 
-    monkeypatch.setattr(write_tasks, "rank_columns", wrong)
+    monkeypatch.setattr(tasks, "rank_columns", wrong)
     with pytest.raises(CheckpointError, match="4 problems") as caught:
         export_folder(source, tmp_path, 2, verify=True)
     assert "layers.3.mlp.dense_4h_to_h.weight is not what the source holds" in str(caught.value)

@@ -12,10 +12,9 @@ from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
 from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
-from launcher_scripts.checkpoint.convert.plan import make_plan
 from launcher_scripts.checkpoint.convert.progress import Progress
+from launcher_scripts.checkpoint.convert.tasks import make_plan, refuse_unfit, write_all
 from launcher_scripts.checkpoint.convert.verification import verify_export
-from launcher_scripts.checkpoint.convert.write_tasks import refuse_unfit, write_all
 from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.formats.archive import Archive

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher_scripts.checkpoint.convert.plan import Task
+from launcher_scripts.checkpoint.convert.tasks import Task
 from launcher_scripts.checkpoint.fastertransformer.folder import DTYPES
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.models import family_of

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.manifest import ALGORITHM, DIGESTS, file_digest
-from launcher_scripts.checkpoint.convert.plan import Task
 from launcher_scripts.checkpoint.convert.reshard import rank_columns
 from launcher_scripts.checkpoint.convert.streaming import strips
+from launcher_scripts.checkpoint.convert.tasks import Task
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, WeightFile
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -55,9 +55,8 @@ def altered_files(
     workspace = Workspace()
     for task in tasks:
         blocks = task.blocks(workspace)
-        for rank in task.spec.tp_ranks(checkpoint.tp_size):
-            file = WeightFile(task.spec, task.layer, rank)
-            columns = rank_columns(task.spec, task.config, checkpoint.tp_size, rank, blocks)
+        for file in task.files(checkpoint.tp_size):
+            columns = rank_columns(task.spec, task.config, checkpoint.tp_size, file.tp_rank, blocks)
             digest = DIGESTS[ALGORITHM]()
             for strip in strips(
                 columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True

@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, ta
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.untrusted import read_plain
-from launcher_scripts.config.settings import CHECKPOINT_KEY, DRAFT_MODEL_KEY
+from launcher_scripts.config.settings import CHECKPOINT_KEY, DATA_TYPES, DRAFT_MODEL_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.draft import check_draft_model
@@ -32,7 +32,6 @@ EXTENSION_VERSION = 1
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
 MOST_LAYERS = 10_000
-WEIGHT_DATA_TYPES = ("fp32", "fp16", "bf16")
 _RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
 
@@ -117,7 +116,7 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
     main = sections[form.main]
     known = _size_in_name(folder) or _size_in_files(folder) or tp_size
     found_size = main.number("tensor_para_size", known)
-    weight_data_type = main.text("weight_data_type", "fp32", WEIGHT_DATA_TYPES)
+    weight_data_type = main.text("weight_data_type", "fp32", DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
         return ConfigIni(form.config_type(**values), found_size, weight_data_type)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import Task, make_plan
+from launcher_scripts.checkpoint.convert.tasks import Task, make_plan
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
-from launcher_scripts.checkpoint.sources.nemo_options import refuse_others, section
+from launcher_scripts.checkpoint.sources.nemo_config import section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import Adapters, PromptTask, ia3_keys, ia3_sites
@@ -217,7 +218,7 @@ def lora_scale(part: PartFile) -> float:
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
     """Size and place of the adapters; what their configuration says that is not supported."""
     tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
-    refuse_others(tuning, problems, _ADAPTER_VALUES, " of adapter_tuning")
+    TrainingOptions(tuning, problems).refuse_others(_ADAPTER_VALUES, " of adapter_tuning")
     wide = next(
         (shards for name, shards in part.adapters.items() if name.endswith("wi.weight")), ()
     )

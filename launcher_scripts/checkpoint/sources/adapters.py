@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.plan import Scale, Task
+from launcher_scripts.checkpoint.convert.tasks import Scale, Task
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor

@@ -19,13 +19,12 @@ import numpy as np
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
-from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
-from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt_nemo import core_dialects, nemo_dialects
 
 _MARK = ".adapter."
 _PART = re.compile(
@@ -68,33 +67,33 @@ _NEMO_ORDER = (
 class PeftSettings:
     """How the adapters were trained.
 
-    raw:     the section of the configuration
-    origin:  where it stands, for errors
-    tp_size: the training's tensor-parallel size
-    nemo:    NeMo 2 trained them, not Megatron Bridge
+    raw:      the section of the configuration
+    problems: what is wrong with the adapters
+    tp_size:  the training's tensor-parallel size
+    nemo:     NeMo 2 trained them, not Megatron Bridge
     """
 
     raw: Mapping[str, Any]
-    origin: str
+    problems: Problems
     tp_size: int
     nemo: bool
 
-    def scale(self, problems: Problems) -> float:
+    def scale(self) -> float:
         """alpha / dim."""
         found: list[Any] = [self.raw.get(key) for key in ("alpha", "dim")]
         if not all(type(value) in (int, float) and value > 0 for value in found):
-            problems.add("alpha and dim must be positive numbers", got=found)
+            self.problems.add("alpha and dim must be positive numbers", got=found)
             return 1.0
         return float(found[0]) / float(found[1])
 
-    def check(self, problems: Problems) -> None:
+    def check(self) -> None:
         """Note what would change the model in ways that merging does not know."""
         method = str(self.raw.get("_target_")).rpartition(".")[2]
         if method not in _METHODS:
-            problems.add("_target_ is not supported", got=method, choices=_METHODS)
+            self.problems.add("_target_ is not supported", got=method, choices=_METHODS)
         for key in unknown_keys(self.raw, _READ | _IRRELEVANT):
             if not key.startswith("_"):
-                problems.add(f"{key} is not supported", got=self.raw[key])
+                self.problems.add(f"{key} is not supported", got=self.raw[key])
 
     def targets(self, module: str, _linear: bool) -> bool | None:
         """Whether LoRA was learned for a module: patterns name its last part, or all of it."""
@@ -138,17 +137,16 @@ def adapter_of(
     tensors: names without a common prefix; what belongs to no adapter was trained as a whole
     Raises CheckpointError for what is not complete or not supported, all of it at once.
     """
-    problems = Problems(f"the adapter {path} ({settings.origin})")
-    settings.check(problems)
-    scale = settings.scale(problems)
-    problems.raise_if_any(CheckpointError)
+    settings.check()
+    scale = settings.scale()
+    settings.problems.raise_if_any(CheckpointError)
     base, own = separated(tensors)
-    layers = _layers(own, settings, _gated(config), problems)
+    layers = _layers(own, settings, _gated(config))
     updates: dict[str, Update] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
     for (module, part), sides in layers.items():
-        value = _low_rank(module, sides, scale, settings, problems)
+        value = _low_rank(module, sides, scale, settings)
         if value is None:
             continue
         if part in _SPLIT and settings.nemo:
@@ -159,10 +157,10 @@ def adapter_of(
         updates[f"{_renamed(module, part)}.weight"] = value
     for module, parts in joined.items():
         notes.add(_NEMO_ORDER)
-        value = _joined(module, parts, settings.tp_size, problems)
+        value = _joined(module, parts, settings)
         if value is not None:
             updates[f"{module}.weight"] = value
-    problems.raise_if_any(CheckpointError)
+    settings.problems.raise_if_any(CheckpointError)
     values = {name: (value,) for name, value in updates.items()}
     if family_of(config).name == "t5":
         if "nemo" not in dialects:
@@ -180,19 +178,19 @@ def _gated(config: Any) -> bool:
 
 
 def _layers(
-    own: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool, problems: Problems
+    own: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
     found: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
     for name, tensor in own.items():
         match = _PART.fullmatch(name)
         if match is None:
-            problems.add(f"{name} is not a part that is known")
+            settings.problems.add(f"{name} is not a part that is known")
             continue
         module, part, side = match["module"], match["part"], match["side"]
         if settings.tp_size > 1 and module.endswith("linear_fc1"):
-            order = _order(name, tensor, (part, side), gated, settings, problems)
-            tensor = _in_order(name, tensor, order, problems) if order else tensor
+            order = _order(name, tensor, (part, side), gated, settings)
+            tensor = _in_order(name, tensor, order, settings) if order else tensor
         found.setdefault((module, part), {})[side] = tensor
     return found
 
@@ -203,7 +201,6 @@ def _order(
     place: tuple[str | None, str],
     gated: bool,
     settings: PeftSettings,
-    problems: Problems,
 ) -> tuple[int, int] | None:
     """How the rows of `linear_fc1`'s tensor are stored, where they are not in order.
 
@@ -220,7 +217,7 @@ def _order(
     pieces = len(tensor.pieces)
     if part is None and pieces != 2 * tp_size:
         if pieces != tp_size:
-            problems.add(
+            settings.problems.add(
                 f"{name} does not show in which order its rows are",
                 got=f"{pieces} pieces",
                 choices=[f"{tp_size} pieces, one per rank", f"{2 * tp_size}, two per rank"],
@@ -230,11 +227,12 @@ def _order(
 
 
 def _in_order(
-    name: str, tensor: SourceTensor, order: tuple[int, int], problems: Problems
+    name: str, tensor: SourceTensor, order: tuple[int, int], settings: PeftSettings
 ) -> SourceTensor:
     """The tensor with its blocks of rows, which are stored as a grid of this shape, transposed."""
     if not tensor.shape or tensor.shape[0] % (order[0] * order[1]):
-        problems.add(f"{name} cannot be divided", got=tensor.shape, choices=[order[0] * order[1]])
+        blocks = order[0] * order[1]
+        settings.problems.add(f"{name} cannot be divided", got=tensor.shape, choices=[blocks])
         return tensor
     values = float32(tensor.read())
     rows = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1)
@@ -246,16 +244,16 @@ def _low_rank(
     sides: Mapping[str, SourceTensor],
     scale: float,
     settings: PeftSettings,
-    problems: Problems,
 ) -> LowRank | None:
     dora = str(settings.raw.get("_target_")).endswith("DoRA")
     wanted = {"linear_in", "linear_out"} | ({"weight_magnitude"} if dora else set())
     if sides.keys() != wanted:
-        problems.add(f"LoRA of {module} is not complete", got=sorted(sides), choices=sorted(wanted))
+        what = f"LoRA of {module} is not complete"
+        settings.problems.add(what, got=sorted(sides), choices=sorted(wanted))
         return None
     rank = sides["linear_in"].shape[:1]
     if rank != (settings.raw["dim"],):
-        problems.add(
+        settings.problems.add(
             f"LoRA of {module} has another rank than dim says",
             got=rank,
             choices=[settings.raw["dim"]],
@@ -271,18 +269,17 @@ def _renamed(module: str, part: str | None) -> str:
     return f"{stem}.linear_{part}" if part in _SPLIT else f"{module}_{part}"
 
 
-def _joined(
-    module: str, parts: Mapping[str, LowRank], tp_size: int, problems: Problems
-) -> LowRank | None:
+def _joined(module: str, parts: Mapping[str, LowRank], settings: PeftSettings) -> LowRank | None:
     """Query's, key's and value's LoRA as one of the fused layer, of three times the rank: every
     rank of the training added its [queries, keys, values] to its rows."""
     if parts.keys() != set("qkv"):
-        problems.add(f"canonical LoRA of {module} is not complete", got=sorted(parts))
+        settings.problems.add(f"canonical LoRA of {module} is not complete", got=sorted(parts))
         return None
+    tp_size = settings.tp_size
     ordered = [parts[name] for name in "qkv"]
     ups = [float32(part.up.read()) for part in ordered]
     if any(len(up) % tp_size for up in ups):
-        problems.add(f"LoRA of {module} cannot be divided", got=tp_size)
+        settings.problems.add(f"LoRA of {module} cannot be divided", got=tp_size)
         return None
     rank = sum(up.shape[1] for up in ups)
     rows = []

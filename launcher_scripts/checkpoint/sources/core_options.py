@@ -12,21 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources import core_experts
-from launcher_scripts.checkpoint.sources.nemo_gpt import core_dialects
-from launcher_scripts.checkpoint.sources.nemo_options import (
-    choice,
-    flag,
-    real,
-    refuse_others,
-    size,
-)
 from launcher_scripts.checkpoint.sources.rotary_factors import yarn
-from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
+from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
 from launcher_scripts.common.clamped_swiglu import CLAMP
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.family import layer_list
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt import SCORE_FUNCTIONS, GPTConfig
+from launcher_scripts.models.gpt_nemo import core_dialects
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
 _NORMALIZATIONS = {name: name for name in ("layernorm", "rmsnorm")}
@@ -63,6 +55,20 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "spec": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
+# Settings whose other values route tokens, or compute experts, in ways that the engine does not.
+_KNOWN_VALUES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_apply_probs_on_input": (None, False),
+    "moe_latent_size": (None, 0),
+    "moe_mlp_glu_interleave_size": (None, 0),
+    "moe_router_force_biased": (None, 0, 0.0),
+    "moe_router_force_load_balancing": (None, False),
+    "moe_router_group_topk": (None, 0),
+    "moe_router_quantile_balancing_ema": (None, 0, 0.0),
+    "moe_router_topk_limited_devices": (None, 0),
+    "moe_shared_expert_glu_interleave_size": (None, 0),
+}
+# How a training balances its experts, without a part in what the router chooses.
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 # How the others are gated, and what gpt-oss's quick_gelu needs.
 _PLAIN_GATE = {"glu_linear_offset": (None, 0, 0.0), "activation_func_clamp_value": (None,)}
 _CLAMPED_GATE = {
@@ -74,7 +80,7 @@ _CLAMPED_GATE = {
 _NORMS_ALONE = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
 # What only layers of the core's own GPTs can have.
 CORE_ALONE: dict[str, tuple[Any, ...]] = {
-    **core_experts.NO_EXPERTS,
+    **NO_EXPERTS,
     "softmax_type": (None, "vanilla"),
     "window_size": (None,),
     "softmax_scale": (None,),
@@ -86,33 +92,38 @@ _IGNORED_FACTOR = (
 )
 
 
-@dataclass(frozen=True)
-class CoreOptions:
-    """What the training says, under the names of the core's configuration.
-
-    origin: where it says so, for errors
-    notes:  what a user should know about the model
-    """
-
-    raw: TrackedMapping
-    origin: str
-    notes: tuple[str, ...] = ()
-
-    def check_keys(self) -> tuple[str, ...]:
-        """What a user should know, once the model is read; a CheckpointError for what was not."""
-        problems = Problems(self.origin)
-        notes = (*self.notes, *check_keys(self.raw, problems))
-        problems.raise_if_any(CheckpointError)
-        return notes
+class CoreOptions(TrainingOptions):
+    """What the training says, under the names of the core's configuration."""
 
     @property
     def plus_one(self) -> bool:
         """Whether norms' scales are stored as their distance from one."""
-        return flag(self.raw, "layernorm_zero_centered_gamma", False)
+        return self.flag("layernorm_zero_centered_gamma", False)
 
     @property
     def tied_embeddings(self) -> bool:
-        return flag(self.raw, "share_embeddings_and_output_weights", True)
+        return self.flag("share_embeddings_and_output_weights", True)
+
+    def normalization(self) -> str:
+        return str(self.choice("normalization", "layernorm", _NORMALIZATIONS))
+
+    def activation(self) -> str:
+        """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
+        found = str(self.choice("activation_func", "gelu", _ACTIVATIONS))
+        if found == "gelu_erf" and (
+            self.flag("openai_gelu", False) or self.flag("bias_activation_fusion", True)
+        ):
+            return "gelu"
+        return found
+
+    def refuse_unknown(self, known_values: Mapping[str, tuple[Any, ...]]) -> None:
+        """Note fields that change the network in ways this project does not know.
+
+        known_values: fields besides those of every model, see refuse_others
+        """
+        clamped = str(self.get("activation_func")).lower() == "quick_gelu"
+        gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
+        self.refuse_others({**_KNOWN_VALUES, **gate, **known_values})
 
 
 @dataclass(frozen=True)
@@ -144,141 +155,115 @@ def read_gpt(
     known_values: further fields whose other values are refused
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    raw, problems = options.raw, Problems(options.origin)
-    refuse_unknown(raw, problems, known_values or {})
-    heads = size(raw, "num_attention_heads", problems)
-    hidden = size(raw, "hidden_size", problems)
-    bias = flag(raw, "add_bias_linear", True)
-    qkv_bias = flag(raw, "add_qkv_bias", False)
-    positions = choice(raw, "position_embedding_type", "learned_absolute", _POSITIONS, problems)
-    layers = size(raw, "num_layers", problems)
-    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
-    base = real(raw, "rotary_base", 10000.0, problems)
+    options.refuse_unknown(known_values or {})
+    heads = options.size("num_attention_heads")
+    hidden = options.size("hidden_size")
+    bias = options.flag("add_bias_linear", True)
+    qkv_bias = options.flag("add_qkv_bias", False)
+    positions = options.choice("position_embedding_type", "learned_absolute", _POSITIONS)
+    layers = options.size("num_layers")
+    head_size = options.size("kv_channels", max(hidden // heads, 1))
+    base = options.real("rotary_base", 10000.0)
     fields = {
         "num_layers": layers,
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": size(raw, "num_query_groups", problems, heads),
+        "num_kv_heads": options.size("num_query_groups", heads),
         "head_size": head_size,
-        "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
-        "max_positions": size(raw, "max_position_embeddings", problems, raw.get("seq_length")),
+        "ffn_size": options.size("ffn_hidden_size", 4 * hidden),
+        "max_positions": options.size("max_position_embeddings", options.get("seq_length")),
         "position_embedding": positions,
-        "rotary_percentage": real(raw, "rotary_percent", 1.0, problems),
+        "rotary_percentage": options.real("rotary_percent", 1.0),
         "rotary_base": base,
-        "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
-        **_scaling(raw, problems),
-        **_yarn(raw, head_size, base, problems),
-        "normalization": normalization_of(raw, problems),
-        "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
-        "activation": activation_of(raw, problems),
-        "gated": flag(raw, "gated_linear_unit", False),
+        "rotary_interpolation_factor": options.real("seq_len_interpolation_factor", 1.0),
+        **_scaling(options),
+        **_yarn(options, head_size, base),
+        "normalization": options.normalization(),
+        "norm_eps": options.real("layernorm_epsilon", 1e-5),
+        "activation": options.activation(),
+        "gated": options.flag("gated_linear_unit", False),
         "attention_bias": bias or qkv_bias,
         "attention_dense_bias": False if qkv_bias and not bias else None,
-        "attention_sinks": raw.get("softmax_type") == "learnable" or None,
-        "qk_norm": flag(raw, "qk_layernorm", False) or None,
+        "attention_sinks": options.get("softmax_type") == "learnable" or None,
+        "qk_norm": options.flag("qk_layernorm", False) or None,
         "mlp_bias": bias,
-        **_attention(raw, layers, problems),
+        **_attention(options, layers),
         "unrotated_layers": _skipped(
-            "no_rope_freq", raw.get("no_rope_freq") or None, 1, layers, problems
+            options, "no_rope_freq", options.get("no_rope_freq") or None, 1, layers
         ),
-        **core_experts.read_experts(raw, layers, problems),
-        "embedding_scale": _embedding_scale(raw, hidden, problems),
+        **_experts(options, layers),
+        "embedding_scale": _embedding_scale(options, hidden),
         "tied_embeddings": options.tied_embeddings,
     }
-    problems.raise_if_any(CheckpointError)
+    options.problems.raise_if_any(CheckpointError)
     return CoreGPT(fields, options.plus_one)
 
 
-def refuse_unknown(
-    raw: Mapping[str, Any], problems: Problems, known_values: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Note fields that change the network in ways this project does not know."""
-    clamped = str(raw.get("activation_func")).lower() == "quick_gelu"
-    gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
-    refuse_others(raw, problems, {**_KNOWN_VALUES, **gate, **known_values})
-
-
-def normalization_of(raw: Mapping[str, Any], problems: Problems) -> str:
-    return str(choice(raw, "normalization", "layernorm", _NORMALIZATIONS, problems))
-
-
-def activation_of(raw: Mapping[str, Any], problems: Problems) -> str:
-    """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
-    found = str(choice(raw, "activation_func", "gelu", _ACTIVATIONS, problems))
-    if found == "gelu_erf" and (
-        flag(raw, "openai_gelu", False) or flag(raw, "bias_activation_fusion", True)
-    ):
-        return "gelu"
-    return found
-
-
-def _embedding_scale(raw: Mapping[str, Any], hidden: int, problems: Problems) -> float | None:
+def _embedding_scale(options: CoreOptions, hidden: int) -> float | None:
     """The classes of Gemma in NeMo 2 and Megatron Bridge change the network without a setting."""
-    gemma = re.search(r"Gemma(\w?)\w*$", str(raw.get("_target_") or ""))
+    gemma = re.search(r"Gemma(\w?)\w*$", str(options.get("_target_") or ""))
     if gemma is None:
         return None
     if gemma[1].isdigit():
-        problems.add("models of this class are not supported", got=raw["_target_"])
+        options.problems.add("models of this class are not supported", got=options.get("_target_"))
     return float(hidden**0.5)
 
 
-def _scaling(raw: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+def _scaling(options: CoreOptions) -> dict[str, Any]:
     """Llama 3.1's rope scaling, where the training had it; Megatron-LM has no arguments for it."""
-    if not flag(raw, "rope_scaling", False):
+    if not options.flag("rope_scaling", False):
         return {}
     return {
         "rotary_scaling": "llama3",
-        "rotary_scaling_factor": real(raw, "scale_factor", 8.0, problems),
-        "rotary_low_frequency_factor": real(raw, "low_freq_factor", 1.0, problems),
-        "rotary_high_frequency_factor": real(raw, "high_freq_factor", 4.0, problems),
-        "rotary_original_positions": int(real(raw, "old_context_len", 8192, problems)),
+        "rotary_scaling_factor": options.real("scale_factor", 8.0),
+        "rotary_low_frequency_factor": options.real("low_freq_factor", 1.0),
+        "rotary_high_frequency_factor": options.real("high_freq_factor", 4.0),
+        "rotary_original_positions": int(options.real("old_context_len", 8192)),
     }
 
 
-def _yarn(
-    raw: Mapping[str, Any], head_size: int, base: float, problems: Problems
-) -> dict[str, Any]:
+def _yarn(options: CoreOptions, head_size: int, base: float) -> dict[str, Any]:
     """The core turns all dimensions with it."""
-    if raw.get("position_embedding_type") != "yarn":
+    if options.get("position_embedding_type") != "yarn":
         return {}
-    refuse_others(raw, problems, {"rotary_percent": (None, 1, 1.0)}, " with yarn")
+    options.refuse_others({"rotary_percent": (None, 1, 1.0)}, " with yarn")
     said = {
-        name: real(raw, f"yarn_{name}", 1.0, problems) if raw.get(f"yarn_{name}") else None
+        name: options.real(f"yarn_{name}", 1.0) if options.get(f"yarn_{name}") else None
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     }
     return yarn(
         max(head_size // 2, 1),
         base,
-        real(raw, "yarn_rotary_scaling_factor", 1.0, problems),
-        size(raw, "yarn_original_max_position_embeddings", problems),
-        truncate=flag(raw, "yarn_correction_range_round_to_int", True),
+        options.real("yarn_rotary_scaling_factor", 1.0),
+        options.size("yarn_original_max_position_embeddings"),
+        truncate=options.flag("yarn_correction_range_round_to_int", True),
         **said,
     )
 
 
-def _attention(raw: Mapping[str, Any], layers: int, problems: Problems) -> dict[str, Any]:
+def _attention(options: CoreOptions, layers: int) -> dict[str, Any]:
     """What scores are multiplied by, and how far the layers attend.
 
     The core's window counts the tokens before a token's own and those after it, here always 0.
     """
     fields: dict[str, Any] = {}
-    if raw.get("softmax_scale") is not None:
-        fields["softmax_scale"] = real(raw, "softmax_scale", 1.0, problems)
-    window, skipped = raw.get("window_size"), raw.get("window_attn_skip_freq")
+    if options.get("softmax_scale") is not None:
+        fields["softmax_scale"] = options.real("softmax_scale", 1.0)
+    window, skipped = options.get("window_size"), options.get("window_attn_skip_freq")
     if not window:
         return fields
     pair = list(window) if isinstance(window, (list, tuple)) else []
     if [type(side) for side in pair] != [int, int] or pair[0] < -1 or pair[1] not in (0, -1):
         choices = ["(tokens before a token's own, 0)"]
-        problems.add("window_size is not supported", got=window, choices=choices)
+        options.problems.add("window_size is not supported", got=window, choices=choices)
     elif pair[0] >= 0:
         fields["sliding_window"] = pair[0] + 1
-        whole = _skipped("window_attn_skip_freq", skipped, 0, layers, problems)
+        whole = _skipped(options, "window_attn_skip_freq", skipped, 0, layers)
         fields["full_attention_layers"] = whole
     return fields
 
 
-def _skipped(name: str, said: Any, mark: int, layers: int, problems: Problems) -> str | None:
+def _skipped(options: CoreOptions, name: str, said: Any, mark: int, layers: int) -> str | None:
     """The layers that a setting leaves out: every `said`-th one, or those of a mark in a list."""
     if said is None:
         return None
@@ -291,45 +276,120 @@ def _skipped(name: str, said: Any, mark: int, layers: int, problems: Problems) -
         "a number above 0",
         f"a list of {layers}, {mark} for each layer left out, else {1 - mark}",
     ]
-    problems.add(f"{name} is not supported", got=said, choices=choices)
+    options.problems.add(f"{name} is not supported", got=said, choices=choices)
     return None
+
+
+def _experts(options: CoreOptions, layers: int) -> dict[str, Any]:
+    """GPTConfig's fields of a model with experts, {} of one without."""
+    name = next((key for key in NO_EXPERTS if options.get(key)), None)
+    if name is None:
+        return {}
+    _refuse_experts(options)
+    biased = options.flag("add_bias_linear", True) or None
+    fields = {
+        "num_experts": options.size(name),
+        "router_bias": biased,
+        **_router(options),
+    }
+    dense = _dense_layers(options, layers)
+    if dense is not None:
+        own = options.size("ffn_hidden_size", 4 * options.size("hidden_size"))
+        fields |= {"dense_layers": dense, "dense_ffn_size": own}
+    sizes = {
+        "ffn_size": "moe_ffn_hidden_size",
+        "shared_expert_size": "moe_shared_expert_intermediate_size",
+    }
+    said = {field: options.size(key) for field, key in sizes.items() if options.get(key)}
+    gated = options.flag("moe_shared_expert_gate", False)
+    ungated = {"shared_expert_gate": False} if "shared_expert_size" in said and not gated else {}
+    return fields | said | ungated
+
+
+def _router(options: CoreOptions) -> dict[str, Any]:
+    """How experts are chosen and weighed.
+
+    With softmax the core weighs those chosen by one over their logits alone, which is one over all
+    divided by its sum, unless the softmax comes first (moe_router_pre_softmax). Only with sigmoid
+    can there be a bias.
+    """
+    per_token = options.size("moe_router_topk", 2)
+    functions = {name: name for name in SCORE_FUNCTIONS}
+    function = options.choice("moe_router_score_function", "softmax", functions)
+    biased = options.flag("moe_router_enable_expert_bias", False)
+    fields = {
+        "experts_per_token": per_token,
+        "normalized_experts": not options.flag("moe_router_pre_softmax", False),
+        "router_scaling_factor": options.real("moe_router_topk_scaling_factor", 1.0),
+    }
+    if function == "sigmoid":
+        said = {"router_score_function": function, "expert_bias": biased or None}
+        return fields | said | {"normalized_experts": per_token > 1}
+    if biased:
+        what = "moe_router_enable_expert_bias needs moe_router_score_function sigmoid"
+        options.problems.add(what, got=function)
+    return fields
+
+
+def _dense_layers(options: CoreOptions, layers: int) -> str | None:
+    """Those without experts, by moe_layer_freq: every so many-th layer has them, from the first
+    on, or those of a 1 in a list."""
+    said = options.get("moe_layer_freq") or 1
+    marks = said if isinstance(said, (list, tuple)) else ()
+    if type(said) is int and said > 0:
+        marks = [int(layer % said == 0) for layer in range(layers)]
+    if len(marks) != layers or any(mark not in (0, 1) for mark in marks):
+        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
+        options.problems.add("moe_layer_freq is not supported", got=said, choices=choices)
+    return layer_list(layer for layer, mark in enumerate(marks) if mark == 0)
+
+
+def _refuse_experts(options: CoreOptions) -> None:
+    """Note what the engine does not compute."""
+    options.refuse_others(_KNOWN_VALUES_OF_EXPERTS, " of a model with experts")
+    balancing = options.get("moe_router_load_balancing_type") or "none"
+    kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
+    if not set(map(str, kinds)) <= {*_BALANCING}:
+        what = "moe_router_load_balancing_type is not supported"
+        options.problems.add(what, got=balancing, choices=_BALANCING)
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron-LM: its arguments under the names of the core's configuration."""
-    args = raw = TrackedMapping(args)
-    raw["activation_func"] = "squared_relu" if args.get("squared_relu") else "gelu"
-    if args.get("swiglu"):
-        raw["activation_func"] = "silu"
-    if args.get("quick_geglu"):
-        raw["activation_func"] = "quick_gelu"
-    raw["gated_linear_unit"] = bool(args.get("swiglu") or args.get("quick_geglu"))
-    raw["num_query_groups"] = (
-        args.get("num_query_groups") if args.get("group_query_attention") else None
-    )
-    raw["layernorm_epsilon"] = args.get("norm_epsilon") or args.get("layernorm_epsilon")
-    raw["layernorm_zero_centered_gamma"] = args.get("apply_layernorm_1p")
-    raw["share_embeddings_and_output_weights"] = not args.get("untie_embeddings_and_output_weights")
-    raw["seq_len_interpolation_factor"] = args.get("rotary_seq_len_interpolation_factor")
-    if args.get("use_rotary_position_embeddings"):
-        raw["position_embedding_type"] = "rope"
-    raw["rope_scaling"] = args.get("use_rope_scaling")
-    raw["bias_activation_fusion"] = args.get("bias_gelu_fusion")
     factor = args.get("rope_scaling_factor")
     ignored = bool(args.get("use_rope_scaling")) and factor not in (None, 8, 8.0)
-    return CoreOptions(raw, origin, (_IGNORED_FACTOR.format(factor),) if ignored else ())
+    raw = dict(args)
+    notes = (_IGNORED_FACTOR.format(factor),) if ignored else ()
+    options = CoreOptions(raw, Problems(origin), notes)
+    said = options.get
+    raw["activation_func"] = "squared_relu" if said("squared_relu") else "gelu"
+    if said("swiglu"):
+        raw["activation_func"] = "silu"
+    if said("quick_geglu"):
+        raw["activation_func"] = "quick_gelu"
+    raw["gated_linear_unit"] = bool(said("swiglu") or said("quick_geglu"))
+    raw["num_query_groups"] = said("num_query_groups") if said("group_query_attention") else None
+    raw["layernorm_epsilon"] = said("norm_epsilon") or said("layernorm_epsilon")
+    raw["layernorm_zero_centered_gamma"] = said("apply_layernorm_1p")
+    raw["share_embeddings_and_output_weights"] = not said("untie_embeddings_and_output_weights")
+    raw["seq_len_interpolation_factor"] = said("rotary_seq_len_interpolation_factor")
+    if said("use_rotary_position_embeddings"):
+        raw["position_embedding_type"] = "rope"
+    raw["rope_scaling"] = said("use_rope_scaling")
+    raw["bias_activation_fusion"] = said("bias_gelu_fusion")
+    return options
 
 
 def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of Megatron Bridge: section `model` of run_config.yaml."""
-    raw = TrackedMapping({**_plain(model), "scale_factor": model.get("rope_scaling_factor")})
-    return CoreOptions(raw, origin)
+    raw = {**_plain(model), "scale_factor": model.get("rope_scaling_factor")}
+    return CoreOptions(raw, Problems(origin))
 
 
 def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
     """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
-    scaled = model.get("scale_factor") is not None
-    return CoreOptions(TrackedMapping({**_plain(model), "rope_scaling": scaled}), origin)
+    raw = {**_plain(model), "rope_scaling": model.get("scale_factor") is not None}
+    return CoreOptions(raw, Problems(origin))
 
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.core_options import (
-    CORE_ALONE,
-    CoreOptions,
-    activation_of,
-    normalization_of,
-    refuse_unknown,
-)
-from launcher_scripts.checkpoint.sources.nemo_options import flag, nemo_dialects, real, size
+from launcher_scripts.checkpoint.sources.core_options import CORE_ALONE, CoreOptions
 from launcher_scripts.checkpoint.sources.shards import T5_TABLE, TABLE
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 from launcher_scripts.models.t5 import T5Config
 
 _RELATIVE = "encoder_relative_position_embedding.relative_position_embedding.weight"
@@ -83,17 +77,16 @@ def read_t5(
     How deep both stacks are and which positions they have is read off the tensors: trainings swap
     the two counts. Raises CheckpointError with everything that cannot be represented.
     """
-    raw, problems = options.raw, Problems(options.origin)
-    heads, hidden = size(raw, "num_attention_heads", problems), size(raw, "hidden_size", problems)
-    refuse_unknown(raw, problems, {**CORE_ALONE, "num_query_groups": (None, 0, heads)})
-    normalization, activation = normalization_of(raw, problems), activation_of(raw, problems)
-    head_size = size(raw, "kv_channels", problems, max(hidden // heads, 1))
-    ffn_size = size(raw, "ffn_hidden_size", problems, 4 * hidden)
-    norm_eps = real(raw, "layernorm_epsilon", 1e-5, problems)
-    gated = flag(raw, "gated_linear_unit", False)
+    heads, hidden = options.size("num_attention_heads"), options.size("hidden_size")
+    options.refuse_unknown({**CORE_ALONE, "num_query_groups": (None, 0, heads)})
+    normalization, activation = options.normalization(), options.activation()
+    head_size = options.size("kv_channels", max(hidden // heads, 1))
+    ffn_size = options.size("ffn_hidden_size", 4 * hidden)
+    norm_eps = options.real("layernorm_epsilon", 1e-5)
+    gated = options.flag("gated_linear_unit", False)
     learned = tensors.get("encoder_embedding.position_embeddings.weight")
-    relative = {} if _RELATIVE not in tensors else _buckets(raw, tensors[_RELATIVE], problems)
-    problems.raise_if_any(CheckpointError)
+    relative = {} if _RELATIVE not in tensors else _buckets(options, tensors[_RELATIVE])
+    options.problems.raise_if_any(CheckpointError)
     config = T5Config(
         vocab_size=tensors[T5_TABLE].shape[0],
         num_layers=_depth(tensors, "encoder"),
@@ -109,7 +102,7 @@ def read_t5(
         norm_eps=norm_eps,
         activation=activation,
         gated=gated,
-        bias=flag(raw, "add_bias_linear", True),
+        bias=options.flag("add_bias_linear", True),
         attention_scale=head_size**-0.5,
         logits_bias="tokens_head.bias" in tensors,
         tied_embeddings=options.tied_embeddings,
@@ -117,9 +110,9 @@ def read_t5(
     return config, nemo_dialects(fused=gated, plus_one=options.plus_one)
 
 
-def _buckets(raw: Mapping[str, Any], table: SourceTensor, problems: Problems) -> dict[str, Any]:
+def _buckets(options: CoreOptions, table: SourceTensor) -> dict[str, Any]:
     """Of a table [buckets, heads]."""
-    distance = size(raw, "relative_attention_max_distance", problems, 128)
+    distance = options.size("relative_attention_max_distance", 128)
     return {"num_buckets": table.shape[0], "max_distance": distance}
 
 

@@ -29,7 +29,6 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
@@ -165,8 +164,8 @@ class GGUFCheckpoint(WholeTensors):
             for name, stored in model.tensors.items()
             for pair in _tensors(_renamed(name, model.names), name, stored, model)
         )
-        raw = RawConfig(model.raw | _token_ids(metadata), tensors.keys(), archive.path)
-        raw.problems = model.fields.problems
+        said = model.raw | _token_ids(metadata)
+        raw = RawConfig(said, tensors.keys(), model.fields.problems)
         target = HUGGINGFACE[row.model_type]
         try:
             config = target.read(raw)
@@ -205,18 +204,7 @@ class GGUFCheckpoint(WholeTensors):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """tokenizer.json and the files beside it, made of the file's vocabulary."""
-        files = tokenizer_files(self.metadata)
-        tokens, rows = len(self.metadata["tokens"]), self.config.vocab_size
-        if tokens > rows:
-            raise CheckpointError(
-                problem(
-                    "the GGUF tokenizer has more tokens than token_embd.weight has rows",
-                    got=tokens,
-                    choices=(f"at most {rows}",),
-                    change=ADVICE,
-                )
-            )
-        return files
+        return tokenizer_files(self.metadata)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

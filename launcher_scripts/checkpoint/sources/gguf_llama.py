@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens

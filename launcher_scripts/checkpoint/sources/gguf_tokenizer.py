@@ -11,8 +11,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.sources.gguf_byte_pairs import PRE_TOKENIZERS, byte_pairs
-from launcher_scripts.checkpoint.sources.gguf_pieces import CHARSMAP, pieces, unigram
+from launcher_scripts.checkpoint.sources.gguf_vocabularies import (
+    CHARSMAP,
+    CONTROL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    USER_DEFINED,
+    byte_pairs,
+    pieces,
+    unigram,
+)
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import is_of_library
@@ -24,9 +32,6 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
 MODEL_NAME = "general.name"
-
-# Values of tokenizer.ggml.token_type.
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 # tokenizer.ggml.model -> what makes the tokenizer, and the lists that it needs besides.
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], Tokenizer], dict[str, type]]] = {

@@ -15,7 +15,6 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import plain
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
-from launcher_scripts.checkpoint.sources import huggingface_fused, huggingface_gpt_oss
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     CONFIG_NAME,
     HEAD,
@@ -30,14 +29,14 @@ from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     check_no_weight_is_left,
     weight_scheme,
 )
-from launcher_scripts.checkpoint.sources.huggingface_keys import (
-    PREDICTORS,
-    check_keys,
-    generation_keys,
-)
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
-from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_raw import (
+    PREDICTORS,
+    RawConfig,
+    generation_keys,
+)
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import own_experts
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
     PREDICTORS_NOTE,
     Hints,
@@ -110,7 +109,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         if reads_images:
             tensors = text_tensors(tensors)
         widened = _widened(tensors, raw, archive)
-        tensors, predicts = _without_predictors(_own_experts(tensors, raw), raw)
+        tensors, predicts = _without_predictors(own_experts(tensors, raw["model_type"]), raw)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -119,22 +118,23 @@ class HuggingFaceCheckpoint(WholeTensors):
         headless = not heads & tensors.keys() and not hints.encoder_only
         _untied(tensors, row.tied)
         said = raw | _generation(archive)
-        values = RawConfig(said, tensors.keys(), archive.path / CONFIG_NAME)
+        problems = Problems(str(archive.path / CONFIG_NAME))
+        values = RawConfig(said, tensors.keys(), problems)
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
-            values.problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
+            problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
         dialects = row.dialects(values)
         try:
             config = row.read(values)
         except CheckpointError:
-            check_keys(values)
-            values.problems.raise_if_any(CheckpointError)
+            values.check_keys()
+            problems.raise_if_any(CheckpointError)
             raise
-        notes = [*values.notes, *check_keys(values), *widened]
+        notes = [*values.notes, *values.check_keys(), *widened]
         notes += [IMAGES_NOTE] if reads_images else []
         notes += [PREDICTORS_NOTE] if predicts else []
-        _check_heads(config, tensors, values.problems)
-        values.problems.raise_if_any(CheckpointError)
+        _check_heads(config, tensors, problems)
+        problems.raise_if_any(CheckpointError)
         return cls(archive, raw, config, dialects, tensors, tuple(notes))
 
     @property
@@ -256,15 +256,6 @@ def _widened(
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
     return [scheme.note] if scheme else []
-
-
-def _own_experts(
-    tensors: Mapping[str, SourceTensor], raw: Mapping[str, Any]
-) -> dict[str, SourceTensor]:
-    """The tensors, those of all experts of a layer replaced by those of each."""
-    if raw["model_type"] == "gpt_oss":
-        return huggingface_gpt_oss.own_experts(tensors)
-    return huggingface_fused.own_experts(tensors)
 
 
 def _without_predictors(

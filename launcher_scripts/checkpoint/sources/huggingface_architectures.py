@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import mapping, parse_json, read_plain
 from launcher_scripts.models.family import ModelConfig
 
@@ -287,7 +287,7 @@ def read_sizes(path: Path) -> ModelConfig | None:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_NAME} of {path} is damaged: {error}") from error
     row = architecture(raw, config)
-    values = RawConfig(raw, (), config)
+    values = RawConfig(raw, (), Problems(str(config)))
     try:
         found = row.read(values)
     except CheckpointError:

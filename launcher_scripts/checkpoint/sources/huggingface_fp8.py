@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, float32, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.sources.huggingface_gpt_oss import Mxfp4Scheme
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import Mxfp4Scheme
 from launcher_scripts.common.errors import CheckpointError, Problems
 
 KEY = "quantization_config"
@@ -116,37 +116,55 @@ def weight_scheme(
     if method not in _METHODS:
         problems.add(f"{KEY}: unknown quant_method", got=method, choices=_METHODS)
         return None
-    return _METHODS[method](said, problems)
+    return _METHODS[method](_Quantization(said, problems))
 
 
-def _only(said: Mapping[str, Any], name: str, problems: Problems, *choices: Any) -> None:
-    if said.get(name) not in (None, *choices):
-        problems.add(f"{KEY}.{name} is not supported", got=said[name], choices=choices)
+@dataclass(frozen=True)
+class _Quantization:
+    """What quantization_config says, or a section of it; problems note what is not supported."""
+
+    said: Mapping[str, Any]
+    problems: Problems
+
+    def only(self, name: str, *choices: Any) -> None:
+        """Refuse anything but these values, and null."""
+        found = self.said.get(name)
+        if found not in (None, *choices):
+            self.problems.add(f"{KEY}.{name} is not supported", got=found, choices=choices)
+
+    def nothing_else(self, *known: str) -> None:
+        """Refuse keys that are none of these."""
+        for name in unknown_keys(self.said, known):
+            self.problems.add(f"{KEY}.{name} is not known here", got=self.said[name])
+
+    def sizes(self, name: str) -> tuple[int, int] | None:
+        found = self.said.get(name)
+        if found is None:
+            return None
+        sizes = found if isinstance(found, list) else []
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            self.problems.add(f"{KEY}.{name} must be two sizes", got=found)
+            return None
+        return sizes[0], sizes[1]
 
 
-def _nothing_else(said: Mapping[str, Any], known: tuple[str, ...], problems: Problems) -> None:
-    for name in unknown_keys(said, known):
-        problems.add(f"{KEY}.{name} is not known here", got=said[name])
-
-
-def _fine_grained(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:
-    _only(said, "fmt", problems, "e4m3", "float8_e4m3fn")
+def _fine_grained(config: _Quantization) -> Fp8Scheme:
+    config.only("fmt", "e4m3", "float8_e4m3fn")
     known = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
-    ignored = ("modules_to_not_convert", "ignored_layers")
-    _nothing_else(said, (*known, *ignored), problems)
-    return Fp8Scheme(_sizes(said, "weight_block_size", problems))
+    config.nothing_else(*known, "modules_to_not_convert", "ignored_layers")
+    return Fp8Scheme(config.sizes("weight_block_size"))
 
 
-def _compressed_tensors(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:
+def _compressed_tensors(config: _Quantization) -> Fp8Scheme:
     formats = ("float-quantized", "naive-quantized")
-    _only(said, "format", problems, *formats)
-    _only(said, "quantization_status", problems, "compressed")
-    sparsity = said.get("sparsity_config") or {}
-    _only(sparsity, "format", problems, "dense")
+    config.only("format", *formats)
+    config.only("quantization_status", "compressed")
+    problems = config.problems
+    _Quantization(config.said.get("sparsity_config") or {}, problems).only("format", "dense")
     of_activations = ("kv_cache_scheme", "global_compression_ratio", "version", "ignore")
     known = ("quant_method", "format", "quantization_status", "sparsity_config", "config_groups")
-    _nothing_else(said, (*known, *of_activations), problems)
-    groups = said.get("config_groups")
+    config.nothing_else(*known, *of_activations)
+    groups = config.said.get("config_groups")
     schemes = [
         _group(f"config_groups.{name}", group, problems, formats)
         for name, group in (groups if isinstance(groups, Mapping) else {}).items()
@@ -158,47 +176,38 @@ def _compressed_tensors(said: Mapping[str, Any], problems: Problems) -> Fp8Schem
 
 
 def _group(name: str, said: Any, problems: Problems, formats: tuple[str, ...]) -> Fp8Scheme:
-    weights = said.get("weights") if isinstance(said, Mapping) else None
-    if not isinstance(weights, Mapping):
+    found = said.get("weights") if isinstance(said, Mapping) else None
+    if not isinstance(found, Mapping):
         problems.add(f"{KEY}.{name} says nothing of weights", got=said)
         return Fp8Scheme()
-    _only(said, "format", problems, *formats)
+    _Quantization(said, problems).only("format", *formats)
     for key, value in (("num_bits", 8), ("type", "float"), ("symmetric", True)):
-        if weights.get(key, value) != value:
+        if found.get(key, value) != value:
             what = f"{KEY}.{name}.weights.{key} is not supported"
-            problems.add(what, got=weights[key], choices=[value])
-    _only(weights, "strategy", problems, "tensor", "channel", "block")
-    return Fp8Scheme(_sizes(weights, "block_structure", problems))
+            problems.add(what, got=found[key], choices=[value])
+    weights = _Quantization(found, problems)
+    weights.only("strategy", "tensor", "channel", "block")
+    return Fp8Scheme(weights.sizes("block_structure"))
 
 
-def _modelopt(said: Mapping[str, Any], problems: Problems) -> Fp8Scheme:
-    if said.get("quant_algo") != "FP8":
-        problems.add(f"{KEY}.quant_algo", got=said.get("quant_algo"), choices=["FP8"])
+def _modelopt(config: _Quantization) -> Fp8Scheme:
+    method = config.said.get("quant_algo")
+    if method != "FP8":
+        config.problems.add(f"{KEY}.quant_algo", got=method, choices=["FP8"])
     return Fp8Scheme()
 
 
-def _mxfp4(said: Mapping[str, Any], problems: Problems) -> Mxfp4Scheme:
-    _nothing_else(said, ("quant_method", "modules_to_not_convert"), problems)
+def _mxfp4(config: _Quantization) -> Mxfp4Scheme:
+    config.nothing_else("quant_method", "modules_to_not_convert")
     return Mxfp4Scheme()
 
 
-_METHODS: dict[Any, Callable[[Mapping[str, Any], Problems], Fp8Scheme | Mxfp4Scheme]] = {
+_METHODS: dict[Any, Callable[[_Quantization], Fp8Scheme | Mxfp4Scheme]] = {
     "fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
 }
-
-
-def _sizes(said: Mapping[str, Any], name: str, problems: Problems) -> tuple[int, int] | None:
-    found = said.get(name)
-    if found is None:
-        return None
-    sizes = found if isinstance(found, list) else []
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        problems.add(f"{KEY}.{name} must be two sizes", got=found)
-        return None
-    return sizes[0], sizes[1]
 
 
 def check_no_weight_is_left(tensors: Mapping[str, SourceTensor]) -> None:

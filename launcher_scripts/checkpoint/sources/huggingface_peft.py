@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
-from launcher_scripts.checkpoint.sources.huggingface_keys import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -90,6 +90,46 @@ class _Settings:
 
     raw: Mapping[str, Any]
     problems: Problems
+
+    def refuse_unknown(self) -> None:
+        """Note what would change the model in ways that merging does not know."""
+        for key, value, choices in (
+            ("peft_type", self.raw.get("peft_type"), ("LORA",)),
+            ("bias", self.raw.get("bias", "none"), ("none", "all", "lora_only")),
+            ("init_lora_weights", self.raw.get("init_lora_weights", True), _INITIALISATIONS),
+        ):
+            if value not in choices:
+                self.problems.add(f"{key} is not supported", got=value, choices=choices)
+        for key in unknown_keys(self.raw, _READ | _IRRELEVANT):
+            self.problems.add(f"{key} is not supported", got=self.raw[key], choices=[None])
+
+    def check_types(self) -> None:
+        """Note names and patterns that are none."""
+        for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+            found = self.raw.get(key) or []
+            patterns = [found] if isinstance(found, str) else found
+            if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
+                self.problems.add(f"{key} must be a pattern, or a list of names", got=found)
+        for key in ("rank_pattern", "alpha_pattern"):
+            found = self.raw.get(key) or {}
+            if not isinstance(found, Mapping) or not all(map(_is_pattern, found)):
+                self.problems.add(f"{key} must be a mapping of patterns", got=found)
+        layers = self.raw.get("layers_to_transform")
+        found = layers if isinstance(layers, list) else [layers]
+        if layers is not None and not all(type(number) is int for number in found):
+            self.problems.add("layers_to_transform must be numbers of layers", got=layers)
+
+    def check_saved(self, parts: _Parts) -> None:
+        """Note what the configuration says was trained, and the file does not hold."""
+        for name in self.raw.get("modules_to_save") or []:
+            if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.whole):
+                self.problems.add(f"modules_to_save names {name}, which is not in the file")
+        if self.raw.get("trainable_token_indices") and not parts.tokens:
+            self.problems.add("trainable_token_indices: the tokens' rows are not in the file")
+        bias = self.raw.get("bias", "none")
+        if bias != "none" and not any(name.endswith(".bias") for name in parts.whole):
+            what = "the biases were trained and are not in the file"
+            self.problems.add(what, got=f"bias: {bias}")
 
     def number(self, value: Any, name: str) -> float:
         if type(value) in (int, float) and value > 0:
@@ -180,8 +220,8 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     archive = Archive(path)
     problems = Problems(f"the adapter {path}")
     settings = _Settings(read_mapping(archive, CONFIG_NAME), problems)
-    _refuse_unknown(settings.raw, problems)
-    _check_types(settings.raw, problems)
+    settings.refuse_unknown()
+    settings.check_types()
     problems.raise_if_any(CheckpointError)
     parts = _sorted(_read_tensors(archive), problems)
     updates: dict[str, tuple[Update, ...]] = {}
@@ -196,7 +236,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         modules[without_prefix(module)] = module
         for name, value in _lora(without_prefix(module), module, sides, settings).items():
             updates[name] = (*updates.get(name, ()), value)
-    _check_saved(settings, parts, problems)
+    settings.check_saved(parts)
     ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(updates, base)
     problems.raise_if_any(CheckpointError)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
@@ -207,36 +247,6 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         return None if None in found else any(found)
 
     return Adapter(path, updates, _dialects(base), targets, ties)
-
-
-def _refuse_unknown(raw: Mapping[str, Any], problems: Problems) -> None:
-    """Note what would change the model in ways that merging does not know."""
-    for key, value, choices in (
-        ("peft_type", raw.get("peft_type"), ("LORA",)),
-        ("bias", raw.get("bias", "none"), ("none", "all", "lora_only")),
-        ("init_lora_weights", raw.get("init_lora_weights", True), _INITIALISATIONS),
-    ):
-        if value not in choices:
-            problems.add(f"{key} is not supported", got=value, choices=choices)
-    for key in unknown_keys(raw, _READ | _IRRELEVANT):
-        problems.add(f"{key} is not supported", got=raw[key], choices=[None])
-
-
-def _check_types(raw: Mapping[str, Any], problems: Problems) -> None:
-    """Note names and patterns that are none."""
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-        found = raw.get(key) or []
-        patterns = [found] if isinstance(found, str) else found
-        if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
-            problems.add(f"{key} must be a pattern, or a list of names", got=found)
-    for key in ("rank_pattern", "alpha_pattern"):
-        found = raw.get(key) or {}
-        if not isinstance(found, Mapping) or not all(map(_is_pattern, found)):
-            problems.add(f"{key} must be a mapping of patterns", got=found)
-    layers = raw.get("layers_to_transform")
-    found = layers if isinstance(layers, list) else [layers]
-    if layers is not None and not all(type(number) is int for number in found):
-        problems.add("layers_to_transform must be numbers of layers", got=layers)
 
 
 def _is_pattern(value: object) -> bool:
@@ -303,18 +313,6 @@ def _lora(
     if "B_bias" in sides:
         found[f"{name}.bias"] = Added(sides["B_bias"], scale)
     return found
-
-
-def _check_saved(settings: _Settings, parts: _Parts, problems: Problems) -> None:
-    """Note what the configuration says was trained, and the file does not hold."""
-    for name in settings.raw.get("modules_to_save") or []:
-        if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.whole):
-            problems.add(f"modules_to_save names {name}, which is not in the file")
-    if settings.raw.get("trainable_token_indices") and not parts.tokens:
-        problems.add("trainable_token_indices: the tokens' rows are not in the file")
-    bias = settings.raw.get("bias", "none")
-    if bias != "none" and not any(name.endswith(".bias") for name in parts.whole):
-        problems.add("the biases were trained and are not in the file", got=f"bias: {bias}")
 
 
 def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint) -> bool:

@@ -1,9 +1,14 @@
-"""The values of a Hugging Face config.json, each with the type it must have."""
+"""The values of a Hugging Face config.json, each with the type it must have; which may go unread.
+
+A key that a function of huggingface_configs has asked for is read. One of IRRELEVANT changes
+nothing about the logits of token ids. Any other that has a value could change the model, so the
+export is refused by its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from launcher_scripts.common.errors import Problems
@@ -21,20 +26,132 @@ ACTIVATIONS = {
 _REQUIRED = object()
 MOST_LAYERS = 1 << 16
 _Id = TypeVar("_Id", bound="int | None")
+# Each says that there may be layers behind the last one, for multi-token prediction.
+PREDICTORS = (
+    "mtp_transformer_layers",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+    "use_mtp",
+)
+# Why the keys do not matter -> their names, as patterns.
+IRRELEVANT: dict[str, tuple[str, ...]] = {
+    "names, versions and tools": (
+        "_name_or_path",
+        "_num_labels",
+        "*_version",
+        "architectures",
+        "author",
+        "auto_map",
+        "is_llama_config",
+        "model_type",
+        "output_past",
+        "save_step",
+        "transformers.js_config",
+        "unsloth_fixed",
+    ),
+    "types and kernels of the training": (
+        "*flash_att*",
+        "attention_softmax_in_fp32",
+        "attn_implementation",
+        "bias_dropout_fusion",
+        "dtype",
+        "masked_softmax_fusion",
+        "offset_alibi",
+        "pretraining_tp",
+        "scale_attention_softmax_in_fp32",
+        "reorder_and_upcast_attn",
+        "skip_bias_add",
+        "skip_bias_add_qkv",
+        "slow_but_exact",
+        "torch_dtype",
+        "torchscript",
+        "use_bfloat16",
+    ),
+    "training": (
+        "*dropout*",
+        "*initializer*",
+        "*layerdrop",
+        "*pdrop",
+        "gradient_checkpointing",
+        "init_std",
+        "replacing_rate",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "tf_legacy_loss",
+    ),
+    "heads and tasks besides the logits": (
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "summary_*",
+        "task_specific_params",
+    ),
+    "generation": (
+        "*_token_id",
+        "*no_repeat_ngram_size",
+        "bad_words_ids",
+        "cache_implementation",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "exponential_decay_length_penalty",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    ),
+    "texts and the form of the answer": (
+        "chunk_size_feed_forward",
+        "force_bos_token_to_be_generated",
+        "is_decoder",
+        "is_encoder_decoder",
+        "max_sequence_length",
+        "output_*",
+        "prefix",
+        "return_dict*",
+        "tokenizer_class",
+        "use_cache",
+    ),
+    "the tensors say it": ("tie_word_embeddings",),
+    "layers that an export leaves out": PREDICTORS,
+}
+# Keys that every file of transformers 4 has, and that must be off.
+OFF = (
+    "add_bias_logits",
+    "add_cross_attention",
+    "cross_attention_hidden_size",
+    "do_blenderbot_90_layernorm",
+    "pruned_heads",
+    "tie_encoder_decoder",
+)
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_ADVICE = "config.json: remove the key if it does not change the model"
 
 
 class RawConfig:
     """config.json with the names of its tensors; wrong and missing keys are reported at once.
 
-    It remembers which keys were asked for: huggingface_keys.check_keys reports the others.
+    It remembers which keys were asked for: check_keys reports the others.
 
     notes: what has to be known of the model that is exported
     """
 
-    def __init__(self, raw: Mapping[str, Any], keys: Collection[str], path: Path) -> None:
+    def __init__(self, raw: Mapping[str, Any], keys: Collection[str], problems: Problems) -> None:
         self.raw = raw
         self.keys = keys
-        self.problems = Problems(str(path))
+        self.problems = problems
         self.notes: list[str] = []
         self.asked: set[str] = set()
         self._defaults: dict[str, Any] = {}
@@ -123,10 +240,8 @@ class RawConfig:
             self.problems.add(f"{' or '.join(names)} must be a mapping", got=found)
             found = {}
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
-        section = RawConfig(found, self.keys, Path())
-        section.problems = self.problems
-        self.sections[name] = section
-        return section
+        self.sections[name] = RawConfig(found, self.keys, self.problems)
+        return self.sections[name]
 
     def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
@@ -158,3 +273,46 @@ class RawConfig:
         if hidden % heads and not self.problems.messages:
             self.problems.add(f"the hidden size {hidden} is not a multiple of the heads", got=heads)
         return max(hidden // heads, 1)
+
+    def check_keys(self, prefix: str = "") -> tuple[str, ...]:
+        """Note every key that nothing reads as a problem, and say which are switched off.
+
+        prefix: of the names, for a section
+        Returns notes for the manifest: keys that nothing knows, whose values say no.
+        """
+        off = []
+        for key, value in self.raw.items():
+            if key in self.asked or value is None or irrelevant(key):
+                continue
+            if not _is_off(value):
+                self.problems.add(f"{prefix}{key} is not known here", got=value, change=_ADVICE)
+            elif key not in OFF:
+                off.append(prefix + key)
+        notes = [f"config.json: {', '.join(off)} unknown, but switched off"] if off else []
+        for name, section in self.sections.items():
+            notes += section.check_keys(f"{prefix}{name}.")
+        return tuple(notes)
+
+
+def irrelevant(key: str, table: Mapping[str, tuple[str, ...]] = IRRELEVANT) -> bool:
+    """Whether a row of the table covers the key."""
+    return any(fnmatchcase(key, pattern) for keys in table.values() for pattern in keys)
+
+
+def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says about generation, under generation_config.json's names."""
+    patterns = IRRELEVANT["generation"]
+    return {
+        key: value
+        for key, value in raw.items()
+        if value is not None and any(fnmatchcase(key, pattern) for pattern in patterns)
+    }
+
+
+def unknown_keys(said: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """The other keys whose values say something, sorted."""
+    return [key for key in sorted(said.keys() - set(known)) if said[key] not in _NOTHING]
+
+
+def _is_off(value: Any) -> bool:
+    return value is False or (isinstance(value, (str, list, dict)) and not value)

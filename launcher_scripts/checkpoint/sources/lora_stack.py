@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
-from launcher_scripts.checkpoint.convert.plan import make_plan
+from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace

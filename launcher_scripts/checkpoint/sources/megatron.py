@@ -20,13 +20,11 @@ from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
-from launcher_scripts.checkpoint.sources.core_experts import NO_EXPERTS
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ALONE,
     of_arguments,
     read_gpt,
 )
-from launcher_scripts.checkpoint.sources.nemo_options import nemo_dialects
 from launcher_scripts.checkpoint.sources.shards import (
     HEAD,
     TABLE,
@@ -39,9 +37,11 @@ from launcher_scripts.checkpoint.sources.shards import (
     table_rows,
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
+from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 
 WEIGHTS_NAME = "model_optim_rng.pt"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

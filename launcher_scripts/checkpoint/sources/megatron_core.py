@@ -35,7 +35,7 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import (
     SourceCheckpoint,
     WholeTensors,
 )
-from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import mapping, parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
@@ -101,7 +101,7 @@ class MegatronCoreCheckpoint(WholeTensors):
         tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
-        predicts = bool(options.raw.get("mtp_num_layers"))
+        predicts = bool(options.get("mtp_num_layers"))
         if predicts:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")
@@ -213,7 +213,9 @@ def peft_settings(archive: Archive, root: str) -> PeftSettings:
     if file in names:
         origin = f"section {key} of {file}"
         size = _section(archive, file, model, origin).get("tensor_model_parallel_size") or 1
-        return PeftSettings(_section(archive, file, key, origin), origin, int(size), nemo)
+        raw = _section(archive, file, key, origin)
+        problems = Problems(f"the adapter {archive.path} ({origin})")
+        return PeftSettings(raw, problems, int(size), nemo)
     raise CheckpointError(
         problem(
             f"{archive.path} does not say how its adapters were trained",

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.convert.plan import Task, source_of, stored_blocks
 from launcher_scripts.checkpoint.convert.reshard import Blocks
+from launcher_scripts.checkpoint.convert.tasks import Task, source_of, stored_blocks
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup

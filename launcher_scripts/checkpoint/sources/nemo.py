@@ -38,8 +38,8 @@ from launcher_scripts.checkpoint.sources.shards import (
     table_rows,
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
-from launcher_scripts.checkpoint.sources.training_keys import TrackedMapping, check_keys
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
@@ -88,10 +88,9 @@ class NemoCheckpoint(TensorShards):
             root, raw = read_config(archive)
             shards = _read_weights(archive, root, raw)
         read = _t5 if T5_TABLE in shards else _gpt
-        said, problems = TrackedMapping(raw), Problems(f"model_config.yaml of {archive.path}")
-        config, dialects, more = read(archive, said, shards)
-        notes = (*notes, *more, *check_keys(said, problems))
-        problems.raise_if_any(CheckpointError)
+        options = TrainingOptions(raw, Problems(f"model_config.yaml of {archive.path}"))
+        config, dialects, more = read(archive, options, shards)
+        notes = (*notes, *more, *options.check_keys())
         return cls(archive, root, raw, config, dialects, shards, notes, training)
 
     @property
@@ -139,12 +138,12 @@ def _read_training(
 
 
 def _gpt(
-    archive: Archive, raw: Mapping[str, Any], shards: dict[str, Any]
+    archive: Archive, options: TrainingOptions, shards: dict[str, Any]
 ) -> tuple[GPTConfig, tuple[str, ...], tuple[str, ...]]:
     """Hyperparameters, dialects and notes; what a tied model stores twice leaves `shards`."""
     core = any(name.startswith("decoder.") for name in shards)
     local_norms = any(".pre_mlp_layernorm." in name for name in shards)
-    gpt = read_gpt(raw, core=core, local_norms=local_norms)
+    gpt = read_gpt(options, core=core, local_norms=local_norms)
     rows = table_rows(archive, shards, TABLE)
     if gpt.fields["tied_embeddings"]:
         shards.pop(HEAD, None)
@@ -152,10 +151,10 @@ def _gpt(
 
 
 def _t5(
-    archive: Archive, raw: Mapping[str, Any], shards: dict[str, Any]
+    archive: Archive, options: TrainingOptions, shards: dict[str, Any]
 ) -> tuple[T5Config, tuple[str, ...], tuple[str, ...]]:
     """As _gpt. The decoder's copy of a shared embedding is the encoder's."""
-    t5 = read_t5(raw)
+    t5 = read_t5(options)
     rows = table_rows(archive, shards, T5_TABLE)
     if t5.fields["shared_embeddings"]:
         for name in [name for name in shards if name.startswith("decoder_embedding.")]:

@@ -7,7 +7,7 @@ the converter finds and reads it by the same rules. Neither numpy nor torch is n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path, PurePosixPath
@@ -71,6 +71,12 @@ def parse_config(text: bytes, what: str) -> dict[str, Any]:
         return mapping(parse_yaml(text))
     except ValueError as error:
         raise CheckpointError(f"{what} is damaged: {error}") from error
+
+
+def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A part of the file; an empty one where it has none."""
+    found = raw.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def read_sizes(path: Path) -> NemoSizes | None:

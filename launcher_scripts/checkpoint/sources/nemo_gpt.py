@@ -1,4 +1,5 @@
-"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights.
+"""model_config.yaml of a NeMo GPT: its hyperparameters and the dialect of its weights; what a T5
+says in the same words.
 
 Absent keys take NeMo's own defaults. What changed between NeMo's releases is told apart by
 `nemo_version`; a file without one is from before 1.18.
@@ -6,28 +7,34 @@ Absent keys take NeMo's own defaults. What changed between NeMo's releases is to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.nemo_options import (
-    ACTIVATIONS,
-    NORMALIZATIONS,
-    NemoModel,
-    choice,
-    flag,
-    gelu,
-    nemo_dialects,
-    nemo_version,
-    real,
-    refuse_others,
-    size,
-)
-from launcher_scripts.common.errors import CheckpointError, Problems
-from launcher_scripts.models.gpt_nemo import OF_EXPERTS
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.models.gpt_nemo import core_dialects, nemo_dialects
 
 # Classic GPTs honour megatron_legacy and know ALiBi since this release.
 LEGACY_AND_ALIBI_SINCE = (1, 20)
-
+# activation -> (function, gated); "gelu" is settled by `gelu`.
+ACTIVATIONS = {
+    "gelu": ("gelu", False),
+    "geglu": ("gelu", True),
+    "fast-geglu": ("gelu", True),
+    "reglu": ("relu", True),
+    "fast-reglu": ("relu", True),
+    "swiglu": ("silu", True),
+    "fast-swiglu": ("silu", True),
+    "squared-relu": ("squared_relu", False),
+}
+NORMALIZATIONS = {
+    "layernorm": "layernorm",
+    "layernorm1p": "layernorm",
+    "low_precision_layernorm": "layernorm",
+    "rmsnorm": "rmsnorm",
+}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 BLOCK_TYPES = {"pre_ln": "pre", "post_ln": "post"}
 
@@ -45,90 +52,108 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_gpt(raw: Mapping[str, Any], *, core: bool, local_norms: bool) -> NemoModel:
-    """Translate `raw`.
+@dataclass(frozen=True)
+class NemoModel:
+    """What a model_config.yaml says.
+
+    fields:   the family's hyperparameters, but vocab_size (the table's rows) and the token ids
+    dialects: dialects of the weight table, the first that has a row wins
+    notes:    what a user should know about the model, if anything
+    """
+
+    fields: Mapping[str, Any]
+    dialects: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> NemoModel:
+    """Translate `options`.
 
     core:        the weights are Megatron-LM core's
     local_norms: the core's norms are modules of their own
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    problems = Problems("model_config.yaml")
-    _refuse_unknown(raw, problems, core)
-    function, gated = choice(raw, "activation", "gelu", ACTIVATIONS, problems)
-    positions = str(choice(raw, "position_embedding_type", "learned_absolute", POSITIONS, problems))
-    placement = choice(raw, "transformer_block_type", "pre_ln", BLOCK_TYPES, problems)
-    normalization = str(raw.get("normalization") or "layernorm").lower()
+    _refuse_unknown(options, core)
+    function, gated = options.choice("activation", "gelu", ACTIVATIONS)
+    positions = str(options.choice("position_embedding_type", "learned_absolute", POSITIONS))
+    placement = options.choice("transformer_block_type", "pre_ln", BLOCK_TYPES)
+    normalization = str(options.get("normalization") or "layernorm").lower()
     notes = []
-    if positions == "alibi" and not core and nemo_version(raw) < LEGACY_AND_ALIBI_SINCE:
+    if positions == "alibi" and not core and nemo_version(options) < LEGACY_AND_ALIBI_SINCE:
         positions = "none"
         notes.append("this release of NeMo had no ALiBi: the model was trained without positions")
-    heads = size(raw, "num_attention_heads", problems)
-    hidden = size(raw, "hidden_size", problems)
-    bias = flag(raw, "bias", True)
+    heads = options.size("num_attention_heads")
+    hidden = options.size("hidden_size")
+    bias = options.flag("bias", True)
     length = (
-        "max_position_embeddings" if raw.get("max_position_embeddings") else "encoder_seq_length"
+        "max_position_embeddings"
+        if options.get("max_position_embeddings")
+        else "encoder_seq_length"
     )
     fields = {
-        "num_layers": size(raw, "num_layers", problems),
+        "num_layers": options.size("num_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_kv_heads": size(raw, "num_query_groups", problems, heads),
-        "head_size": size(raw, "kv_channels", problems, hidden // heads),
-        "ffn_size": size(raw, "ffn_hidden_size", problems, 4 * hidden),
-        "max_positions": size(raw, length, problems),
+        "num_kv_heads": options.size("num_query_groups", heads),
+        "head_size": options.size("kv_channels", hidden // heads),
+        "ffn_size": options.size("ffn_hidden_size", 4 * hidden),
+        "max_positions": options.size(length),
         "position_embedding": positions,
-        "rotary_percentage": real(raw, "rotary_percentage", 1.0, problems),
-        "rotary_base": real(raw, "rotary_base", 10000.0, problems),
-        "rotary_interpolation_factor": real(raw, "seq_len_interpolation_factor", 1.0, problems),
+        "rotary_percentage": options.real("rotary_percentage", 1.0),
+        "rotary_base": options.real("rotary_base", 10000.0),
+        "rotary_interpolation_factor": options.real("seq_len_interpolation_factor", 1.0),
         "alibi_layer_scaling": positions == "alibi"
-        and flag(raw, "apply_query_key_layer_scaling", True),
-        "normalization": choice(raw, "normalization", "layernorm", NORMALIZATIONS, problems),
-        "norm_eps": real(raw, "layernorm_epsilon", 1e-5, problems),
+        and options.flag("apply_query_key_layer_scaling", True),
+        "normalization": options.choice("normalization", "layernorm", NORMALIZATIONS),
+        "norm_eps": options.real("layernorm_epsilon", 1e-5),
         "norm_placement": placement,
         "final_norm": placement == "pre",
-        "activation": gelu(raw) if function == "gelu" else function,
+        "activation": gelu(options) if function == "gelu" else function,
         "gated": gated,
         "attention_bias": bias,
         "mlp_bias": bias,
-        "embedding_scale": hidden**0.5 if flag(raw, "apply_embedding_scaling", False) else None,
-        "tied_embeddings": flag(raw, "share_embeddings_and_output_weights", True),
+        "embedding_scale": hidden**0.5 if options.flag("apply_embedding_scaling", False) else None,
+        "tied_embeddings": options.flag("share_embeddings_and_output_weights", True),
     }
-    problems.raise_if_any(CheckpointError)
-    plus_one = normalization == "layernorm1p" or flag(raw, "layernorm_zero_centered_gamma", False)
+    options.problems.raise_if_any(CheckpointError)
+    plus_one = normalization == "layernorm1p" or options.flag(
+        "layernorm_zero_centered_gamma", False
+    )
     norms = "mcore_local" if local_norms else "mcore"
     dialects = core_dialects(gated, norms, plus_one)
     if not core:
         dialects = nemo_dialects(
-            fused=str(raw.get("activation") or "").startswith("fast-"),
-            legacy=flag(raw, "megatron_legacy", False)
-            and nemo_version(raw) >= LEGACY_AND_ALIBI_SINCE,
+            fused=str(options.get("activation") or "").startswith("fast-"),
+            legacy=options.flag("megatron_legacy", False)
+            and nemo_version(options) >= LEGACY_AND_ALIBI_SINCE,
             plus_one=plus_one,
         )
     return NemoModel(fields, dialects, tuple(notes))
 
 
-def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
-    """Of the core's tensors, first choice first; norms: the dialect that says where these are."""
-    found = ["mcore_fused_gate"] if gated else []
-    if plus_one:
-        found.append(f"{norms}_plus_one")
-    if plus_one and norms in OF_EXPERTS:  # layers without experts have theirs at another place
-        found.append("mcore_plus_one")
-    if norms != "mcore":
-        found.append(norms)
-    return (*found, "mcore")
+def nemo_version(options: TrainingOptions) -> tuple[int, int]:
+    """(major, minor) of the release that wrote the file; (0, 0) when it does not say."""
+    match = re.match(r"(\d+)\.(\d+)", str(options.get("nemo_version") or ""))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _refuse_unknown(raw: Mapping[str, Any], problems: Problems, core: bool) -> None:
-    refuse_others(raw, problems, _KNOWN_VALUES)
-    groups, heads = raw.get("num_query_groups"), raw.get("num_attention_heads")
+def gelu(options: TrainingOptions) -> str:
+    """The fused kernel and openai_gelu are the tanh form, torch's own is the exact one."""
+    fused = options.flag("bias_activation_fusion", options.flag("bias_gelu_fusion", True))
+    return "gelu" if fused or options.flag("openai_gelu", False) else "gelu_erf"
+
+
+def _refuse_unknown(options: TrainingOptions, core: bool) -> None:
+    options.refuse_others(_KNOWN_VALUES)
+    problems, blocks = options.problems, options.get("transformer_block_type")
+    groups, heads = options.get("num_query_groups"), options.get("num_attention_heads")
     if not core and groups not in (None, heads):
         problems.add("num_query_groups needs mcore_gpt", got=groups, choices=[None, heads])
-    if not core and raw.get("transformer_engine"):
+    if not core and options.get("transformer_engine"):
         problems.add("transformer_engine without mcore_gpt is not supported", got=True)
-    if core and raw.get("position_embedding_type") == "alibi":
+    if core and options.get("position_embedding_type") == "alibi":
         problems.add("mcore_gpt has no ALiBi", got="alibi", choices=["learned_absolute", "rope"])
-    if core and raw.get("transformer_block_type") not in (None, "pre_ln"):
-        problems.add("mcore_gpt has no other blocks than pre_ln", got=raw["transformer_block_type"])
-    if raw.get("add_qkv_bias") and not flag(raw, "bias", True):
+    if core and blocks not in (None, "pre_ln"):
+        problems.add("mcore_gpt has no other blocks than pre_ln", got=blocks)
+    if options.get("add_qkv_bias") and not options.flag("bias", True):
         problems.add("biases of query, key and value alone are not supported", got="add_qkv_bias")

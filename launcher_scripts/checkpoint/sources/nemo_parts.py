@@ -18,12 +18,12 @@ import numpy as np
 from launcher_scripts.checkpoint.formats import torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.sources.nemo_config import section
 from launcher_scripts.checkpoint.sources.nemo_files import (
     distributed_tensors,
     read_config,
     weight_files,
 )
-from launcher_scripts.checkpoint.sources.nemo_options import section
 from launcher_scripts.checkpoint.sources.shards import flattened, merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER

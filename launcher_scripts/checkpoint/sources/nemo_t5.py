@@ -10,21 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds, own_ids
-from launcher_scripts.checkpoint.sources.nemo_options import (
+from launcher_scripts.checkpoint.sources.nemo_config import section
+from launcher_scripts.checkpoint.sources.nemo_gpt import (
     ACTIVATIONS,
     NORMALIZATIONS,
     NemoModel,
-    choice,
-    flag,
     gelu,
-    nemo_dialects,
-    real,
-    refuse_others,
-    size,
 )
-from launcher_scripts.checkpoint.sources.nemo_options import section as section_of
-from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import SentencePieceTokenizer, Tokenizer
+from launcher_scripts.models.gpt_nemo import nemo_dialects
 
 POSITIONS = {"learned_absolute": "learned", "relative": "relative"}
 
@@ -59,66 +55,62 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
 _UNUSED_TOKENS = ("<cls>", "<sep>", "<mask>")
 
 
-def read_t5(raw: Mapping[str, Any]) -> NemoModel:
-    """Translate `raw`; raises CheckpointError with everything that cannot be represented."""
-    problems = Problems("model_config.yaml")
-    stacks = []
-    for name in ("encoder", "decoder"):
-        section = raw.get(name)
-        stacks.append(_read_stack(section if isinstance(section, dict) else raw, problems))
-    encoder, decoder = stacks
+def read_t5(options: TrainingOptions) -> NemoModel:
+    """Translate `options`; raises CheckpointError with everything that cannot be represented."""
+    sections = [options.section(name) for name in ("encoder", "decoder")]
+    encoder, decoder = map(_read_stack, sections)
     for key in _COMMON:
-        if encoder[key] != decoder[key]:
-            problems.add(f"encoder and decoder differ in {key}", got=(encoder[key], decoder[key]))
-    length = "max_position_embeddings" if raw.get("max_position_embeddings") else "seq_length"
-    max_positions = size(raw, length, problems, 512)
-    problems.raise_if_any(CheckpointError)
+        found = (encoder[key], decoder[key])
+        if found[0] != found[1]:
+            options.problems.add(f"encoder and decoder differ in {key}", got=found)
+    length = "max_position_embeddings" if options.get("max_position_embeddings") else "seq_length"
+    max_positions = options.size(length, 512)
+    options.problems.raise_if_any(CheckpointError)
     relative = decoder["position_embedding"] == "relative"
-    own_only = flag(decoder["section"], "relative_position_bias_self_attention_only", True)
+    own_only = sections[1].flag("relative_position_bias_self_attention_only", True)
     fields = {key: encoder[key] for key in _COMMON if key != "dialects"} | {
         "num_layers": encoder["num_layers"],
         "num_decoder_layers": decoder["num_layers"],
         "max_positions": max_positions,
         "cross_attention_relative_bias": relative and not own_only,
-        "logits_bias": flag(raw, "tokens_head_bias", True),
-        "tied_embeddings": flag(raw, "share_decoder_tokens_head_embeddings", True),
-        "shared_embeddings": flag(raw, "share_token_embeddings", True),
+        "logits_bias": options.flag("tokens_head_bias", True),
+        "tied_embeddings": options.flag("share_decoder_tokens_head_embeddings", True),
+        "shared_embeddings": options.flag("share_token_embeddings", True),
     }
     return NemoModel(fields, encoder["dialects"])
 
 
-def _read_stack(section: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """One stack's hyperparameters, with its own `section` and `dialects`."""
-    refuse_others(section, problems, _KNOWN_VALUES)
-    function, gated = choice(section, "activation", "gelu", ACTIVATIONS, problems)
-    heads = size(section, "num_attention_heads", problems)
-    hidden = size(section, "hidden_size", problems)
-    head_size = size(section, "kv_channels", problems, hidden // heads)
-    positions = choice(section, "position_embedding_type", "learned_absolute", POSITIONS, problems)
+def _read_stack(options: TrainingOptions) -> dict[str, Any]:
+    """One stack's hyperparameters, with its own `dialects`."""
+    options.refuse_others(_KNOWN_VALUES)
+    function, gated = options.choice("activation", "gelu", ACTIVATIONS)
+    heads = options.size("num_attention_heads")
+    hidden = options.size("hidden_size")
+    head_size = options.size("kv_channels", hidden // heads)
+    positions = options.choice("position_embedding_type", "learned_absolute", POSITIONS)
     relative = positions == "relative"
-    scaled = flag(section, "normalize_attention_scores", True)
+    scaled = options.flag("normalize_attention_scores", True)
     return {
-        "section": section,
         "dialects": nemo_dialects(
-            fused=str(section.get("activation") or "").startswith("fast-"),
-            legacy=flag(section, "megatron_legacy", False),
-            plus_one=str(section.get("normalization") or "").lower() == "layernorm1p",
+            fused=str(options.get("activation") or "").startswith("fast-"),
+            legacy=options.flag("megatron_legacy", False),
+            plus_one=str(options.get("normalization") or "").lower() == "layernorm1p",
         ),
-        "num_layers": size(section, "num_layers", problems),
+        "num_layers": options.size("num_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
         "head_size": head_size,
-        "ffn_size": size(section, "ffn_hidden_size", problems, 4 * hidden),
+        "ffn_size": options.size("ffn_hidden_size", 4 * hidden),
         "position_embedding": positions,
-        "num_buckets": size(section, "relative_attention_num_buckets", problems, 32),
-        "max_distance": size(section, "relative_attention_max_distance", problems, 128),
+        "num_buckets": options.size("relative_attention_num_buckets", 32),
+        "max_distance": options.size("relative_attention_max_distance", 128),
         "relative_bias_layer_scaling": relative
-        and flag(section, "apply_query_key_layer_scaling", True),
-        "normalization": choice(section, "normalization", "layernorm", NORMALIZATIONS, problems),
-        "norm_eps": real(section, "layernorm_epsilon", 1e-5, problems),
-        "activation": gelu(section) if function == "gelu" else function,
+        and options.flag("apply_query_key_layer_scaling", True),
+        "normalization": options.choice("normalization", "layernorm", NORMALIZATIONS),
+        "norm_eps": options.real("layernorm_epsilon", 1e-5),
+        "activation": gelu(options) if function == "gelu" else function,
         "gated": gated,
-        "bias": flag(section, "bias", True),
+        "bias": options.flag("bias", True),
         "attention_scale": head_size**-0.5 if scaled else 1.0,
     }
 
@@ -130,13 +122,13 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
     and then the sentinels, or, for models that come from Hugging Face, the sentinels first. The
     latter never saw <bos>: like all of Google's T5 their decoder starts with the padding token.
     """
-    section, data = section_of(raw, "tokenizer"), section_of(raw, "data")
-    converted = flag(section, "add_sentinel_tokens_first", False)
+    said = section(raw, "tokenizer")
+    converted = bool(said.get("add_sentinel_tokens_first"))
     ids = own_ids(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        sentinels = int(section.get("num_sentinel_tokens") or 0) if converted else 0
+        sentinels = int(said.get("num_sentinel_tokens") or 0) if converted else 0
         ids = _appended(tokenizer, sentinels, least=0 if converted else 1)
-    if converted or flag(data, "decoder_starts_with_pad", False):
+    if converted or section(raw, "data").get("decoder_starts_with_pad"):
         return TokenIds(ids.pad_id, ids.end_id, ids.pad_id)
     return ids
 

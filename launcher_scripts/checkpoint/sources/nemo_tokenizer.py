@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config
-from launcher_scripts.checkpoint.sources.nemo_options import section
+from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config, section
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_byt5
 from launcher_scripts.common.untrusted import (

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.plan import STORED
+from launcher_scripts.checkpoint.convert.tasks import STORED
 from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor

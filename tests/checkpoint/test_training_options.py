@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from launcher_scripts.checkpoint.convert.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.sources import core_options, nemo, nemo_gpt
+from launcher_scripts.checkpoint.sources import nemo_gpt
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
@@ -20,7 +19,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     read_gpt,
 )
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
-from launcher_scripts.checkpoint.sources.training_keys import IRRELEVANT, TrackedMapping, check_keys
+from launcher_scripts.checkpoint.sources.training_options import IRRELEVANT, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.test_megatron_core import ARGUMENTS
 from tests.checkpoint_maker import Variant, make_nemo, small_config
@@ -62,11 +61,9 @@ def test_the_defaults_of_cores_configuration_leave_nothing_to_say(of: Any) -> No
 
 
 def test_the_configuration_of_a_nemo_training_leaves_nothing_to_say() -> None:
-    said = TrackedMapping(NEMO)
-    nemo_gpt.read_gpt(said, core=True, local_norms=False)
-    problems = Problems("model_config.yaml")
-    assert check_keys(said, problems) == ()
-    assert problems.messages == []
+    options = TrainingOptions(NEMO, Problems("model_config.yaml"))
+    nemo_gpt.read_gpt(options, core=True, local_norms=False)
+    assert options.check_keys() == ()
 
 
 @pytest.mark.parametrize(
@@ -111,13 +108,13 @@ def test_nemo_1_is_looked_at_too(tmp_path: Path, key: str) -> None:
 def test_the_table_has_no_stale_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {*FIELDS, *NEMO}
 
-    class Recording(TrackedMapping):
-        def __init__(self, values: Mapping[str, Any]) -> None:
-            super().__init__(values)
-            known.update(values)
+    check_keys = TrainingOptions.check_keys
 
-    for module in (core_options, nemo):
-        monkeypatch.setattr(module, "TrackedMapping", Recording)
+    def recording(options: TrainingOptions) -> tuple[str, ...]:
+        known.update(options.raw)
+        return check_keys(options)
+
+    monkeypatch.setattr(TrainingOptions, "check_keys", recording)
     for path in STORED:
         open_source(Archive(path, scratch=tmp_path), hints=Hints())
     patterns = [pattern for keys in IRRELEVANT.values() for pattern in keys]

@@ -1,8 +1,10 @@
-"""The experts of OpenAI's gpt-oss, as if each had tensors of its own.
+"""Experts that lie in one tensor a layer, as if each had tensors of its own.
 
-The experts of a layer lie in one tensor, in which gate and up alternate: as float with the inputs
-first, or in MXFP4 with the outputs first. There 32 numbers of four bits (e2m1) share a power of
-two (e8m0): https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
+IBM's Granite stores them so, and transformers 5 keeps the experts of all models so in memory, which
+is what a state dict of such a model has. In those of OpenAI's gpt-oss, gate and up alternate: as
+float with the inputs first, or in MXFP4 with the outputs first. There 32 numbers of four bits
+(e2m1) share a power of two (e8m0):
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 """
 
 from __future__ import annotations
@@ -20,8 +22,16 @@ from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.common.errors import Problems
 
 _EXPERTS = ".mlp.experts."
-# A tensor of all experts -> what its outputs belong to in turn.
+# Of gpt-oss: a tensor of all experts -> what its outputs belong to in turn.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Of the others: a module and how its tensor's name goes on -> what the rows [experts, rows, in] of
+# an expert are, in parts of equal size.
+_STACKED = {
+    (".block_sparse_moe", ".input_linear.weight"): ("w1", "w3"),
+    (".block_sparse_moe", ".output_linear.weight"): ("w2",),
+    (".mlp", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
+    (".mlp", ".experts.down_proj"): ("down_proj",),
+}
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 without its sign, by their bits
 _BLOCK_BYTES, _BLOCK = 16, 32  # that share a power of two
 _EXPONENT_BIAS = 127
@@ -88,8 +98,13 @@ def _pairs() -> NDArray[Any]:
     return np.stack([numbers[every & 15], numbers[every >> 4]], axis=1)
 
 
-def own_experts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
-    """The tensors, weights and biases of all experts replaced by those of each."""
+def own_experts(tensors: Mapping[str, SourceTensor], model_type: str) -> dict[str, SourceTensor]:
+    """The tensors, those of all experts of a layer replaced by those of each."""
+    return _in_turn(tensors) if model_type == "gpt_oss" else _in_parts(tensors)
+
+
+def _in_turn(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """Of gpt-oss: weights [experts, in, out] and biases [experts, out] of gate and up in turn."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(_EXPERTS)
@@ -102,4 +117,20 @@ def own_experts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
             for number, target in enumerate(targets):
                 values = own.T[number :: len(targets)]
                 found[f"{layer}{_EXPERTS}{expert}.{target}.{kind}"] = SourceTensor.whole(values)
+    return found
+
+
+def _in_parts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """Of the other models: weights [experts, out, in], of gate and up one after the other."""
+    found = dict(tensors)
+    for (module, end), parts in _STACKED.items():
+        for name, tensor in tensors.items():
+            if len(tensor.shape) != 3 or not name.endswith(module + end):
+                continue
+            del found[name]
+            stem, rows = name.removesuffix(end), tensor.shape[1] // len(parts)
+            for expert, own in enumerate(tensor.read()):
+                for number, part in enumerate(parts):
+                    values = own[number * rows : (number + 1) * rows]
+                    found[f"{stem}.experts.{expert}.{part}.weight"] = SourceTensor.whole(values)
     return found

@@ -1,16 +1,28 @@
-"""Byte pairs of a GGUF file (`tokenizer.ggml.model` gpt2): GPT-2's and what came after it.
+"""How the vocabularies of a GGUF file become tokenizers, by `tokenizer.ggml.model`.
 
-Of how text is cut into words before byte pairs merge, a file says only the name
-(`tokenizer.ggml.pre`). The expressions are those of the tokenizers that llama.cpp gave the names
-to, as their own tokenizer.json has them; llama.cpp's forms of them, which mean the same, are in its
-src/llama-vocab.cpp.
+llama: byte pairs of SentencePiece (Llama 2, Gemma, Phi-3; Kudo and Richardson, 2018,
+https://arxiv.org/abs/1808.06226). `tokenizers` wants merges: the two pieces that make a third merge
+the earlier the higher its score.
+t5: SentencePiece's unigram model, which takes the pieces of the highest sum of scores.
+gpt2: byte pairs of GPT-2 and what came after it. Of how text is cut into words before byte pairs
+merge, a file says only the name (`tokenizer.ggml.pre`). The expressions are those of the tokenizers
+that llama.cpp gave the names to, as their own tokenizer.json has them; llama.cpp's forms of them,
+which mean the same, are in its src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Values of tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+_SPACE = "▁"
+CHARSMAP = "precompiled_charsmap"
 
 
 @dataclass(frozen=True)
@@ -110,18 +122,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-
 def byte_pairs(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer by the file's tokens and merges; no token is special yet.
 
     Raises what `tokenizers` raises where merges and tokens disagree.
     """
-    from tokenizers import Regex, Tokenizer, decoders, normalizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     row = PRE_TOKENIZERS[metadata["pre"]]
     vocab = {token: index for index, token in enumerate(metadata["tokens"])}
@@ -129,9 +136,81 @@ def byte_pairs(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=row.ignore_merges))
     if row.normalized:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [Split(Regex(expression), "isolated") for expression in row.splits]
-    tokenizer.pre_tokenizer = Sequence(
-        [*splits, ByteLevel(add_prefix_space=False, use_regex=False)]
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in row.splits]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def pieces(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer by the file's pieces and scores; no token is special yet."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    tokens, kinds = metadata["tokens"], metadata["token_type"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = next(
+        (token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None
+    )
+    model = BPE(
+        vocab,
+        _merges(vocab, metadata["scores"], kinds),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    return _with_visible_spaces(Tokenizer(model), metadata)
+
+
+def unigram(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer by the file's pieces and scores; no token is special yet."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import Unigram
+
+    kinds = metadata["token_type"]
+    model = Unigram(
+        list(zip(metadata["tokens"], metadata["scores"], strict=True)),
+        kinds.index(UNKNOWN) if UNKNOWN in kinds else None,
+        byte_fallback=BYTE in kinds,
+    )
+    return _with_visible_spaces(Tokenizer(model), metadata)
+
+
+def _with_visible_spaces(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> Tokenizer:
+    """Normalize as SentencePiece does, spaces becoming visible in the end."""
+    from tokenizers import Regex, decoders, normalizers
+
+    steps: list[Any] = []
+    if charsmap := metadata.get(CHARSMAP):
+        steps.append(normalizers.Precompiled(bytes(value & 0xFF for value in charsmap)))
+    if metadata.get("remove_extra_whitespaces"):
+        steps += [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" +"), " "),
+        ]
+    # A text starts with a space, unless the file says that it does not.
+    prefixed = metadata.get("add_space_prefix", True) is not False
+    if prefixed:
+        steps.append(normalizers.Prepend(_SPACE))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
+    return tokenizer
+
+
+def _merges(
+    vocab: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, best first."""
+    found = []
+    for token, index in vocab.items():
+        if kinds[index] != NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((-scores[index], index, left, right, token, cut))
+    found.sort(key=lambda row: row[:4])
+    return [(token[:cut], token[cut:]) for *_, token, cut in found]

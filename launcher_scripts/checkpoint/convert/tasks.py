@@ -1,30 +1,44 @@
-"""What an export will do, settled before anything is written.
+"""What an export does, as one task per tensor: settled before anything is written, then written.
 
 Every row of the weight table claims its source tensors. A required row whose tensors are not
 there, a source tensor no row claims, and a shape that does not fit are all reported at once.
+
+Tasks are independent, so that several processes share them. Each process holds one strip of one
+file in memory, and a copy of a tensor only where the source has it in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.convert.reshard import Blocks, whole_blocks
-from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32
+from launcher_scripts.checkpoint.convert.manifest import FileEntry
+from launcher_scripts.checkpoint.convert.progress import Progress
+from launcher_scripts.checkpoint.convert.reshard import Blocks, rank_columns, whole_blocks
+from launcher_scripts.checkpoint.convert.streaming import NonfiniteValues, UnfitValues, strips
+from launcher_scripts.checkpoint.convert.worker_processes import Take, run_all
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32, plain, widened
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
 # The dialect of tensors that have the table's own names and are as stored.
 STORED = "stored"
+MOST_PROCESSES = 8
+LEAST_BYTES = 128 << 20  # of the files, for which processes are worth their start
 _SHOWN = 20
+_CHUNK = 1 << 20
 
 
 class Change(Protocol):
@@ -98,6 +112,10 @@ class Task:
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 yield piece.values
+
+    def files(self, tp_size: int) -> list[WeightFile]:
+        """The files that it becomes for `tp_size` ranks."""
+        return [WeightFile(self.spec, self.layer, rank) for rank in self.spec.tp_ranks(tp_size)]
 
     def blocks(self, workspace: Workspace | None = None) -> Blocks:
         """The stored form, still whole, as views of the source where possible.
@@ -225,3 +243,122 @@ def _task(
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
     return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
+
+
+def write_all(
+    tasks: Sequence[Task],
+    writer: FTWriter,
+    archive: Archive,
+    progress: Progress,
+    settings: ExportSettings,
+) -> dict[str, UnfitValues]:
+    """Largest tensors first, in no more processes than there are processors, or help.
+
+    Returns by name what is wrong with the tensors whose values cannot be written.
+    """
+    ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
+    work = _Work(writer, archive, allow_nonfinite=settings.allow_nonfinite)
+    unfit: dict[str, UnfitValues] = {}
+
+    def take(found: FileEntry | _Unfit | int) -> None:
+        if isinstance(found, _Unfit):
+            unfit[found.name] = found.error
+        elif isinstance(found, FileEntry):
+            writer.add(found)
+            progress.add(found.bytes)
+        else:
+            progress.add(found)
+
+    count = min(settings.processes, MOST_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    run_all(ordered, work.run, take, 1 if progress.total < LEAST_BYTES else count)
+    return unfit
+
+
+@dataclass(frozen=True)
+class _Unfit:
+    """A tensor whose values cannot be written."""
+
+    name: str
+    error: UnfitValues
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one process after the other takes a task of."""
+
+    writer: FTWriter
+    archive: Archive
+    allow_nonfinite: bool
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def run(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
+        """Write a tensor's files; `take` gets each, and the bytes of those that are there."""
+        try:
+            self._write(task, take)
+        except UnfitValues as error:
+            take(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
+        for values in task.views():
+            self.archive.forget(values)
+
+    def _write(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
+        spec, writer = task.spec, self.writer
+        files = task.files(writer.tp_size)
+        missing = [file for file in files if not writer.holds(file)]
+        shape = spec.shape_on(task.config, writer.tp_size)
+        take(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))
+        if not missing:
+            return
+        for values in task.views():
+            self.archive.check(values, task.name)
+        blocks = task.blocks(self.workspace)
+        for file in missing:
+            columns = rank_columns(spec, task.config, writer.tp_size, file.tp_rank, blocks)
+            pieces = strips(
+                columns,
+                writer.dtype,
+                task.name,
+                self.workspace,
+                allow_nonfinite=self.allow_nonfinite,
+            )
+            take(writer.write_file(file, pieces))
+
+
+def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
+    """Raise one CheckpointError for all of `unfit`, if there are any.
+
+    unfit:  name of a task -> what is wrong with its values
+    origin: what the tasks are of
+    """
+    lines: dict[str, str | None] = {}  # with the key to change; a tensor may have several tasks
+    for task in tasks:
+        error = unfit.get(task.name)
+        found = list(_nonfinite(task)) if isinstance(error, NonfiniteValues) else []
+        lines |= dict.fromkeys(found, "export.model.allow_nonfinite")
+        if error is not None and not found:
+            lines[str(error)] = None
+    problems = Problems(origin)
+    for line, change in list(lines.items())[:_SHOWN]:
+        problems.add(line, change=change)
+    if len(lines) > _SHOWN:
+        problems.add(f"and {len(lines) - _SHOWN} more tensors")
+    problems.raise_if_any(CheckpointError)
+
+
+def _nonfinite(task: Task) -> Iterator[str]:
+    """A line per source tensor with values that are NaN or infinite; none if they become so."""
+    changed = [source for change in task.changes for source in change.sources()]
+    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *changed]:
+        values = tensor.read()
+        if count := _count(values):
+            yield f"{key} has {count} NaN or infinite values of {values.size}"
+
+
+def _count(values: NDArray[Any]) -> int:
+    """How many are not finite; only a part of them is copied at a time."""
+    rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
+    step = max(_CHUNK // max(rows.shape[1], 1), 1)
+    count = 0
+    for first in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[first : first + step]).view(values.dtype)
+        count += part.size - int(np.isfinite(widened(part)).sum())
+    return count
