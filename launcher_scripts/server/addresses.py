@@ -19,9 +19,9 @@ _ELSEWHERE = "192.0.2.1"  # of a network for documents
 _REACH_SECONDS = 10.0
 
 
-def local_host(host: str) -> str:
-    """The address for this node of what listens on `host`."""
-    return LOOPBACK if host in EVERY_ADDRESS else host
+def local_address(host: str, port: int) -> str:
+    """host:port for this node of what listens on `host`."""
+    return _host_port(LOOPBACK if host in EVERY_ADDRESS else host, port)
 
 
 def addresses(settings: DeploySettings, ports: Mapping[str, int]) -> dict[str, str]:
@@ -92,6 +92,10 @@ def _public_address(settings: Listening, host: str, port: int) -> str:
     """
     if host != LOOPBACK:
         host = settings.public_host or (_own_name(port) if host in EVERY_ADDRESS else host)
+    return _host_port(host, port)
+
+
+def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -32,7 +32,12 @@ from launcher_scripts.common.processes import (
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
-from launcher_scripts.server.addresses import addresses, local_host, openai_url, with_node_address
+from launcher_scripts.server.addresses import (
+    addresses,
+    local_address,
+    openai_url,
+    with_node_address,
+)
 from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.health import (
     ModelStatus,
@@ -198,8 +203,8 @@ class Service:
         self._ports = ports
         self._stop = stop
         self._ready_files = ready_files
-        local = local_host(settings.hosts["http"])
-        self._client = TritonClient(local, ports["http"], protection.headers)
+        http = local_address(settings.hosts["http"], ports["http"])
+        self._client = TritonClient(http, protection.headers)
         self._watched: dict[int, str] = {}
         self._suspended: dict[int, float] = {}
         self._server_started = time.time()

@@ -43,7 +43,7 @@ def test_a_status_file_that_is_none(tmp_path: Path, value: Any) -> None:
 def test_a_server_that_is_not_there_is_not_ready() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        client = TritonClient("127.0.0.1", bound.getsockname()[1])
+        client = TritonClient(f"127.0.0.1:{bound.getsockname()[1]}")
         assert not client.ready()
         with pytest.raises(ServerError, match="does not answer GET /v2"):
             client.version()
