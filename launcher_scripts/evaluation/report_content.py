@@ -20,6 +20,8 @@ def read_content(path: Path, change: str) -> dict[str, Any]:
     change: what names the file, for the error. Raises ConfigError for what is not a report.
     """
     file = report_file(path)
+    if not file.exists():
+        raise ConfigError(problem("there is no report", got=str(file), change=change))
     try:
         content = parse_json(read_plain(file))
         schema, _ = content["schema"], content["model"]

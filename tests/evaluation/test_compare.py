@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
@@ -275,7 +276,23 @@ def test_the_harness_items_have_the_answers_of_every_filter(
     assert flexible.low is not None and strict.low is not None
 
 
+def test_options_that_are_none_are_no_verdict(
+    pair: tuple[Content, Content, Path], capsys: Any
+) -> None:
+    assert compared(pair, "--items", "-3", "--tolerance", "nan") == ERROR
+    said = capsys.readouterr().err
+    assert "--items must be at least 0; got -3" in said
+    assert "--tolerance must be at least 0; got nan" in said
+    with pytest.raises(SystemExit, match=str(ERROR)):
+        compared(pair, "--itmes", "3")
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python3 -m launcher_scripts.evaluation compare")
+    assert said.endswith("error: unrecognized arguments: --itmes 3\n")
+
+
 def test_what_is_no_report_is_named(pair: tuple[Content, Content, Path], capsys: Any) -> None:
+    assert main(["compare", str(pair[2] / "a"), str(pair[2] / "b")]) == 2
+    assert f"there is no report; got '{pair[2] / 'a'}'; change" in capsys.readouterr().err
     compared(pair)
     (pair[2] / "b" / "report.json").write_text("{")
     assert main(["compare", str(pair[2] / "a"), str(pair[2] / "b")]) == 2
