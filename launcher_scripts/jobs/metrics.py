@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from launcher_scripts.common.http_answer import ask
@@ -69,7 +70,9 @@ def parse_load(text: str) -> Load:
     for line in text.splitlines():
         found = _SAMPLE.fullmatch(line.strip())
         if found:
-            samples.setdefault(found["name"], []).append(float(found["value"]))
+            with suppress(ValueError):  # the address may be another server's by now
+                value = float(found["value"])
+                samples.setdefault(found["name"], []).append(value)
 
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None

@@ -35,7 +35,7 @@ def test_samples_of_all_gpus_and_models_are_combined() -> None:
 
 
 def test_a_server_without_gpus_says_nothing_of_them() -> None:
-    found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\n")
+    found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\nIt works!\n")
     assert found == Load()
     assert (found.gpu_text(), found.kv_text(), found.rows_text()) == ("", "", "")
 
