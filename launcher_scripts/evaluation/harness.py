@@ -87,10 +87,11 @@ def lm_eval_version(settings: HarnessSettings) -> str:
         raise ConfigError(
             problem(f"cannot run {python}: {error}", change=f"{KEY}.python")
         ) from error
-    if done.returncode:
+    said = re.search(r"^lm_eval (\S+)$", done.stdout, re.MULTILINE)
+    if done.returncode or said is None:
         what = f"{python} does not have lm_eval; run: {python} -m {INSTALL}"
         raise ConfigError(problem(what, change=f"{KEY}.python, the interpreter of another one"))
-    return done.stdout.split()[-1]
+    return said[1]
 
 
 def find_gateway(

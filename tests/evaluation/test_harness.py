@@ -220,6 +220,7 @@ def test_filters_and_figures_without_an_error(tmp_path: Path) -> None:
     [
         ({"version_exits": str(MISSING)}, {}, "python -m pip install -r requirements/harness.txt"),
         ({}, {"python": "/nowhere/python"}, "cannot run /nowhere/python"),
+        ({}, {"python": "/bin/true"}, "/bin/true does not have lm_eval; run: /bin/true -m pip"),
         (
             {},
             {"openai": None},
