@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "launcher_scripts.main": set(),
 }
 # Modules that are copied beside the text models of a repository, so they import nothing of ours.
-COPIED = ("common.text_deltas", "contract.text_names")
+COPIED = ("backends.client_watch", "common.text_deltas", "contract.text_names")
 COPIED_PACKAGE = "launcher_scripts.common.tokenizer"
 # dependency -> the only places that may import it
 DOORS = {

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.config.harness import HarnessSettings
-from launcher_scripts.evaluation.harness import Gateway, HarnessResult, models_of, run, run_lm_eval
+from launcher_scripts.evaluation.harness import (
+    Gateway,
+    HarnessResult,
+    lm_eval_version,
+    models_of,
+    run,
+    run_lm_eval,
+)
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
@@ -66,8 +73,9 @@ def answers(folder: Path, given: argparse.Namespace) -> dict[str, tuple[list[Ite
     address = f"{given.address.rstrip('/')}/v1"
     card = models_of(address)[given.model]
     gateway = Gateway(address, given.model, card["max_model_len"])
-    served = run(settings, gateway, folder / "served")
-    reference = run_lm_eval(settings, hf_model(given.gguf), folder / "hf")
+    version = lm_eval_version(settings)
+    served = run(settings, version, gateway, folder / "served")
+    reference = run_lm_eval(settings, version, hf_model(given.gguf), folder / "hf")
     sides = {
         task: (items_of(folder / "served", served, task), items_of(folder / "hf", reference, task))
         for task in TASKS

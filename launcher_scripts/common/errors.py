@@ -114,7 +114,7 @@ class Problems:
 
     def check_at_least(self, what: str, got: float, least: int, change: str | None = None) -> None:
         """Note a number that is too small."""
-        if got < least:
+        if not got >= least:  # also what is no number
             self.add(f"{what} must be at least {least}", got=got, change=change)
 
     def merge(self, error: LauncherError) -> None:

@@ -48,11 +48,11 @@ class GatewayOptions:
     max_waiting: int = option(1024, "rows that wait for that; more are answered with 429", least=0)
     max_body: int = option(MIB, "bytes of a request", least=1)
     max_model_len: int | None = option(
-        None, "tokens of prompt and answer; by default the model's positions"
+        None, "tokens of prompt and answer; by default the model's positions", least=0
     )
     chat_tokens: int = option(1024, "tokens of a chat's answer that does not say how many", least=1)
     request_timeout: float | None = option(
-        None, "seconds for an answer, unless the request says its timeout"
+        None, "seconds for an answer, unless the request says its timeout", least=0
     )
     cors_origins: tuple[str, ...] = option((), "web pages' origins that may ask", metavar="URL")
     tls_certificate: ConfigPath | None = option(None, "PEM, for HTTPS", metavar="FILE")
@@ -79,7 +79,7 @@ class GatewayOptions:
         check_options(self, problems, self.key_of)
         if (self.tls_certificate is None) != (self.tls_key is None):
             keys = f"{self.key_of('tls_certificate')}, {self.key_of('tls_key')}"
-            problems.add("a certificate needs its key", change=keys)
+            problems.add("a certificate needs its key, and a key its certificate", change=keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,8 @@ class GatewaySettings(GatewayOptions):
     tokenizer_dir: str | None = option(
         None, "tokenizer and config.ini, if not the repository's", metavar="FOLDER"
     )
-    ready_timeout: float = option(600.0, "seconds to wait for the servers")
-    drain_timeout: float = option(60.0, "seconds for running requests after SIGTERM")
+    ready_timeout: float = option(600.0, "seconds to wait for the servers", least=0)
+    drain_timeout: float = option(60.0, "seconds for running requests after SIGTERM", least=0)
     server_ca: str | None = option(None, "PEM, whom to trust as a server's gRPC", metavar="FILE")
     server_certificate: str | None = option(
         None, "PEM, the gateway's own for the servers", metavar="FILE"

@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     judge.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
     judge.set_defaults(run=_judge)
-    given = parser.parse_args(argv)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[given.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return int(given.run(given))
     except LauncherError as error:

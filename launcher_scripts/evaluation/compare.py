@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.rendering import align
 from launcher_scripts.evaluation.report_content import read_content, report_file
 from launcher_scripts.evaluation.report_difference import (
@@ -41,7 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print what differs; 0: the same results, 1: others, 2: not comparable."""
+    """Print what differs; 0: the same results, 1: others, 2: not comparable.
+
+    Raises ConfigError for options that no report can be compared by.
+    """
+    problems = Problems("the command line")
+    problems.check_at_least("--items", given.items, 0)
+    problems.check_at_least("--tolerance", given.tolerance, 0)
+    problems.raise_if_any(ConfigError)
     try:
         a, b = (read_content(path, "the command line") for path in (given.a, given.b))
         folder_a, folder_b = (report_file(path).parent for path in (given.a, given.b))

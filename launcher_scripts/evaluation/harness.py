@@ -87,10 +87,11 @@ def lm_eval_version(settings: HarnessSettings) -> str:
         raise ConfigError(
             problem(f"cannot run {python}: {error}", change=f"{KEY}.python")
         ) from error
-    if done.returncode:
+    said = re.search(r"^lm_eval (\S+)$", done.stdout, re.MULTILINE)
+    if done.returncode or said is None:
         what = f"{python} does not have lm_eval; run: {python} -m {INSTALL}"
         raise ConfigError(problem(what, change=f"{KEY}.python, the interpreter of another one"))
-    return done.stdout.split()[-1]
+    return said[1]
 
 
 def find_gateway(
@@ -138,10 +139,15 @@ def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    harness: HarnessSettings, gateway: Gateway, folder: Path, answers: Path | None = None
+    harness: HarnessSettings,
+    version: str,
+    gateway: Gateway,
+    folder: Path,
+    answers: Path | None = None,
 ) -> HarnessResult:
     """lm_eval's tasks on the gateway's model; its files replace those that are in `folder`.
 
+    version: what lm_eval_version gave
     answers: where lm_eval keeps what the model answers, and looks before it asks
     """
     model = {
@@ -152,21 +158,21 @@ def run(
     }
     # Not on the command line, which other users of the machine may read.
     secret = {"OPENAI_API_KEY": gateway.key} if gateway.key else {}
-    return run_lm_eval(harness, ("gateway-completions", model), folder, secret, answers)
+    return run_lm_eval(harness, version, ("gateway-completions", model), folder, secret, answers)
 
 
 def run_lm_eval(
     harness: HarnessSettings,
+    version: str,
     model: tuple[str, Mapping[str, Any]],
     folder: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
     answers: Path | None = None,
 ) -> HarnessResult:
-    """lm_eval's tasks on any of its models: its type, and its arguments. answers: as in run.
+    """lm_eval's tasks on any of its models: its type, and its arguments. The others: as in run.
 
     Raises ConfigError where a data set is missing, ServerError when lm_eval fails.
     """
-    version = lm_eval_version(harness)
     output = folder.with_name(folder.name + ".partial")
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)

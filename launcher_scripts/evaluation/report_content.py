@@ -20,6 +20,8 @@ def read_content(path: Path, change: str) -> dict[str, Any]:
     change: what names the file, for the error. Raises ConfigError for what is not a report.
     """
     file = report_file(path)
+    if not file.exists():
+        raise ConfigError(problem("there is no report", got=str(file), change=change))
     try:
         content = parse_json(read_plain(file))
         schema, _ = content["schema"], content["model"]
@@ -72,28 +74,36 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     """The items of a task of lm-evaluation-harness, in the order of its doc_id.
 
     Each has index (the doc_id), target, what the task's figures are made of, and prediction where a
-    text was generated. With several filters the first one counts.
+    text was generated. What went through a filter has the filter's name behind its own, as figures
+    have: exact_match,strict-match.
     """
     items: dict[int, dict[str, Any]] = {}
     for sample in harness_samples(task, folder):
         try:
-            items.setdefault(int(sample["doc_id"]), _harness_item(sample, task["metrics"]))
+            index = int(sample["doc_id"])
+            item = items.setdefault(index, {"index": index, "target": str(sample["target"])})
+            item.update(_said(sample, task["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
             what = f"{task.get('samples')} is not a samples file: {type(error).__name__}: {error}"
             raise ConfigError(problem(what, got=str(sample)[:100])) from error
     return [items[index] for index in sorted(items)]
 
 
-def _harness_item(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    item: dict[str, Any] = {"index": int(sample["doc_id"]), "target": str(sample["target"])}
+def _said(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer that went through a filter, and its values; nothing where no figure is of it."""
+    of_filter = sample.get("filter", "none")
+    behind = "" if of_filter == "none" else f",{of_filter}"
+    own = [name for name in metrics if name.partition(",")[2] == behind[1:]]
+    said: dict[str, Any] = {}
     answers = sample.get("filtered_resps") or [None]
-    if isinstance(answers[0], str):
-        item["prediction"] = answers[0]
-    for name, metric in metrics.items():
-        value = sample.get(name)
+    if own and isinstance(answers[0], str):
+        said[f"prediction{behind}"] = answers[0]
+    for name in own:
+        value = sample.get(name.removesuffix(behind))
         if isinstance(value, (bool, int, float)):
-            item[name] = bool(value) if metric["percent"] and value in (0, 1) else float(value)
-    return item
+            right = metrics[name]["percent"] and value in (0, 1)
+            said[name] = bool(value) if right else float(value)
+    return said
 
 
 def task_result(section: Mapping[str, Any]) -> TaskResult:

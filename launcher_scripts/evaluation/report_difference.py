@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.evaluation import statistics
-from launcher_scripts.evaluation.comparison import answer, same_item
+from launcher_scripts.evaluation.comparison import ANSWER_KEYS, same_item
 from launcher_scripts.evaluation.journal import differences
 from launcher_scripts.evaluation.paired import FIELDS, flags
 from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
@@ -205,9 +205,7 @@ def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDi
         missing_a=len(items_b) - len(shared),
         missing_b=len(items_a) - len(shared),
         changed={
-            index: (one, other)
-            for index, (one, other) in pairs.items()
-            if answer(one) != answer(other) or _flags(one) != _flags(other)
+            index: (one, other) for index, (one, other) in pairs.items() if _changed(one, other)
         },
         largest=_largest(list(pairs.values())),
     )
@@ -217,9 +215,15 @@ def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return {int(item["index"]): item for item in section.get("items") or []}
 
 
-def _flags(item: Mapping[str, Any]) -> dict[str, bool]:
-    """What is right or wrong of an item."""
-    return {name: value for name, value in item.items() if isinstance(value, bool)}
+def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the answers differ, or what is right or wrong of them, as far as both have it."""
+    return any(
+        one[name] != other[name]
+        for name in one.keys() & other.keys()
+        if name.partition(",")[0] in ANSWER_KEYS
+        or isinstance(one[name], bool)
+        or isinstance(other[name], bool)
+    )
 
 
 def _figure(

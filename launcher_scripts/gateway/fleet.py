@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from typing import Any
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.models import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.http_answer import ask
 from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
@@ -228,14 +228,10 @@ async def _check(member: Member, now: float) -> None:
 
 def _metrics(address: str) -> str:
     """What a server tells Prometheus at host:port; nothing where it does not answer."""
-    connection = http.client.HTTPConnection(address, timeout=_LOAD_SECONDS)
     try:
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read().decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+        return ask(address, "/metrics", _LOAD_SECONDS)[1]
+    except OSError:
         return ""
-    finally:
-        connection.close()
 
 
 def _ready_paths(place: Path) -> list[Path]:

@@ -147,9 +147,11 @@ def _listening(settings: GatewaySettings) -> Iterator[socket.socket]:
             (settings.host, settings.port), family=family, backlog=_BACKLOG
         )
     except OSError as error:
+        code = error.errno or 0
+        reason = os.strerror(code) if code >= 0 else "the host's name stands for no address"
         raise ServerError(
             problem(
-                f"cannot listen: {os.strerror(error.errno or 0)}",
+                f"cannot listen: {reason}",
                 got=f"{settings.host}:{settings.port}",
                 change="--host or --port",
             )

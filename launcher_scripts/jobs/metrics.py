@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
+from launcher_scripts.common.http_answer import ask
 from launcher_scripts.contract import metric_names as names
 
 _SECONDS = 2.0
@@ -54,16 +55,13 @@ class Load:
 
 def is_ready(address: str) -> bool:
     """Whether the server at host:port has loaded every model."""
-    answer = _get(address, "/v2/health/ready")
-    return answer is not None and answer[0] == 200
+    return _answer(address, "/v2/health/ready") is not None
 
 
 def load(address: str) -> Load:
     """The load of the server whose metrics are at host:port."""
-    answer = _get(address, "/metrics")
-    if answer is None or answer[0] != 200:
-        return Load()
-    return parse_load(answer[1])
+    text = _answer(address, "/metrics")
+    return Load() if text is None else parse_load(text)
 
 
 def parse_load(text: str) -> Load:
@@ -72,7 +70,9 @@ def parse_load(text: str) -> Load:
     for line in text.splitlines():
         found = _SAMPLE.fullmatch(line.strip())
         if found:
-            samples.setdefault(found["name"], []).append(float(found["value"]))
+            with suppress(ValueError):  # the address may be another server's by now
+                value = float(found["value"])
+                samples.setdefault(found["name"], []).append(value)
 
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None
@@ -94,14 +94,10 @@ def parse_load(text: str) -> Load:
     )
 
 
-def _get(address: str, path: str) -> tuple[int, str] | None:
-    """Status and body; None where nobody answers."""
-    connection = http.client.HTTPConnection(address, timeout=_SECONDS)
+def _answer(address: str, path: str) -> str | None:
+    """What a server says; None where it does not, or not with status 200."""
     try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException):
+        status, text = ask(address, path, _SECONDS)
+    except OSError:
         return None
-    finally:
-        connection.close()
+    return text if status == 200 else None

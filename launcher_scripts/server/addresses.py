@@ -11,39 +11,30 @@ from typing import TypeVar
 from launcher_scripts.common.hosts import address_towards
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
-from launcher_scripts.server.health import TritonClient
-from launcher_scripts.server.ports import family_of, gateway_host
+from launcher_scripts.server.ports import family_of
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
 _ELSEWHERE = "192.0.2.1"  # of a network for documents
+_REACH_SECONDS = 10.0
 
 
-def local_host(host: str) -> str:
-    """The address for this node of what listens on `host`."""
-    return LOOPBACK if host in EVERY_ADDRESS else host
+def local_address(host: str, port: int) -> str:
+    """host:port for this node of what listens on `host`."""
+    return _host_port(LOOPBACK if host in EVERY_ADDRESS else host, port)
 
 
-def addresses(
-    settings: DeploySettings, ports: Mapping[str, int], client: TritonClient
-) -> dict[str, str]:
-    """host:port of every interface, as clients use it."""
+def addresses(settings: DeploySettings, ports: Mapping[str, int]) -> dict[str, str]:
+    """host:port of every interface, as clients use it. The interfaces have to listen."""
     return {
-        name: _address(public_host(settings, host, client), ports[name])
-        for name, host in settings.hosts.items()
+        name: _public_address(settings, host, ports[name]) for name, host in settings.hosts.items()
     }
 
 
-def openai_address(settings: DeploySettings, port: int, client: TritonClient) -> str:
-    """The address of the gateway's interface, as its clients are told it."""
-    reached = public_host(settings, gateway_host(settings), client)
+def openai_url(settings: Listening, host: str, port: int) -> str:
+    """The base URL of the gateway that listens on `host`, as its clients are told it."""
     tls = settings.gateway is not None and settings.gateway.tls_certificate is not None
-    return openai_url(reached, port, tls=tls)
-
-
-def openai_url(host: str, port: int, *, tls: bool) -> str:
-    """What clients of OpenAI's call the base URL."""
-    return f"{'https' if tls else 'http'}://{_address(host, port)}/v1"
+    return f"{'https' if tls else 'http'}://{_public_address(settings, host, port)}/v1"
 
 
 def with_node_address(settings: Listening) -> Listening:
@@ -93,21 +84,26 @@ def _can_listen(address: str) -> bool:
         return False
 
 
-def public_host(settings: DeploySettings, host: str, client: TritonClient) -> str:
-    """The address under which clients reach what listens on `host`: LOOPBACK as it is.
+def _public_address(settings: Listening, host: str, port: int) -> str:
+    """host:port under which clients reach what listens on `host`: LOOPBACK as it is.
 
-    A configured one, else the one it listens on; for a server that listens everywhere the
-    node's name, or the loopback address where the node cannot reach itself by name.
+    A configured one, else the one it listens on; for what listens everywhere the node's name, or
+    the loopback address where the node cannot reach itself by name.
     """
-    if host == LOOPBACK:
-        return host
-    if settings.public_host is not None:
-        return settings.public_host
-    if host not in EVERY_ADDRESS:
-        return host
-    name = socket.gethostname()
-    return name if replace(client, host=name).ready() else LOOPBACK
+    if host != LOOPBACK:
+        host = settings.public_host or (_own_name(port) if host in EVERY_ADDRESS else host)
+    return _host_port(host, port)
 
 
-def _address(host: str, port: int) -> str:
+def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_name(port: int) -> str:
+    """The node's name, if what listens on the port is reached by it."""
+    name = socket.gethostname()
+    try:
+        with socket.create_connection((name, port), timeout=_REACH_SECONDS):
+            return name
+    except OSError:
+        return LOOPBACK

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import GatewayJobSettings
-from launcher_scripts.server.addresses import EVERY_ADDRESS, openai_url, with_node_address
+from launcher_scripts.server.addresses import openai_url, with_node_address
 from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.ports import GATEWAY, reserved
 from launcher_scripts.server.ready_files import ReadyFiles
@@ -40,7 +39,8 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
                 process.look()
                 time.sleep(_POLL_SECONDS)
             if process.models:
-                _announce(settings, _url(settings, host, ports[GATEWAY]), process, ready_files)
+                url = openai_url(settings, host, ports[GATEWAY])
+                _announce(settings, url, process, ready_files)
             while stop.received is None:
                 process.look()
                 ready_files.keep_alive()
@@ -62,13 +62,6 @@ def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProce
     )
     folder = Path(settings.job_folder or settings.results_dir)
     return GatewayProcess(told, folder / "gateway.yaml", settings.restarts)
-
-
-def _url(settings: GatewayJobSettings, host: str, port: int) -> str:
-    """The address as clients are told it."""
-    public = socket.gethostname() if host in EVERY_ADDRESS else host
-    tls = settings.gateway.tls_certificate is not None
-    return openai_url(settings.public_host or public, port, tls=tls)
 
 
 def _announce(

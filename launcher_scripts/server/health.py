@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.http_answer import ask
 
 OUR_BACKEND_NAME = "fastertransformer"
 _REQUEST_SECONDS = 10.0
@@ -64,16 +64,19 @@ def failures(statuses: list[ModelStatus]) -> list[str]:
 class TritonClient:
     """The few questions about health, asked over Triton's HTTP interface (KServe v2).
 
+    address: host:port
     headers: what opens interfaces that are restricted
     """
 
-    host: str
-    port: int
+    address: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def ready(self) -> bool:
         """Whether the server answers and has loaded every model."""
-        return self._status("GET", "/v2/health/ready") == 200
+        try:
+            return self._ask("GET", "/v2/health/ready")[0] == 200
+        except OSError:
+            return False
 
     def models(self) -> dict[str, str]:
         """name -> state of every model in the repository."""
@@ -87,30 +90,17 @@ class TritonClient:
     def version(self) -> str:
         return str(self._json("GET", "/v2").get("version", "unknown"))
 
-    def _status(self, method: str, path: str) -> int | None:
-        try:
-            return self._request(method, path)[0]
-        except (OSError, http.client.HTTPException):
-            return None
-
     def _json(self, method: str, path: str) -> Any:
         try:
-            status, body = self._request(method, path)
-        except (OSError, http.client.HTTPException) as error:
+            status, text = self._ask(method, path)
+        except OSError as error:
             raise ServerError(f"the server does not answer {method} {path}: {error}") from error
         if status != 200:
-            text = body.decode("utf-8", "replace")
             raise ServerError(f"the server answers {method} {path} with {status}: {text}")
-        return json.loads(body)
+        return json.loads(text)
 
-    def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_REQUEST_SECONDS)
-        try:
-            connection.request(method, path, headers=dict(self.headers))
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+    def _ask(self, method: str, path: str) -> tuple[int, str]:
+        return ask(self.address, path, _REQUEST_SECONDS, method=method, headers=self.headers)
 
 
 def all_ready(client: TritonClient, statuses: list[ModelStatus]) -> bool:

@@ -7,6 +7,7 @@ import errno
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from launcher_scripts.common.errors import Problems, ServerError
 from launcher_scripts.config.settings import DeploySettings
@@ -37,7 +38,7 @@ def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, 
             try:
                 ports[name] = held.enter_context(_hold(host, port)).getsockname()[1]
             except OSError as error:
-                problems.add(_reason(error), got=port, **_advice(error, key))
+                problems.add(_reason(error), **_advice(error, host, port, key))
         problems.raise_if_any(ServerError)
         yield ports
 
@@ -102,7 +103,7 @@ def _reason(error: OSError) -> str:
     return f"the port cannot be opened: {error.strerror or error}"
 
 
-def _advice(error: OSError, key: str) -> dict[str, str]:
-    if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
-        return {"change": f"{key.rpartition('.')[0]}.host"}
-    return {"change": f"{key} (0: a free one)"}
+def _advice(error: OSError, host: str, port: int, key: str) -> dict[str, Any]:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return {"got": host, "change": f"{key.rpartition('.')[0]}.host"}
+    return {"got": port, "change": f"{key} (0: a free one)"}

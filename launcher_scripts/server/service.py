@@ -34,8 +34,8 @@ from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
 from launcher_scripts.server.addresses import (
     addresses,
-    local_host,
-    openai_address,
+    local_address,
+    openai_url,
     with_node_address,
 )
 from launcher_scripts.server.gateway_process import GatewayProcess
@@ -203,8 +203,8 @@ class Service:
         self._ports = ports
         self._stop = stop
         self._ready_files = ready_files
-        local = local_host(settings.hosts["http"])
-        self._client = TritonClient(local, ports["http"], protection.headers)
+        http = local_address(settings.hosts["http"], ports["http"])
+        self._client = TritonClient(http, protection.headers)
         self._watched: dict[int, str] = {}
         self._suspended: dict[int, float] = {}
         self._server_started = time.time()
@@ -238,7 +238,7 @@ class Service:
         """
         gateway = self._gateway
         if gateway is not None and self._stop.received is None:
-            found = addresses(self._settings, self._ports, self._client)
+            found = addresses(self._settings, self._ports)
             repository = _absolute(self._settings.model_repository)
             server = json.dumps({**found, "model_repository": repository})
             atomic_write(Path(gateway.settings.ready[0]), server)
@@ -257,7 +257,7 @@ class Service:
         self._watched = self._processes(statuses)
         self._process.hide_memory()
         facts: dict[str, Any] = {
-            **addresses(self._settings, self._ports, self._client),
+            **addresses(self._settings, self._ports),
             "listens_on": self._settings.hosts,
             "models": sorted(self._client.models()),
             "model_repository": _absolute(self._settings.model_repository),
@@ -271,8 +271,8 @@ class Service:
             "timeline": self._timeline(statuses),
         }
         if GATEWAY in self._ports:
-            port = self._ports[GATEWAY]
-            facts["openai"] = openai_address(self._settings, port, self._client)
+            host = gateway_host(self._settings)
+            facts["openai"] = openai_url(self._settings, host, self._ports[GATEWAY])
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
         if self._gateway is not None:

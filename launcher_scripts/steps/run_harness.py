@@ -42,7 +42,7 @@ def measure(settings: EvaluateSettings) -> None:
         environment = measured_on(settings, ready, parameters=client.parameters)
     gateway = find_gateway(settings, harness, ready)
     answers = _answers(settings, set_up(environment, lm_eval=version))
-    result = run(harness, gateway, report.results_dir / FOLDER, answers)
+    result = run(harness, version, gateway, report.results_dir / FOLDER, answers)
     report.add_harness(harness, result, environment)
     print("\n".join([harness_table(result), "", f"report: {report.html_file}"]))
 

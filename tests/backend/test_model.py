@@ -21,6 +21,7 @@ from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
+from launcher_scripts.contract.shared_stream import NO_STREAM, open_id, row_id, shared_id
 from launcher_scripts.engine.engine import Engine
 from tests.backend import fakes
 from tests.backend.fakes import GAUGES, Code, Request
@@ -134,6 +135,42 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
         assert len(one.answers) == 1
         assert text in str(one.answers[0].error())
         assert one.answers[0].error().code() is Code.INVALID_ARG
+
+
+class NamedRequest(Request):
+    """A request with an id of its own."""
+
+    def __init__(self, request_id: str, inputs: dict[str, torch.Tensor], *wanted: str) -> None:
+        super().__init__(inputs, wanted)
+        self._id = request_id
+
+    def request_id(self):
+        return self._id
+
+
+def test_a_row_of_a_shared_stream_says_so_once(backend, tmp_path, monkeypatch):
+    """Its id is read for every request, so it is not read again."""
+    read = []
+    monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    monkeypatch.setattr(backend, "shared_id", lambda said: read.append(said) or shared_id(said))
+    write_checkpoint(tmp_path / "tiny" / "1" / "1-gpu", CONFIG, random_tensors(CONFIG), 1)
+    given = arguments(tmp_path / "tiny")
+    decoupled = {"model_transaction_policy": {"decoupled": True}}
+    given["model_config"] = json.dumps(json.loads(given["model_config"]) | decoupled)
+    model = backend.TritonPythonModel()
+    model.initialize(given)
+    inputs = request([[3, 4, 5]], [3], [[2]]).tensors
+    stream = NamedRequest(open_id("mine"), inputs, "news")
+    row = NamedRequest(row_id("mine", 7, "x"), inputs, "news")
+    lost = NamedRequest(row_id("another", 7, "x"), inputs, "news")
+    model.execute([stream, row, lost])
+    assert row.answered.wait(120) and lost.answered.wait(120)
+    assert read == [one.request_id() for one in (stream, row, lost)]
+    assert not row.answers[0].has_error()
+    assert NO_STREAM in str(lost.answers[0].error())
+    stream.left = True
+    assert stream.answered.wait(10)
+    model.finalize()
 
 
 @pytest.mark.parametrize("fails", [False, True])

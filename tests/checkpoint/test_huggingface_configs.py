@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, Problems
+from tests.checkpoint import tiny_models
 
 T5_KEYS = ("shared.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
 T5 = {
@@ -108,6 +110,24 @@ def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full:
     windowed = full.count(",") < 5
     assert config.full_attention_layers == (full if windowed else None)
     assert config.sliding_window == (4 if windowed else None)
+
+
+@pytest.mark.parametrize(("kinds", "full"), [("SSF", "2"), ("FSF", "0,2"), ("SSS", None)])
+def test_t5gemma_names_its_layers_without_a_window_where_it_has_any(
+    tmp_path: Path, kinds: str, full: str | None
+) -> None:
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    types = {"num_hidden_layers": 3, "layer_types": [names[kind] for kind in kinds]}
+    stack = {**tiny_models.T5GEMMA_STACK, **types}
+    said = raw({"is_encoder_decoder": True, "encoder": stack, "decoder": stack})
+    config = configs.t5gemma(said)
+    assert (config.sliding_window, config.full_attention_layers) == (7, full)
+    text = config_ini.format_config(config, 1, "fp32")
+    assert ("full_attention_layers" in text) == (full is not None)
+    if full is None:  # earlier exports have the key, with nothing behind it
+        text += "full_attention_layers = \n"
+    (tmp_path / "config.ini").write_text(text)
+    assert config_ini.read_config(tmp_path).config == config
 
 
 @pytest.mark.parametrize("read", [decoders.gemma, decoders.gemma2, decoders.gemma3])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
@@ -237,7 +238,61 @@ def test_the_harness_items_are_those_of_its_samples(
     assert "harness boolq (0 items in both, 2 in A alone)" in capsys.readouterr().out
 
 
+def test_the_harness_items_have_the_answers_of_every_filter(
+    pair: tuple[Content, Content, Path], capsys: Any
+) -> None:
+    """Figures, intervals and answers are those of the filters that both reports have."""
+    said = {"strict-match": ("####1", "####1"), "flexible-extract": ("1", "2"), "other": ("x", "y")}
+    for side, content in enumerate(pair[:2]):
+        names = [name for name in said if side or name != "other"]
+        samples = [
+            {
+                "doc_id": doc,
+                "target": "1",
+                "filter": name,
+                "exact_match": float(said[name][side and not doc] in ("1", "####1")),
+                "filtered_resps": [said[name][side and not doc]],
+            }
+            for name in names
+            for doc in range(4)
+        ]
+        folder = pair[2] / "ab"[side] / "harness"
+        folder.mkdir(parents=True)
+        (folder / "s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
+        values = {"strict-match": 1.0, "flexible-extract": 0.75 if side else 1.0, "other": 0.0}
+        metrics = {f"exact_match,{name}": metric(values[name]) for name in names}
+        task = {"metrics": metrics, "items": 4, "samples": "s.jsonl", "version": 3}
+        content["harness"] = {"tasks": {"gsm8k": task}, "version": "0.4"}
+    assert compared(pair) == 1
+    text = capsys.readouterr().out
+    assert "harness gsm8k (4 items in both)" in text
+    assert "1 of 4 answers changed" in text
+    assert "prediction,flexible-extract 1, exact_match,flexible-extract true" in text
+    assert "prediction,flexible-extract 2, exact_match,flexible-extract false" in text
+    assert not [line for line in text.splitlines() if "exact match,other" in line]
+    found = explain(*pair[:2], pair[2] / "a", pair[2] / "b").sections[-1].figures
+    strict, flexible = (found[f"exact_match,{name}"] for name in list(said)[:2])
+    assert (strict.difference, flexible.difference) == (0.0, -0.25)
+    assert flexible.low is not None and strict.low is not None
+
+
+def test_options_that_are_none_are_no_verdict(
+    pair: tuple[Content, Content, Path], capsys: Any
+) -> None:
+    assert compared(pair, "--items", "-3", "--tolerance", "nan") == ERROR
+    said = capsys.readouterr().err
+    assert "--items must be at least 0; got -3" in said
+    assert "--tolerance must be at least 0; got nan" in said
+    with pytest.raises(SystemExit, match=str(ERROR)):
+        compared(pair, "--itmes", "3")
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python3 -m launcher_scripts.evaluation compare")
+    assert said.endswith("error: unrecognized arguments: --itmes 3\n")
+
+
 def test_what_is_no_report_is_named(pair: tuple[Content, Content, Path], capsys: Any) -> None:
+    assert main(["compare", str(pair[2] / "a"), str(pair[2] / "b")]) == 2
+    assert f"there is no report; got '{pair[2] / 'a'}'; change" in capsys.readouterr().err
     compared(pair)
     (pair[2] / "b" / "report.json").write_text("{")
     assert main(["compare", str(pair[2] / "a"), str(pair[2] / "b")]) == 2

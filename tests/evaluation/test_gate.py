@@ -423,7 +423,7 @@ def test_what_cannot_be_judged_is_no_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert commands.main(["judge", str(tmp_path / "report.json")]) == 3
-    assert "is not a report: FileNotFoundError" in capsys.readouterr().err
+    assert "there is no report; got '" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="3"):
         commands.main(["judge"])
 

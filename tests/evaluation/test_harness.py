@@ -33,6 +33,8 @@ from pathlib import Path
 here = Path(sys.argv[0]).parent
 if sys.argv[2] == "version":
     print("lm_eval 0.4.13")
+    with (here / "version_asked").open("a") as file:
+        file.write("asked\\n")
     sys.exit(int((here / "version_exits").read_text()))
 (here / "asked.json").write_text(json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]))
 output = Path(sys.argv[sys.argv.index("--output_path") + 1]) / "counting"
@@ -119,6 +121,7 @@ def test_lm_eval_is_asked_and_its_figures_are_reported(
     (job / "results" / "harness" / "results_earlier.json").touch()
     with FakeServer() as server:
         assert run(job, server, openai=gateway, num_fewshot=2) == 0
+    assert (job / "version_asked").read_text() == "asked\n"  # starting an interpreter takes time
     argv, env, folder = json.loads((job / "asked.json").read_text())
     model = json.loads(argv[argv.index("--model_args") + 1])
     assert model["base_url"] == f"{gateway}/completions"
@@ -217,6 +220,7 @@ def test_filters_and_figures_without_an_error(tmp_path: Path) -> None:
     [
         ({"version_exits": str(MISSING)}, {}, "python -m pip install -r requirements/harness.txt"),
         ({}, {"python": "/nowhere/python"}, "cannot run /nowhere/python"),
+        ({}, {"python": "/bin/true"}, "/bin/true does not have lm_eval; run: /bin/true -m pip"),
         (
             {},
             {"openai": None},

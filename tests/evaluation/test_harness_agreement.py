@@ -30,7 +30,7 @@ from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
 from launcher_scripts.config.tasks import TaskSettings
-from launcher_scripts.evaluation.harness import read_results, run_lm_eval
+from launcher_scripts.evaluation.harness import lm_eval_version, read_results, run_lm_eval
 from launcher_scripts.steps import (
     measure_accuracy,
     run_harness,
@@ -105,10 +105,11 @@ def test_every_item_is_that_of_the_hf_model(
         assert sum(map(int, found)) == kept
         assert server.stop() == 0, server.err
 
-    hf = run_lm_eval(harness, hf_model(gguf_file()), tmp_path / "hf")
+    version = lm_eval_version(harness)
+    hf = run_lm_eval(harness, version, hf_model(gguf_file()), tmp_path / "hf")
     of_hf = {task: items_of(tmp_path / "hf", hf, task) for task in TASKS}
     folder = tmp_path / "results" / "harness"
-    served = {task: items_of(folder, read_results(folder, hf.version), task) for task in TASKS}
+    served = {task: items_of(folder, read_results(folder, version), task) for task in TASKS}
     report = json.loads((tmp_path / "results" / "report.json").read_text())
     own = native_items(read_report(tmp_path / "results" / "report.json"))
     sides = {task: (served[task], of_hf[task]) for task in TASKS}

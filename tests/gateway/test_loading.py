@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -193,7 +194,12 @@ def test_ready_files_that_cannot_be_used(tmp_path: Path) -> None:
         ({"port": 65536}, "--port"),
         ({"max_running": 0}, "--max-running"),
         ({"max_waiting": -1}, "--max-waiting"),
+        ({"ready_timeout": -1.0}, "--ready-timeout"),
+        ({"drain_timeout": math.nan}, "--drain-timeout"),
+        ({"request_timeout": -1.0}, "--request-timeout"),
+        ({"max_model_len": -1}, "--max-model-len"),
         ({"tls_certificate": "a.pem"}, "--tls-certificate"),
+        ({"tls_key": "a.pem"}, "a key its certificate"),
         ({"server_key": "a.pem"}, "--server-ca"),
     ],
 )
@@ -220,6 +226,11 @@ def test_a_port_in_use_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["--ready", "nothing", "--port", str(port)]) == 1
     assert f"'127.0.0.1:{port}'; change --host or --port" in capsys.readouterr().err
+
+
+def test_a_host_that_is_none_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ready", "nothing", "--host", "no.such.host.invalid"]) == 1
+    assert "cannot listen: the host's name stands for no address" in capsys.readouterr().err
 
 
 def test_keys_that_others_can_read_are_refused(

@@ -35,12 +35,12 @@ def test_samples_of_all_gpus_and_models_are_combined() -> None:
 
 
 def test_a_server_without_gpus_says_nothing_of_them() -> None:
-    found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\n")
+    found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\nIt works!\n")
     assert found == Load()
     assert (found.gpu_text(), found.kv_text(), found.rows_text()) == ("", "", "")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:80"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:80", "node7:http"])
 def test_a_server_that_is_gone_is_not_ready(address: str) -> None:
     assert not is_ready(address)
     assert load(address) == Load()

@@ -43,7 +43,7 @@ def test_a_status_file_that_is_none(tmp_path: Path, value: Any) -> None:
 def test_a_server_that_is_not_there_is_not_ready() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        client = TritonClient("127.0.0.1", bound.getsockname()[1])
+        client = TritonClient(f"127.0.0.1:{bound.getsockname()[1]}")
         assert not client.ready()
         with pytest.raises(ServerError, match="does not answer GET /v2"):
             client.version()
@@ -64,10 +64,11 @@ def test_reserved_ports_can_be_listened_on_and_are_given_to_nobody_else() -> Non
             assert ports_in_use(settings().hosts, first) == {"http": first["http"]}
 
 
-def test_a_host_that_is_not_this_machines() -> None:
-    elsewhere = replace(settings(), host="192.0.2.1")
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machines(host: str) -> None:
+    said = rf"cannot be opened: .*; got '?{host}'?; change deploy\.server\.host"
     with (
-        pytest.raises(ServerError, match=r"cannot be opened: .*; change deploy\.server\.host"),
-        reserved_ports(elsewhere),
+        pytest.raises(ServerError, match=said),
+        reserved_ports(replace(settings(), host=host)),
     ):
         pass

@@ -83,8 +83,7 @@ class Served:
 
     def answers(self) -> bool:
         """Whether a reader would take this server for ready."""
-        host, _, port = self.ready["http"].partition(":")
-        return self.ready_file.exists() and TritonClient(host, int(port)).ready()
+        return self.ready_file.exists() and TritonClient(self.ready["http"]).ready()
 
     def rank(self, number: int) -> int:
         return int(self.ready["ranks"][number]["pid"])

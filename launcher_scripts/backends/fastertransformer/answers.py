@@ -13,12 +13,13 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
 
-from launcher_scripts.backends.fastertransformer.client_watch import ClientWatch
+from launcher_scripts.backends.client_watch import ClientWatch
 
 # How long the sending thread rests after a response, as a share of the time that it took, while
 # several requests wait for one. The thread that steps needs Python's lock, too: without rests 128
 # clients get more responses, and 15 % fewer tokens.
 REST_SHARE = 0.75
+WATCH_REST = 15.0  # of the thread that asks about clients, for the same reason
 
 
 class Answering(Protocol):
@@ -40,7 +41,7 @@ class Answers:
         reason of metric_names), and how many
         """
         self.on_failure = on_failure
-        self.client_watch = ClientWatch()
+        self.client_watch = ClientWatch(WATCH_REST)
         self._lock = Lock()
         self._urgent: dict[Answering, None] = {}
         self._others: dict[Answering, None] = {}

@@ -80,6 +80,7 @@ _TYPES = {
     "UINT32": torch.uint32,
     "UINT64": torch.uint64,
 }
+Kind = Callable[..., Answer]  # of a request's answer
 
 
 class TritonPythonModel:
@@ -137,19 +138,21 @@ class TritonPythonModel:
         senders = [response_sender(request) for request in requests]
         for request, own_sender in zip(requests, senders, strict=True):
             sender = StreamSender(own_sender) if self._streams else own_sender
-            shared = shared_id(request.request_id()) if self._streams else None
+            kind: Kind = Answer
             try:
-                if shared is not None and shared.number is None:
-                    self._shared.open(shared.stream, sender)
-                    continue
+                if self._streams and (shared := shared_id(request.request_id())) is not None:
+                    if shared.number is None:
+                        self._shared.open(shared.stream, sender)
+                        continue
+                    kind = partial(SharedAnswer, self._shared.find(shared.stream), shared.number)
                 if (forwarded := forwarded_request(request)) is not None:
                     channel = self._channels.to(forwarded.channel)
                     nothing = pb_utils.InferenceResponse([])
                     sender = ChannelSender(channel, forwarded, partial(send_last, sender, nothing))
                 if self._sessions is None:
-                    self._begin(request, sender)
+                    self._begin(request, sender, kind)
                 else:
-                    self._begin_turn(request, sender, self._sessions)
+                    self._begin_turn(request, sender, kind, self._sessions)
             except Exception as error:  # the other requests go on
                 if not isinstance(error, RequestError | ParameterError):
                     traceback.print_exc()
@@ -159,13 +162,13 @@ class TritonPythonModel:
                 sender.hand_over()
         return returned(senders)
 
-    def _begin(self, request: Any, sender: Any) -> None:
+    def _begin(self, request: Any, sender: Any, kind: Kind) -> None:
         given = input_tensors(request, self._contract)
         tensors = with_parameters(request, self._contract, given)
         rows = to_requests(self._contract, tensors)
         self._check_room(len(rows))
         answer = self._answer(
-            request, sender, rows, tensors, shown=rows, padding=padding(tensors, rows)
+            request, sender, kind, rows, tensors, shown=rows, padding=padding(tensors, rows)
         )
         self._start(answer)
 
@@ -200,7 +203,7 @@ class TritonPythonModel:
                 )
             )
 
-    def _begin_turn(self, request: Any, sender: Any, sessions: Sessions) -> None:
+    def _begin_turn(self, request: Any, sender: Any, kind: Kind, sessions: Sessions) -> None:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
@@ -214,6 +217,7 @@ class TritonPythonModel:
         answer = self._answer(
             request,
             sender,
+            kind,
             rows,
             tensors,
             shown=turn.shown,
@@ -225,6 +229,7 @@ class TritonPythonModel:
         self,
         request: Any,
         sender: Any,
+        kind: Kind,
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
         *,
@@ -236,10 +241,6 @@ class TritonPythonModel:
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
         shape = self._shape(padding, wanted)
-        kind: Callable[..., Answer] = Answer
-        shared = shared_id(request.request_id()) if self._streams else None
-        if shared is not None and shared.number is not None:
-            kind = partial(SharedAnswer, self._shared.find(shared.stream), shared.number)
         answer = kind(
             self._answers,
             sender,

@@ -13,7 +13,7 @@ from typing import Any
 
 from older_servers import FINAL, require_new_enough, response_sender, returned
 from text_answers import TextAnswer
-from text_forwards import Forward, Forwards
+from text_forwards import Forwards
 from text_parameters import seconds_allowed
 from text_requests import Reader
 from text_tensors import Tensors, error_response, require_working_arrays
@@ -32,7 +32,7 @@ class TritonPythonModel:
         self.tokenizer = load_tokenizer(Path(__file__).parent)
         self.tensors = Tensors(args["model_config"])
         self.reader = Reader(self.tensors, self.tokenizer)
-        self.forwards = Forwards(generates=self.reader.generates)
+        self.forwards = Forwards(self.reader.token_model, generates=self.reader.generates)
 
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Send every request on; answers follow through response senders."""
@@ -54,7 +54,7 @@ class TritonPythonModel:
             seconds_allowed(request),
         )
         session = {"correlation_id": request.correlation_id(), "flags": request.flags()}
-        self.forwards.start(Forward(answer, self.reader.token_model, session))
+        self.forwards.start(answer, session)
 
     def finalize(self) -> None:
         self.forwards.close()

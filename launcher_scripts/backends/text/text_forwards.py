@@ -5,35 +5,40 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
-from threading import Condition, Thread
+from threading import Thread
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from client_watch import ClientWatch
 from older_servers import failure
 from text_answers import Senders, TextAnswer
 from text_channel import FORWARDED, Channel, Message
 from text_tensors import BadRequestError, error_response
 
 SENDING_THREADS = 2
-POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share than:
-POLL_SHARE = 4  # asking takes at most one part in so many of the time
-POLLS_AT_ONCE = 8
+WATCH_REST = 4.0  # see ClientWatch
 CANCEL_AGAIN_SECONDS = 0.3
 
 
 class Forward:
     """A request of a client, to be sent on to the token model."""
 
-    def __init__(self, answer: TextAnswer, token_model: str, session: dict[str, Any]) -> None:
-        """session: the keyword arguments that say which request of a session this is"""
+    def __init__(
+        self,
+        answer: TextAnswer,
+        token_model: str,
+        session: dict[str, Any],
+        channel: Channel | None,
+    ) -> None:
+        """See Forwards."""
         self.answer = answer
         self.key = uuid.uuid4().hex
         self._token_model = token_model
         self._session = session
-        self._cancelled_at: float | None = None
+        self._channel = channel
+        self._next_cancel = 0.0
 
     def ask(self, request_id: str = "") -> list[Any]:
         """Send the request; returns the tensors that answer it itself.
@@ -55,45 +60,42 @@ class Forward:
             tensors += response.output_tensors()
         return tensors
 
-    def look(self) -> bool:
-        """Whether the token model is to be told that the client has gone."""
+    def check_client(self) -> None:
+        """End the answer if its client has gone, and tell the token model of one that has ended."""
         self.answer.check_client()
-        if not self.answer.ended:
-            return False
         # Told again: what was said before the request had come there was in vain.
         now = time.monotonic()
-        if self._cancelled_at is None or now > self._cancelled_at + CANCEL_AGAIN_SECONDS:
-            self._cancelled_at = now
-            return True
-        return False
+        if self.answer.ended and self._channel is not None and now > self._next_cancel:
+            self._next_cancel = now + CANCEL_AGAIN_SECONDS
+            self._channel.cancel(self.key)
 
 
 class Forwards:
     """The requests that the token model is not done with."""
 
-    def __init__(self, *, generates: bool) -> None:
+    def __init__(self, token_model: str, *, generates: bool) -> None:
         """generates: the token model answers over a channel; an encoder does so at once"""
-        self._changed = Condition()
-        self._open: dict[str, Forward] = {}  # those asked about last come last
-        self._closed = False
+        self._token_model = token_model
+        self._open: dict[str, Forward] = {}
+        self._watch = ClientWatch(WATCH_REST)
         self._senders = Senders(SENDING_THREADS)
         self._channel = Channel(self._take, self._lost) if generates else None
-        Thread(target=self._watch, name="client-watch", daemon=True).start()
 
-    def start(self, forward: Forward) -> None:
-        """Send the request on; returns at once."""
+    def start(self, answer: TextAnswer, session: dict[str, Any]) -> None:
+        """Send the answer's request on; returns at once.
+
+        session: the keyword arguments that say which request of a session this is
+        """
+        forward = Forward(answer, self._token_model, session, self._channel)
         if self._channel is not None:
-            with self._changed:
-                self._open[forward.key] = forward
-                self._changed.notify_all()
+            self._open[forward.key] = forward
+            self._watch.watch(forward)
         Thread(target=self._run, args=(forward,), name="forward", daemon=True).start()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         if self._channel is not None:
             self._channel.close()
+        self._watch.close()
 
     def _run(self, forward: Forward) -> None:
         """Send the request; returns when the token model has it, in a session when that is done."""
@@ -105,14 +107,14 @@ class Forwards:
             forward.ask(f"{FORWARDED} {forward.key} {self._channel.name} {streams}")
         except Exception as error:
             forward.answer.fail(error_response(error))
-            self._forget(forward.key)
+            self._forget(forward)
 
     def _take(self, message: Message) -> None:
         forward = self._open.get(message.key)
         if forward is None:
             return
         if message.last:
-            self._forget(message.key)
+            self._forget(forward)
         try:
             self._note(forward.answer, message)
         except Exception as error:
@@ -126,29 +128,10 @@ class Forwards:
 
     def _lost(self) -> None:
         """Nobody will answer what is open."""
-        for key, forward in list(self._open.items()):
+        for forward in list(self._open.values()):
             forward.answer.fail(failure("the model has ended", "UNAVAILABLE"))
-            self._forget(key)
+            self._forget(forward)
 
-    def _forget(self, key: str) -> None:
-        with self._changed:
-            self._open.pop(key, None)
-
-    def _watch(self) -> None:
-        """Look for clients that have gone, some at a time."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._open or self._closed)
-                if self._closed:
-                    return
-                some = list(itertools.islice(self._open.values(), POLLS_AT_ONCE))
-                for forward in some:
-                    self._open[forward.key] = self._open.pop(forward.key)
-                share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / len(self._open))
-            started = time.monotonic()
-            for forward in some:
-                if forward.look() and self._channel is not None:
-                    self._channel.cancel(forward.key)
-            del some, forward
-            spent = time.monotonic() - started
-            time.sleep(max(share - spent, POLL_SHARE * spent))
+    def _forget(self, forward: Forward) -> None:
+        self._open.pop(forward.key, None)
+        self._watch.forget(forward)

@@ -43,10 +43,15 @@ class IniKeys:
         return {name: value for value, name in names.items()}.get(word, default)
 
     def typed(self, key: str, kind: str, default: Any = None) -> Any:
-        """A value of the type that a field of a dataclass declares: `int`, `float | None`, ..."""
+        """A value of the type that a field of a dataclass declares: `int`, `float | None`, ...
+
+        A text without a word is None where that is allowed.
+        """
         readers = {"int": self.number, "float": self.real, "bool": self.boolean}
         reader = readers.get(kind.split(" ")[0])
-        return self.values[key] if reader is None else reader(key, default)
+        if reader is None:
+            return self.values[key] or (None if kind.endswith("| None") else "")
+        return reader(key, default)
 
     def _read(self, key: str, convert: Any, default: Any, stand_in: Any) -> Any:
         if key not in self.values:

@@ -166,7 +166,7 @@ def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
         "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
     }
-    whole = ("text_encoding.py", text_deltas.__file__, text_names.__file__)
+    whole = ("client_watch.py", "text_encoding.py", text_deltas.__file__, text_names.__file__)
     text = () if role in code else (room / "text").glob("[a-z]*.py")
     return [
         *text,

@@ -362,7 +362,7 @@ def t5gemma(raw: RawConfig) -> T5Config:
     )
 
 
-def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
+def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str | None:
     """The numbers of the layers without a window, which both stacks must agree on."""
     stacks = [
         stack("layer_types", default=["sliding_attention", "full_attention"] * 500)
@@ -373,8 +373,8 @@ def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str:
         if each != kinds[: len(each)] or not set(each) <= {"sliding_attention", "full_attention"}:
             encoder.problems.add(f"layer_types of the {name} are not supported", got=each)
     most = max(stack.layers("num_hidden_layers") for stack in (encoder, decoder))
-    full = [number for number, kind in enumerate(kinds[:most]) if kind == "full_attention"]
-    return ",".join(map(str, full))
+    kinds = kinds[:most]
+    return layer_list(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) -> BartConfig:

@@ -143,16 +143,19 @@ class ProcessGroupCommunicator(Communicator):
         )
         self.device = device
         self._shared: SymmetricMemory | None = None
-        self.tp_group = self._own_group(
-            [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
-        )
-        chains = [
-            [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
-            for tp_rank in range(parallelism.tp_size)
-        ]
-        self._pp_group = self._own_group(chains)
-        # Hidden states and tokens go different ways, so that neither waits for the other.
-        self._token_group = self._own_group(chains) if parallelism.pp_size > 1 else self._pp_group
+        # A rank alone has no group: each is a thread of gloo's, which wakes up every 10 ms.
+        if parallelism.tp_size > 1:
+            self.tp_group = self._own_group(
+                [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
+            )
+        if parallelism.pp_size > 1:
+            chains = [
+                [parallelism.rank(tp_rank, stage) for stage in range(parallelism.pp_size)]
+                for tp_rank in range(parallelism.tp_size)
+            ]
+            # Hidden states and tokens go different ways, so that neither waits for the other.
+            self._pp_group = self._own_group(chains)
+            self._token_group = self._own_group(chains)
         if not cuda:
             _let_nobody_else_in(listening_ports().keys() - others.keys())
 

@@ -1,4 +1,7 @@
-"""Which clients have gone. Triton only says so when it is asked, so a thread asks all the time."""
+"""Which clients have gone. Triton only says so when it is asked, so a thread asks all the time.
+
+Copied beside the text models of a repository, so it imports nothing of this project.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import threading
 import time
 from typing import Protocol
 
-POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share than:
-POLL_SHARE = 15  # asking takes at most one part in so many of the time
+POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share of time
 POLLS_AT_ONCE = 8
 
 
@@ -22,7 +24,9 @@ class Watched(Protocol):
 class ClientWatch:
     """The thread that asks about the clients of the requests that are not answered yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: float) -> None:
+        """rest: how much longer the thread rests than it asks, at least"""
+        self._rest = rest
         self._lock = threading.Lock()
         self._open: dict[Watched, None] = {}  # those asked about last come last
         self._some = threading.Event()
@@ -45,21 +49,18 @@ class ClientWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
+        pause = POLL_SECONDS
+        while not self._closed:
             self._some.wait()
-            if self._closed:
-                return
+            time.sleep(pause)  # first: a request that comes and is answered soon is not delayed
             started = time.monotonic()
-            some, count = self._turn()
-            for request in some:
-                request.check_client()
-            del some
+            count = self._ask_some()
             spent = time.monotonic() - started
             share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / max(count, 1))
-            time.sleep(max(share - spent, POLL_SHARE * spent))
+            pause = max(share - spent, self._rest * spent)
 
-    def _turn(self) -> tuple[list[Watched], int]:
-        """Those to be asked about now, and how many are open."""
+    def _ask_some(self) -> int:
+        """Ask about those whose turn it is; returns how many are open, and keeps none."""
         with self._lock:
             some = list(itertools.islice(self._open, POLLS_AT_ONCE))
             for request in some:
@@ -67,4 +68,6 @@ class ClientWatch:
             count = len(self._open)
             if not count:
                 self._some.clear()
-        return some, count
+        for request in some:
+            request.check_client()
+        return count

@@ -1,0 +1,46 @@
+"""How many threads of gloo a rank keeps, which wake up all the time, also on an idle server."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing import Queue
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.engine.distributed.communicator import (
+    LOOPBACK,
+    ProcessGroupCommunicator,
+    join_store,
+    open_store,
+)
+
+
+def count(parallelism: Parallelism, rank: int, port: int, results: Queue[int]) -> None:
+    store = join_store(LOOPBACK, port, 60)
+    communicator = ProcessGroupCommunicator(parallelism, rank, store, torch.device("cpu"), 60)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    results.put(names.count("gloo_tcp_loop"))
+    communicator.minimum(0)
+    communicator.close()
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "groups"), [(Parallelism(2, 1), 2), (Parallelism(1, 2), 3)], ids=["tp", "pp"]
+)
+def test_a_rank_is_in_no_group_of_its_own(parallelism: Parallelism, groups: int) -> None:
+    """All ranks are one group; the tensor-parallel ones another, the stages two more."""
+    context = multiprocessing.get_context("spawn")
+    store, results = open_store(LOOPBACK, 60), context.Queue()
+    ranks = [
+        context.Process(target=count, args=(parallelism, rank, store.port, results))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    assert [results.get(timeout=120) for _ in ranks] == [groups, groups]
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
