@@ -78,7 +78,6 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 
-ACTIVATIONS = reference.ACTIVATIONS
 add_residual = reference.add_residual
 apply_rotary = reference.apply_rotary
 context_attention = reference.context_attention
@@ -177,12 +176,13 @@ def project_heads(
     rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.project_heads."""
-    if x.operand.shape[0] == 1:
+    if x.operand.shape[0] == 1 and norms is None:
         return row_heads(x, linear, heads, rotary, rows, cache)
-    qkv = many_rows(x.operand, linear)
-    return store_kv(qkv, heads, rotary, rows.starts, cache, positions=rows.positions)
+    qkv = project_hidden(x, linear)
+    return store_kv(qkv, heads, rotary, rows.starts, cache, norms, positions=rows.positions)
 
 
 def attend_own(
@@ -200,11 +200,8 @@ def attend_own(
     there the attention does, unless norms come between."""
     alone, parts = x.operand.shape[0] == 1, 1
     stored = alone or norms is not None
-    if norms is not None:
-        qkv, places = project_hidden(x, linear), rows.positions
-        query = store_kv(qkv, heads, rotary, rows.starts, cache, norms, positions=places)
-    elif alone:
-        query = row_heads(x, linear, heads, rotary, rows, cache)
+    if stored:
+        query = project_heads(x, linear, heads, rotary, rows, cache, norms)
     else:
         query, parts = _few_rows_in_parts(x.operand, linear, "heads")
     return attention_launch(
@@ -279,7 +276,7 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
         if gate is None:
-            return ACTIVATIONS[activation](many_rows(x.operand, up))
+            return reference.ACTIVATIONS[activation](many_rows(x.operand, up))
         inner, factors = products(x.operand, (up, gate))
         return gated(inner, factors, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
