@@ -23,7 +23,7 @@ from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.kernels.reference_beams import BeamShape, continue_beams, copy_tokens
-from launcher_scripts.kernels.reference_lists import Words
+from launcher_scripts.kernels.reference_sampling import Words
 
 # Decides over any log-probability already, and 63 of it stay below NEVER.
 MOST_BONUS = 1e6

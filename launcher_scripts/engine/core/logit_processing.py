@@ -16,8 +16,14 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates, indices
-from launcher_scripts.kernels.reference_lists import NEGATIVE_INFINITY, Biases, Words
-from launcher_scripts.kernels.reference_sampling import forbid, penalize, temper
+from launcher_scripts.kernels.reference_sampling import (
+    NEGATIVE_INFINITY,
+    Biases,
+    Words,
+    forbid,
+    penalize,
+    temper,
+)
 
 
 @dataclass(frozen=True)
