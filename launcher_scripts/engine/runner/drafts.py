@@ -1,9 +1,8 @@
 """Drafts at work: the tokens of several steps run in one pass, and those that come are kept.
 
-A row's random numbers are numbered by its tokens
-(reference_sampling.py). So the token behind every token of
-a draft is chosen as in a step of its own, and it is the same one: a draft that foretells it saves
-the step, greedy or sampled, and one that does not changes nothing.
+A row's random numbers are numbered by its tokens (reference_sampling.py). So the token behind every
+token of a draft is chosen as in a step of its own, and it is the same one: a draft that foretells
+it saves the step, greedy or sampled, and one that does not changes nothing.
 """
 
 from __future__ import annotations

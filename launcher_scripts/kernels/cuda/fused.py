@@ -19,12 +19,8 @@ from launcher_scripts.kernels.cuda.activation import gated
 from launcher_scripts.kernels.cuda.argmax import argmax as argmax
 from launcher_scripts.kernels.cuda.beams import rank_beams as rank_beams
 from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
-from launcher_scripts.kernels.cuda.decode_attention import (
-    attention_launch,
-)
-from launcher_scripts.kernels.cuda.decode_attention import (
-    decode_attention as decode_attention,
-)
+from launcher_scripts.kernels.cuda.decode_attention import attention_launch
+from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
     MOST_ROWS,
@@ -41,12 +37,7 @@ from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
 from launcher_scripts.kernels.cuda.host_copy import copy_to_host as copy_to_host
-from launcher_scripts.kernels.cuda.many_rows import (
-    dense,
-    many_rows,
-    multiplies_fp8,
-    products,
-)
+from launcher_scripts.kernels.cuda.many_rows import dense, many_rows, multiplies_fp8, products
 from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm
 from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm

@@ -16,12 +16,7 @@ from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate,
 from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    begin,
-    multiply,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
@@ -35,11 +30,7 @@ from launcher_scripts.kernels.cuda.norm import (
     prescale,
 )
 from launcher_scripts.kernels.cuda.tiles import row_tile
-from launcher_scripts.kernels.operands import (
-    Hidden,
-    Linear,
-    Norm,
-)
+from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 
 @triton.jit(do_not_specialize_on_alignment=["adapters"])

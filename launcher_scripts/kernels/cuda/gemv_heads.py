@@ -11,12 +11,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.gemv import linear_arguments
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    begin,
-    multiply,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_terms, normalized
 from launcher_scripts.kernels.cuda.tiles import row_tile

@@ -18,12 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    begin,
-    multiply,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
