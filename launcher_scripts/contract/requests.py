@@ -5,7 +5,7 @@ The tables say which tensor of the contract is which field, so client and backen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -205,7 +205,7 @@ class GenerateOutput:
 
     output_ids: tuple[int, ...]
     cum_log_probs: float | None = None
-    output_log_probs: tuple[float, ...] = field(default=())
+    output_log_probs: tuple[float, ...] = ()
     context_logits: Any = None
     context_embeddings: Any = None
     hidden_state: Any = None

@@ -18,12 +18,7 @@ from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.prompts import prompt_in_session
-from launcher_scripts.engine.core.requests import (
-    check_request,
-    may_grow,
-    parts,
-    warm_up_request,
-)
+from launcher_scripts.engine.core.requests import check_request, may_grow, parts, warm_up_request
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row import Progress, Row
 from launcher_scripts.engine.core.scheduler import Scheduler

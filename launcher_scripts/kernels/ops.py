@@ -6,7 +6,6 @@ computes the same with kernels in the Triton language.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -37,9 +36,6 @@ from launcher_scripts.kernels.reference_beams import BeamShape
 
 class Ops(Protocol):
     """An implementation: a module with these functions."""
-
-    @property
-    def ACTIVATIONS(self) -> Mapping[str, Callable[[Tensor], Tensor]]: ...
 
     # Rows of any number
 
@@ -191,16 +187,6 @@ class Ops(Protocol):
 
     def project_hidden(self, x: Hidden, linear: Linear) -> Tensor: ...
 
-    def project_heads(
-        self,
-        x: Hidden,
-        linear: Linear,
-        heads: Heads,
-        rotary: RotaryTable | None,
-        rows: StepRows,
-        cache: LayerCache,
-    ) -> Tensor: ...
-
     def attend_own(
         self,
         x: Hidden,
@@ -234,8 +220,6 @@ class Ops(Protocol):
         onto: Hidden,
         norm_of_next: Norm | None,
     ) -> Hidden: ...
-
-    def partial_product(self, x: Tensor, linear: Linear) -> Tensor: ...
 
     def sum_over_ranks(self, x: Tensor, ranks: Ranks) -> Tensor: ...
 

@@ -362,13 +362,14 @@ def project_heads(
     rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """store_kv of project: queries [B, heads, head_size], keys and values in the cache.
 
-    rotary: of every position
+    rotary: of every position;  norms: of every head's queries and keys, before they are rotated
     """
     qkv = project_hidden(x, linear)
-    return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache)
+    return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache, norms)
 
 
 def attend_own(
@@ -382,14 +383,9 @@ def attend_own(
     scores: AttentionScores,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size].
-
-    norms: of every head's queries and keys, before they are rotated
-    """
-    qkv, slots = project_hidden(x, linear), rows.starts + rows.positions
-    query = store_kv(qkv, heads, rows.rotary(rotary), slots, cache, norms)
+    """project_heads, then decode_attention of the rows to their own tokens: [B, heads * size]."""
     return decode_attention(
-        query,
+        project_heads(x, linear, heads, rotary, rows, cache, norms),
         cache,
         *rows.attended,
         longest,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import TokenScores, no_scores, scores_of
-from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.core.results import ScoreCopy, StepResult
+from launcher_scripts.engine.core.row_state import indices
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.network import Network
 

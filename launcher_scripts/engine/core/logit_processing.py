@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import RowStart
-from launcher_scripts.engine.core.row_state import RowStates
-from launcher_scripts.kernels.reference_lists import NEGATIVE_INFINITY, Biases, Words
-from launcher_scripts.kernels.reference_sampling import forbid, penalize, temper
+from launcher_scripts.engine.core.row_state import RowStates, indices
+from launcher_scripts.kernels.reference_sampling import (
+    NEGATIVE_INFINITY,
+    Biases,
+    Words,
+    forbid,
+    penalize,
+    temper,
+)
 
 
 @dataclass(frozen=True)
@@ -142,11 +148,6 @@ def _biases_of(rows: Sequence[Sequence[tuple[int, float]]], device: torch.device
     at, ids, values = zip(*entries, strict=True)
     added = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
     return Biases(indices(at, device), indices(ids, device), added)
-
-
-def indices(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on the device, without waiting for it."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _within(scores: Tensor, masks: Tensor) -> Tensor:

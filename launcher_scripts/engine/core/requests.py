@@ -16,11 +16,7 @@ from launcher_scripts.engine.core.prompts import (
     real_ids,
     with_prompt,
 )
-from launcher_scripts.engine.core.session import (
-    Session,
-    check_session,
-    learned_positions,
-)
+from launcher_scripts.engine.core.session import Session, check_session, learned_positions
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    ModelLogProbs,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores

@@ -14,39 +14,6 @@ from launcher_scripts.kernels.operands import MOST_LISTED, RowColumns
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
 NO_WINDOW = 1 << 40  # longer than any row
-_INTEGERS = (
-    "token",
-    "length",
-    "start",
-    "prompt_length",
-    "source_start",
-    "source_length",
-    "ia3_task",
-    "lora_adapter",
-    "seed",
-    "end_id",
-    "min_length",
-    "top_k",
-    "no_repeat_ngram_size",
-    "bias_count",
-    "word_count",
-    "dropped",
-    "window",
-    "most",
-)
-_FLOATS = (
-    "temperature",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "output_presence_penalty",
-    "min_p",
-    "top_p",
-    "initial_top_p",
-    "top_p_decay",
-    "top_p_min",
-    "beam_score",
-)
 
 
 class RowStates:
@@ -101,14 +68,13 @@ class RowStates:
     def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
         self.padding_slot = slots
         self.device = device
-        self._integers = torch.zeros(
-            len(_INTEGERS) + 1, slots + 1, dtype=torch.int64, device=device
-        )
-        self._floats = torch.ones(len(_FLOATS), slots + 1, device=device)
-        for name, row in zip((*_INTEGERS, "reset_id"), self._integers, strict=True):
-            setattr(self, name, row)
-        for name, row in zip(_FLOATS, self._floats, strict=True):
-            setattr(self, name, row)
+        some = RowStart(slot=slots, start=scratch, ids=(0,), end_id=0)
+        integers, floats = _integers(some, scratch), _floats(some, slots)
+        self._integers = torch.zeros(len(integers), slots + 1, dtype=torch.int64, device=device)
+        self._floats = torch.ones(len(floats), slots + 1, device=device)
+        columns = (*self._integers, *self._floats)
+        for name, column in zip((*integers, *floats), columns, strict=True):
+            setattr(self, name, column)
         self.start[slots] = self.source_start[slots] = scratch
         self.top_p[slots] = 0.0  # padding rows take the likeliest token
         self.lora_adapter[slots] = NO_TASK
@@ -129,9 +95,10 @@ class RowStates:
         """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
         places = [(row, slot, start) for row in rows for slot, start in row.places]
         integers = torch.tensor(
-            [[slot, *_integers(row, start)] for row, slot, start in places], dtype=torch.int64
+            [[slot, *_integers(row, start).values()] for row, slot, start in places],
+            dtype=torch.int64,
         ).to(self.device, non_blocking=True)
-        floats = torch.tensor([_floats(row, slot) for row, slot, _ in places])
+        floats = torch.tensor([[*_floats(row, slot).values()] for row, slot, _ in places])
         slots = integers[:, 0]
         self._integers.index_copy_(1, slots, integers[:, 1:].t())
         self._floats.index_copy_(1, slots, floats.to(self.device, non_blocking=True).t())
@@ -142,7 +109,7 @@ class RowStates:
         rows = [row for row in rows if row.request.logit_bias or row.request.bad_words]
         if not rows:
             return
-        slots = torch.tensor([row.slot for row in rows]).to(self.device, non_blocking=True)
+        slots = indices([row.slot for row in rows], self.device)
         biases = [row.request.logit_bias for row in rows]
         words = [row.request.bad_words for row in rows]
         for column, lists in (
@@ -156,7 +123,7 @@ class RowStates:
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
         """What may come next in these rows; all masks of a model are of one size."""
-        slots = torch.tensor([mask.slot for mask in masks]).to(self.device, non_blocking=True)
+        slots = indices([mask.slot for mask in masks], self.device)
         words = torch.frombuffer(
             bytearray(b"".join(mask.words for mask in masks)), dtype=torch.int32
         ).view(len(masks), -1)
@@ -166,16 +133,16 @@ class RowStates:
 
     def slide(self, moves: Sequence[Move]) -> None:
         """The first tokens of these rows have left the cache."""
-        slots = torch.tensor([move.slot for move in moves]).to(self.device, non_blocking=True)
-        by = torch.tensor([move.by for move in moves]).to(self.device, non_blocking=True)
+        slots = indices([move.slot for move in moves], self.device)
+        by = indices([move.by for move in moves], self.device)
         self.length.index_add_(0, slots, by, alpha=-1)
         self.prompt_length.index_add_(0, slots, by, alpha=-1)
         self.dropped.index_add_(0, slots, by)
 
     def relocate(self, places: Sequence[Place]) -> None:
         """These rows have moved within the cache."""
-        slots = torch.tensor([place.slot for place in places]).to(self.device, non_blocking=True)
-        starts = torch.tensor([place.start for place in places]).to(self.device, non_blocking=True)
+        slots = indices([place.slot for place in places], self.device)
+        starts = indices([place.start for place in places], self.device)
         self.start.index_copy_(0, slots, starts)
 
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:
@@ -187,53 +154,61 @@ class RowStates:
         self.length.index_add_(0, slots, (slots != self.padding_slot).long())
 
 
+def indices(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on the device, without waiting for it."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
 def _ends(word: Sequence[int]) -> list[int]:
     """At the end of a word its length, 0 before."""
     return [*[0] * (len(word) - 1), len(word)]
 
 
-def _integers(row: RowStart, start: int) -> list[int]:
+def _integers(row: RowStart, start: int) -> dict[str, int]:
+    """What a row or a hypothesis, from cache token `start` on, has in the columns of integers."""
     sampling, listed = row.request.sampling, row.fits_columns
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
-    return [
-        row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
-        row.past,
-        start,
-        row.past + len(row.ids) - row.generated,
-        row.source_start,
-        len(row.source),
-        row.ia3_task,
-        row.lora_adapter,
-        _signed(sampling.random_seed),
-        row.end_id,
-        sampling.min_length,
-        sampling.top_k,
-        sampling.no_repeat_ngram_size,
-        len(row.request.logit_bias) if listed else 0,
-        sum(map(len, row.request.bad_words)) if listed else 0,
-        row.dropped,
-        row.window or NO_WINDOW,
-        row.most,
-        reset,
-    ]
+    return {
+        "token": row.ids[0] if len(row.ids) == 1 else NO_TOKEN,
+        "length": row.past,
+        "start": start,
+        "prompt_length": row.past + len(row.ids) - row.generated,
+        "source_start": row.source_start,
+        "source_length": len(row.source),
+        "ia3_task": row.ia3_task,
+        "lora_adapter": row.lora_adapter,
+        "seed": _signed(sampling.random_seed),
+        "end_id": row.end_id,
+        "min_length": sampling.min_length,
+        "top_k": sampling.top_k,
+        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
+        "bias_count": len(row.request.logit_bias) if listed else 0,
+        "word_count": sum(map(len, row.request.bad_words)) if listed else 0,
+        "dropped": row.dropped,
+        "window": row.window or NO_WINDOW,
+        "most": row.most,
+        "reset_id": reset,
+    }
 
 
-def _floats(row: RowStart, slot: int) -> list[float]:
-    """The first hypothesis alone counts until the search has made others."""
+def _floats(row: RowStart, slot: int) -> dict[str, float]:
+    """What it has in those of floats; the first hypothesis alone counts until the search has made
+    others.
+    """
     sampling = row.request.sampling
-    return [
-        sampling.temperature,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.output_presence_penalty,
-        sampling.min_p,
-        sampling.top_p,
-        sampling.top_p,
-        sampling.top_p_decay,
-        sampling.top_p_min,
-        0.0 if slot == row.slot else NEVER,
-    ]
+    return {
+        "temperature": sampling.temperature,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "output_presence_penalty": sampling.output_presence_penalty,
+        "min_p": sampling.min_p,
+        "top_p": sampling.top_p,
+        "initial_top_p": sampling.top_p,
+        "top_p_decay": sampling.top_p_decay,
+        "top_p_min": sampling.top_p_min,
+        "beam_score": 0.0 if slot == row.slot else NEVER,
+    }
 
 
 def _signed(seed: int) -> int:

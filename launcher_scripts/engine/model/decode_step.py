@@ -16,11 +16,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.forward_context import (
-    MixedContext,
-    PrefillContext,
-    StepContext,
-)
+from launcher_scripts.engine.model.forward_context import CacheContext, StepContext
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
 from launcher_scripts.engine.model.rotary import RotaryTables
@@ -132,7 +128,7 @@ class DecodeStep:
             lora_adapters=lora_adapters,
         )
 
-    def prompts(self, embedded: Tensor, context: PrefillContext | MixedContext) -> Tensor:
+    def prompts(self, embedded: Tensor, context: CacheContext) -> Tensor:
         """Hidden states float32 [N, hidden] after the last layer, of what `Stack.embed` gives of
         the new tokens.
         """

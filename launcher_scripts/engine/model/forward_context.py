@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,24 +57,35 @@ class StepContext(ForwardContext[Hidden]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillContext(ForwardContext[Tensor | Hidden]):
-    """The new tokens of prompts.
+class CacheContext(ForwardContext[Tensor | Hidden]):
+    """A pass whose keys and values go to the cache before its queries attend.
 
-    slots:    [N], the cache tokens of the new tokens
-    chunks:   the rows, in order;  spans: which of the tokens are whose
-    windowed: whether a chunk has a window
+    slots: [N], the cache tokens of the new tokens
     """
 
     slots: Tensor
-    chunks: tuple[Chunk, ...]
-    spans: VarlenBatch
-    windowed: bool
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
         return self.attend_stored(layer.store(x, self.slots, self), layer)
 
+    @abstractmethod
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
         """Attention of queries [N, heads, head_size] whose keys and values are in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillContext(CacheContext):
+    """The new tokens of prompts.
+
+    chunks:   the rows, in order;  spans: which of the tokens are whose
+    windowed: whether a chunk has a window
+    """
+
+    chunks: tuple[Chunk, ...]
+    spans: VarlenBatch
+    windowed: bool
+
+    def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
         if not self.windowed:
             return layer.kernels.prompt_attention(
                 query, layer.cache, self.spans, layer.scores, window=layer.window
@@ -106,26 +118,20 @@ class PrefillContext(ForwardContext[Tensor | Hidden]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeContext(ForwardContext[Tensor | Hidden]):
+class DecodeContext(CacheContext):
     """One token of every row, on the general path.
 
-    slots:     [B], the cache tokens of the new tokens
     starts, lengths, longest: the rows (see decode_attention);  source: those of the encoder
     positions: [B], of the new tokens; a relative bias counts from them
     """
 
-    slots: Tensor
     starts: Tensor
     lengths: Tensor
     longest: int
     positions: Tensor
     source: SourceRows | None
 
-    def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
-        return self.attend_stored(layer.store(x, self.slots, self), layer)
-
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
-        """Attention of queries [B, heads, head_size] whose keys and values are in the cache."""
         return layer.kernels.decode_attention(
             query,
             layer.cache,
@@ -156,26 +162,18 @@ class DecodeContext(ForwardContext[Tensor | Hidden]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedContext(ForwardContext[Tensor | Hidden]):
+class MixedContext(CacheContext):
     """One token of every row that decodes, and then the new tokens of prompts: one pass over the
     weights.
-
-    slots: [B + N], the cache tokens of all
     """
 
-    slots: Tensor
     decoding: DecodeContext
     prompts: PrefillContext
 
-    def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
-        query = layer.store(x, self.slots, self)
+    def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
         rows = self.decoding.slots.shape[0]
-        return torch.cat(
-            [
-                self.decoding.attend_stored(query[:rows], layer),
-                self.prompts.attend_stored(query[rows:], layer),
-            ]
-        )
+        decoded = self.decoding.attend_stored(query[:rows], layer)
+        return torch.cat([decoded, self.prompts.attend_stored(query[rows:], layer)])
 
 
 @dataclass(frozen=True, kw_only=True)

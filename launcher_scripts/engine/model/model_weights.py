@@ -9,14 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from launcher_scripts.engine.model.adapters import Adapter
-from launcher_scripts.kernels.operands import (
-    HeadNorms,
-    Linear,
-    LoRA,
-    Norm,
-    RelativeBias,
-    Router,
-)
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, RelativeBias, Router
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from launcher_scripts.engine.model.encode_step import EncodeStep, encode_unsuppo
 from launcher_scripts.engine.model.encoder import Encoder
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.forward_context import (
+    CacheContext,
     DecodeContext,
     MixedContext,
     PrefillContext,
@@ -144,7 +145,7 @@ class Network:
             lora_adapters=prompts.lora_adapters,
             ia3_tasks=tasks,
         )
-        context: PrefillContext | MixedContext = of_prompts
+        context: CacheContext = of_prompts
         if decoding is not None:
             tokens, rows = decoding
             own = self._decode_context(rows)
@@ -199,7 +200,7 @@ class Network:
         self,
         ids: Tensor,
         positions: Tensor,
-        context: PrefillContext | DecodeContext | MixedContext,
+        context: CacheContext,
         rows: Sequence[tuple[Prompt | None, int]] = (),
     ) -> Tensor:
         self.cache.ids[context.slots] = ids

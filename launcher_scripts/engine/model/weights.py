@@ -20,12 +20,7 @@ from launcher_scripts.engine.model.model_weights import ModelWeights
 from launcher_scripts.kernels.operands import Linear, LoRA, Norm
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
-from launcher_scripts.models.adapters import (
-    ADAPTER_NORM_EPS,
-    LORA_TARGETS,
-    Adapters,
-    adapters_of,
-)
+from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, LORA_TARGETS, Adapters, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Plan, PrefillPart, Proposal, RowStart
 from launcher_scripts.engine.core.results import StepResult
-from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.row_state import RowStates, indices
 
 
 class DraftModel:

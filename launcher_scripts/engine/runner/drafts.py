@@ -1,9 +1,8 @@
 """Drafts at work: the tokens of several steps run in one pass, and those that come are kept.
 
-A row's random numbers are numbered by its tokens
-(reference_sampling.py). So the token behind every token of
-a draft is chosen as in a step of its own, and it is the same one: a draft that foretells it saves
-the step, greedy or sampled, and one that does not changes nothing.
+A row's random numbers are numbered by its tokens (reference_sampling.py). So the token behind every
+token of a draft is chosen as in a step of its own, and it is the same one: a draft that foretells
+it saves the step, greedy or sampled, and one that does not changes nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Draft, PrefillPart, RowStart
 from launcher_scripts.engine.core.results import DraftCopy, StepResult, TokenCopy
-from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates
+from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates, indices
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.runner.prefill import Prefill

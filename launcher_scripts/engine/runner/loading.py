@@ -15,11 +15,7 @@ from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import (
-    Quantization,
-    kv_cache_dtype_of,
-    quantization_of,
-)
+from launcher_scripts.common.quantization import Quantization, kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.kv_cache import (
     KVCache,

@@ -5,17 +5,16 @@ Rows that decode take their next token in the same pass: it reads the weights on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.core.context_results import ContextResults
-from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Bounds, Choice, PrefillPart, RowStart, StepShape
 from launcher_scripts.engine.core.results import StepResult
-from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
@@ -152,14 +151,14 @@ class Prefill:
         sizes = sizes._replace(decoding=shape.decoding, lora=shape.lora)
         prompts = PackedPrompts([], [])
         packed = prompts.to_device(self._device, self._nowhere, sizes)
-        key = ("prompts", sizes, shape.own, shape.choice)
-        graphs.record(key, packed, self._step_of(sizes, prompts.spans, shape.own, shape.choice))
+        graphs.record(*self._recorded(packed, sizes, prompts.spans, shape.own, shape.choice))
 
-    def _step_of(
-        self, sizes: Sizes, spans: VarlenBatch, longest: int, choice: Choice
-    ) -> Callable[[Tensor], Sampled | Tensor | None]:
-        """A pass over a packed batch: the tokens that follow or, where rows choose eagerly, the
-        logits of the rows that get one; None but on the last stage.
+    def _recorded(
+        self, packed: Tensor, sizes: Sizes, spans: VarlenBatch, longest: int, choice: Choice
+    ) -> tuple[Hashable, Tensor, Callable[[Tensor], Sampled | Tensor | None]]:
+        """Arguments of StepGraphs.run for a pass over a packed batch, which makes the tokens that
+        follow or, where rows choose eagerly, the logits of the rows that get one; None but on the
+        last stage.
         """
 
         def step(packed: Tensor) -> Sampled | Tensor | None:
@@ -172,7 +171,7 @@ class Prefill:
                 return logits
             return self._choice.in_step(logits, prompts.ended, choice)
 
-        return step
+        return ("prompts", sizes, longest, choice), packed, step
 
     def _forward(self, prompts: PromptBatch, longest: int) -> Tensor:
         """The hidden states behind a pass, whose tokens are then in the cache."""
@@ -196,8 +195,7 @@ class Prefill:
         batch = SamplingBatch(rows, self._device)
         packed = prompts.packed(self._device, self._nowhere, sizes)
         longest = bucket_tokens(prompts.longest) if prompts.longest else 0
-        step = self._step_of(sizes, prompts.spans, longest, batch.choice)
-        made = graphs.run(("prompts", sizes, longest, batch.choice), packed, step)
+        made = graphs.run(*self._recorded(packed, sizes, prompts.spans, longest, batch.choice))
         if not rows:
             return
         if isinstance(made, Tensor):

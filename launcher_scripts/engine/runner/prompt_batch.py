@@ -123,18 +123,19 @@ class PackedPrompts:
         ids: Tensor | None = None,
     ) -> None:
         self.rows = rows
-        self._ids = ids
         self.parts = parts
+        self._pairs = list(zip(rows, parts, strict=True))
+        self._ids = ids
         self.decoding = decoding
         self.longest = bounds.own if decoding else 0
         self._has_lora = bounds.lora or any(row.lora_adapter != NO_TASK for row in rows)
         self.spans = VarlenBatch(
-            tuple((row.start, part.past, part.count) for row, part in self._pairs())
+            tuple((row.start, part.past, part.count) for row, part in self._pairs)
         )
         ends = np.cumsum([part.count for part in parts]) - 1
         self.complete = {
             int(end): row
-            for end, (row, part) in zip(ends, self._pairs(), strict=True)
+            for end, (row, part) in zip(ends, self._pairs, strict=True)
             if part.past + part.count == row.past + len(row.ids)
         }
 
@@ -174,13 +175,13 @@ class PackedPrompts:
         places = [np.arange(part.past, part.past + part.count) for part in self.parts]
         ids = [
             token
-            for row, part in self._pairs()
+            for row, part in self._pairs
             for token in row.ids[part.past - row.past : part.past - row.past + part.count]
         ]
         positions = [
-            place + row.dropped for place, (row, _) in zip(places, self._pairs(), strict=True)
+            place + row.dropped for place, (row, _) in zip(places, self._pairs, strict=True)
         ]
-        slots = [place + row.start for place, (row, _) in zip(places, self._pairs(), strict=True)]
+        slots = [place + row.start for place, (row, _) in zip(places, self._pairs, strict=True)]
         ending = sizes.decoding + sizes.rows
         packed = _filled_up(
             (ids, sizes.tokens, 0),
@@ -208,10 +209,7 @@ class PackedPrompts:
 
     def _lora_adapters(self) -> list[int]:
         """Of each token of the prompts."""
-        return [row.lora_adapter for row, part in self._pairs() for _ in range(part.count)]
-
-    def _pairs(self) -> list[tuple[RowStart, PrefillPart]]:
-        return list(zip(self.rows, self.parts, strict=True))
+        return [row.lora_adapter for row, part in self._pairs for _ in range(part.count)]
 
 
 def filling_pieces(first: int, end: int) -> list[tuple[int, int, int, int]]:

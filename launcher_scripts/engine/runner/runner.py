@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamBatch, BeamSearch, Candidates
-from launcher_scripts.engine.core.logit_processing import indices
 from launcher_scripts.engine.core.plan import Bounds, Choice, Plan, RowStart, StepShape
 from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult
-from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator

@@ -21,6 +21,12 @@ def load_keys_values(keys, values, pool, tokens, last, SIZE: tl.constexpr, BLOCK
 
 
 @triton.jit
+def reached(distance, reach):
+    """Where a table of biases (see RelativeBias) has a distance."""
+    return tl.minimum(tl.maximum(distance, -reach), reach) + reach
+
+
+@triton.jit
 def bonus_of(
     tokens,
     slope,
@@ -38,8 +44,7 @@ def bonus_of(
     if ALIBI:
         bonus += slope * (tokens - (length - 1)).to(tl.float32)
     if RELATIVE:
-        place = tl.minimum(tl.maximum(tokens - pos, -reach), reach) + reach
-        bonus += tl.load(bias + place, mask=inside, other=0.0)
+        bonus += tl.load(bias + reached(tokens - pos, reach), mask=inside, other=0.0)
     return tl.where(inside, bonus, -float("inf"))
 
 
@@ -83,26 +88,19 @@ def summed(source, stride, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def apply_rotary(
-    source,
-    stride,
-    cosines,
-    sines,
-    pos,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One head's features in float32, the first 2 * HALF rotated by the position."""
-    features = tl.arange(0, BLOCK)
-    out = summed(source + features, stride, features < SIZE, PARTS)
+def apply_rotary(source, features, held, stride, rotary, PARTS: tl.constexpr, HALF: tl.constexpr):
+    """Features of heads that begin at `source`, in float32, the first 2 * HALF rotated.
+
+    held: which features there are;  rotary: cosines and sines of all positions, and the position
+    """
+    cosines, sines, pos = rotary
+    out = summed(source + features, stride, held, PARTS)
     if HALF > 0:
         rotates = features < 2 * HALF
         upper = features >= HALF
         partner = tl.where(upper, features - HALF, features + HALF)
         angle = pos * HALF + tl.where(upper, features - HALF, features)
-        other = summed(source + partner, stride, rotates, PARTS)
+        other = summed(source + partner, stride, held & rotates, PARTS)
         cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
         sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = out * cosine + tl.where(upper, other, -other) * sine
@@ -159,33 +157,55 @@ def merge_parts(
 
 
 @triton.jit
+def merge_if_last(
+    partial,
+    weights,
+    arrivals,
+    out,
+    group,
+    parts,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Merge the parts of GROUP heads of a row, if this program is the last of them to end."""
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + group, 1, sem="acq_rel")
+    if before == parts - 1:
+        for member in tl.static_range(GROUP):
+            head = group * GROUP + member
+            merge_parts(partial, weights, out, head, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
+        tl.store(arrivals + group, 0)
+
+
+@triton.jit
 def newest_token(
-    keys,
-    values,
+    cache,
     place,
-    new_key,
-    new_value,
+    new,
     stride,
-    cosines,
-    sines,
-    pos,
+    rotary,
     STORE: tl.constexpr,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     stores=True,
 ):
-    """The newest token's key and value, in float32; place: [BLOCK], where its features are.
+    """The newest token's key and value, in float32.
 
-    With STORE they come from new_key and new_value, and go to their places in the cache.
+    cache: keys and values;  place: [BLOCK], where its features are in them
+    new:   where a projection left its key and value. With STORE they come from there, and go to
+           their places in the cache
     """
-    BLOCK: tl.constexpr = place.shape[0]
-    features = tl.arange(0, BLOCK)
+    keys, values = cache
+    new_key, new_value = new
+    features = tl.arange(0, place.shape[0])
     held = features < SIZE
     if STORE:
         kind: tl.constexpr = keys.dtype.element_ty
-        fresh = apply_rotary(new_key, stride, cosines, sines, pos, PARTS, SIZE, HALF, BLOCK)
-        key = kept(fresh, kind)
+        key = kept(apply_rotary(new_key, features, held, stride, rotary, PARTS, HALF), kind)
         value = kept(summed(new_value + features, stride, held, PARTS), kind)
         tl.store(keys + place, key, mask=held & stores)
         tl.store(values + place, value, mask=held & stores)

@@ -18,9 +18,10 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     bonus_of,
     capped,
     load_keys_values,
-    merge_parts,
+    merge_if_last,
     newest_token,
     part_of,
+    reached,
     store_head,
 )
 from launcher_scripts.kernels.cuda.compiling import launcher
@@ -130,15 +131,11 @@ def _splits(longest: int, queries: int) -> int:
 
 @triton.jit
 def _newest_first(
-    keys,
-    values,
+    cache,
     place,
-    new_key,
-    new_value,
+    new,
     stride,
-    cosines,
-    sines,
-    pos,
+    rotary,
     scaled,
     bias,
     distance,
@@ -151,32 +148,16 @@ def _newest_first(
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """(m, total, acc) of the newest token alone, if it is here."""
+    """(m, total, acc) of the newest token alone, if it is here; see newest_token."""
     m = -1e30
     total = 0.0
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros(place.shape, tl.float32)
     if present:
-        key, acc = newest_token(
-            keys,
-            values,
-            place,
-            new_key,
-            new_value,
-            stride,
-            cosines,
-            sines,
-            pos,
-            STORE,
-            PARTS,
-            SIZE,
-            HALF,
-            stores,
-        )
+        key, acc = newest_token(cache, place, new, stride, rotary, STORE, PARTS, SIZE, HALF, stores)
         m = capped(tl.sum(key * scaled, 0), SOFTCAP)
         if RELATIVE:
-            m += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+            m += tl.load(bias + reached(distance, reach))
         total = 1.0
     return m, total, acc
 
@@ -256,31 +237,14 @@ def attend(
         gdc_wait()
     held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
     asked, stride = query + row * held, tl.num_programs(0) * held
-    q = apply_rotary(asked + head * SIZE, stride, cosines, sines, pos, PARTS, SIZE, HALF, BLOCK)
+    features, rotary = tl.arange(0, BLOCK), (cosines, sines, pos)
+    q = apply_rotary(asked + head * SIZE, features, features < SIZE, stride, rotary, PARTS, HALF)
     q *= scale
+    new = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
     m, total, acc = _newest_first(
-        keys,
-        values,
-        pool + old.to(tl.int64) * SIZE + tl.arange(0, BLOCK),
-        asked + (HEADS + group) * SIZE,
-        asked + (HEADS + HEADS // GROUP + group) * SIZE,
-        stride,
-        cosines,
-        sines,
-        pos,
-        q,
-        bias,
-        old - pos,
-        reach,
-        FRESH and split == 0,
-        head % GROUP == 0,
-        RELATIVE,
-        SOFTCAP,
-        STORE,
-        PARTS,
-        SIZE,
-        HALF,
-        BLOCK,
+        *((keys, values), pool + old.to(tl.int64) * SIZE + features, new, stride, rotary),
+        *(q, bias, old - pos, reach, FRESH and split == 0, head % GROUP == 0),
+        *(RELATIVE, SOFTCAP, STORE, PARTS, SIZE, HALF),
     )
     if SINKS and split == 0:
         m, total, acc = add_sink(m, total, acc, tl.load(sinks + head))
@@ -321,11 +285,10 @@ def _finish(
         store_head(partial, part, acc, SIZE, BLOCK)
         tl.store(weights + part * 2, m)
         tl.store(weights + part * 2 + 1, total)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
-        if before == parts - 1:
-            merge_parts(partial, weights, out, place, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
-            tl.store(arrivals + place, 0)
+        merge_if_last(
+            *(partial, weights, arrivals, out, place, parts),
+            *(1, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
+        )
 
 
 def decode_attention(

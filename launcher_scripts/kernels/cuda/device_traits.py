@@ -65,9 +65,8 @@ def traits_of(device: torch.device) -> DeviceTraits:
     return DeviceTraits(capability, int(shared_bytes))
 
 
-NO_PDL = {
-    "USE_PDL": False
-}  # launch options of a kernel that starts when those before it have ended
+# Launch options of a kernel that starts when those before it have ended.
+NO_PDL = {"USE_PDL": False}
 
 
 def pdl_options(tensor: Tensor) -> dict[str, bool]:

@@ -15,13 +15,7 @@ from launcher_scripts.kernels.cuda.norm import (
     standardize,
     whole_row_parts,
 )
-from launcher_scripts.kernels.operands import (
-    EmbeddingTables,
-    Hidden,
-    Norm,
-    RowColumns,
-    StepRows,
-)
+from launcher_scripts.kernels.operands import EmbeddingTables, Hidden, Norm, RowColumns, StepRows
 
 
 @triton.jit

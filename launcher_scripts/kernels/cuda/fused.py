@@ -19,12 +19,8 @@ from launcher_scripts.kernels.cuda.activation import gated
 from launcher_scripts.kernels.cuda.argmax import argmax as argmax
 from launcher_scripts.kernels.cuda.beams import rank_beams as rank_beams
 from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
-from launcher_scripts.kernels.cuda.decode_attention import (
-    attention_launch,
-)
-from launcher_scripts.kernels.cuda.decode_attention import (
-    decode_attention as decode_attention,
-)
+from launcher_scripts.kernels.cuda.decode_attention import attention_launch
+from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
     MOST_ROWS,
@@ -41,12 +37,7 @@ from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
 from launcher_scripts.kernels.cuda.host_copy import copy_to_host as copy_to_host
-from launcher_scripts.kernels.cuda.many_rows import (
-    dense,
-    many_rows,
-    multiplies_fp8,
-    products,
-)
+from launcher_scripts.kernels.cuda.many_rows import dense, many_rows, multiplies_fp8, products
 from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm
 from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm
@@ -78,7 +69,6 @@ from launcher_scripts.kernels.operands import (
     StepRows,
 )
 
-ACTIVATIONS = reference.ACTIVATIONS
 add_residual = reference.add_residual
 apply_rotary = reference.apply_rotary
 context_attention = reference.context_attention
@@ -177,12 +167,13 @@ def project_heads(
     rotary: RotaryTable | None,
     rows: StepRows,
     cache: LayerCache,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.project_heads."""
-    if x.operand.shape[0] == 1:
+    if x.operand.shape[0] == 1 and norms is None:
         return row_heads(x, linear, heads, rotary, rows, cache)
-    qkv = many_rows(x.operand, linear)
-    return store_kv(qkv, heads, rotary, rows.starts, cache, positions=rows.positions)
+    qkv = project_hidden(x, linear)
+    return store_kv(qkv, heads, rotary, rows.starts, cache, norms, positions=rows.positions)
 
 
 def attend_own(
@@ -200,11 +191,8 @@ def attend_own(
     there the attention does, unless norms come between."""
     alone, parts = x.operand.shape[0] == 1, 1
     stored = alone or norms is not None
-    if norms is not None:
-        qkv, places = project_hidden(x, linear), rows.positions
-        query = store_kv(qkv, heads, rotary, rows.starts, cache, norms, positions=places)
-    elif alone:
-        query = row_heads(x, linear, heads, rotary, rows, cache)
+    if stored:
+        query = project_heads(x, linear, heads, rotary, rows, cache, norms)
     else:
         query, parts = _few_rows_in_parts(x.operand, linear, "heads")
     return attention_launch(
@@ -279,7 +267,7 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
         if gate is None:
-            return ACTIVATIONS[activation](many_rows(x.operand, up))
+            return reference.ACTIVATIONS[activation](many_rows(x.operand, up))
         inner, factors = products(x.operand, (up, gate))
         return gated(inner, factors, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])

@@ -16,13 +16,7 @@ from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate,
 from launcher_scripts.kernels.cuda.argmax import best_of_parts
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    load_tile,
-    multiply,
-    row_places,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
@@ -36,11 +30,7 @@ from launcher_scripts.kernels.cuda.norm import (
     prescale,
 )
 from launcher_scripts.kernels.cuda.tiles import row_tile
-from launcher_scripts.kernels.operands import (
-    Hidden,
-    Linear,
-    Norm,
-)
+from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 
 @triton.jit(do_not_specialize_on_alignment=["adapters"])
@@ -92,14 +82,11 @@ def gemv(
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
-    whole: tl.constexpr = even and BLOCK <= IN
-    base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
-    gate_tile = tile
+    begun = begin(weight, rows, OUT, IN, even, BLOCK)
+    gate_begun = begun
     if GATED:
-        gate_tile = load_tile(gate_weight, base, rows, columns, 0, OUT, IN, whole)
+        gate_begun = begin(gate_weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -114,23 +101,7 @@ def gemv(
     added = vector(residual, rows, OUT, RESIDUAL)
     next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     inner, gate_inner = load_inner(lora_inner, rows, OUT + rows, rows < OUT, LORA, GATED)
-    value, gate = multiply(
-        x,
-        weight,
-        rows,
-        gate_weight,
-        rows,
-        tile,
-        gate_tile,
-        OUT,
-        IN,
-        GATED,
-        ROLLED,
-        even,
-        ROWS,
-        BLOCK,
-        USE_PDL,
-    )
+    value, gate = multiply(x, begun, gate_begun, OUT, IN, GATED, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = add_delta(value, up, inner, LORA)
@@ -175,34 +146,15 @@ def gemv_largest(
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
-    whole: tl.constexpr = even and BLOCK <= IN
-    base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    begun = begin(weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
-    value, _ = multiply(
-        x,
-        weight,
-        rows,
-        weight,
-        rows,
-        tile,
-        tile,
-        OUT,
-        IN,
-        False,
-        ROLLED,
-        even,
-        ROWS,
-        BLOCK,
-        USE_PDL,
-    )
+    value, _ = multiply(x, begun, begun, OUT, IN, False, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))

@@ -11,13 +11,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.cuda.e4m3 import kept
 from launcher_scripts.kernels.cuda.gemv import linear_arguments
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    load_tile,
-    multiply,
-    row_places,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_terms, normalized
 from launcher_scripts.kernels.cuda.tiles import row_tile
@@ -86,13 +80,10 @@ def gemv_heads(
     head, pair, lower, upper = _features(pairs, SIZE, HALF)
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper
-    columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = (OUT // 2) % ROWS == 0
-    whole: tl.constexpr = even and BLOCK <= IN
     inside = pairs < OUT // 2
-    other_base = row_places(other_rows, columns, IN)
-    tile = load_tile(weight, row_places(rows, columns, IN), rows, columns, 0, OUT, IN, whole)
-    other_tile = load_tile(weight, other_base, other_rows, columns, 0, OUT, IN, whole)
+    begun = begin(weight, rows, OUT, IN, even, BLOCK)
+    other_begun = begin(weight, other_rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -110,23 +101,7 @@ def gemv_heads(
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
     inner, other_inner = load_inner(lora_inner, rows, other_rows, inside, LORA, True)
-    low, high = multiply(
-        x,
-        weight,
-        rows,
-        weight,
-        other_rows,
-        tile,
-        other_tile,
-        OUT,
-        IN,
-        True,
-        ROLLED,
-        even,
-        ROWS,
-        BLOCK,
-        USE_PDL,
-    )
+    low, high = multiply(x, begun, other_begun, OUT, IN, True, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset

@@ -40,6 +40,18 @@ def load_tile(
 
 
 @triton.jit
+def begin(
+    weight, rows, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What `multiply` takes of a weight: where it is, some of its rows, and their first tile [ROWS,
+    BLOCK]. EVEN: all rows are of the weight."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    base = row_places(rows, columns, IN)
+    whole: tl.constexpr = EVEN and BLOCK <= IN
+    return weight, rows, load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+
+
+@triton.jit
 def _without_sign(tile, PACKED: tl.constexpr):
     """int8 q as q + 128. With PACKED four at a time, as they were loaded: the compiler does not
     see that by itself."""
@@ -67,28 +79,26 @@ def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def multiply(
     x,
-    weight,
-    rows,
-    other_weight,
-    other_rows,
-    tile,
-    other_tile,
+    begun,
+    other_begun,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     PAIRED: tl.constexpr,
     ROLLED: tl.constexpr,
     EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """(W x, W' x), whose first tiles are there already.
+    """(W x, W' x) of rows that were begun.
 
     The scales of a weight in bytes are not applied. x has the type of any other weight, so that
     both are held by the threads in the same way: another one costs up to a third. W' are more rows
     of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
     multiplies one; without, the compiler sees them all. EVEN: all rows are of the weight.
     """
+    weight, rows, tile = begun
+    other_weight, other_rows, other_tile = other_begun
+    ROWS: tl.constexpr = tile.shape[0]
+    BLOCK: tl.constexpr = tile.shape[1]
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
     other_base = row_places(other_rows, columns, IN)

@@ -12,49 +12,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.attention_tile import (
     add_sink,
+    apply_rotary,
     capped,
     load_keys_values,
-    merge_parts,
+    merge_if_last,
     newest_token,
     part_of,
-    summed,
+    reached,
 )
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
 from launcher_scripts.kernels.cuda.norm import store_expected
 from launcher_scripts.kernels.cuda.prefetch import prefetch_both
-
-
-@triton.jit
-def apply_rotary_heads(
-    heads,
-    held,
-    stride,
-    cosines,
-    sines,
-    pos,
-    PARTS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """apply_rotary for several heads, whose first features are at heads [M, 1]: [M, BLOCK]."""
-    features = tl.arange(0, BLOCK)[None, :]
-    out = summed(heads + features, stride, held, PARTS)
-    if HALF > 0:
-        rotates = features < 2 * HALF
-        upper = features >= HALF
-        partner = tl.where(upper, features - HALF, features + HALF)
-        angle = pos * HALF + tl.where(upper, features - HALF, features)
-        other = summed(heads + partner, stride, held & rotates, PARTS)
-        cosine = tl.load(cosines + angle, mask=rotates, other=1.0)
-        sine = tl.load(sines + angle, mask=rotates, other=0.0)
-        out = out * cosine + tl.where(upper, other, -other) * sine
-    return out
-
-
-@triton.jit
-def _reached(distance, reach):
-    """Where a table of biases has a distance."""
-    return tl.minimum(tl.maximum(distance, -reach), reach) + reach
 
 
 @triton.jit
@@ -74,7 +42,7 @@ def _gains(
     if ALIBI:
         gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]
     if RELATIVE:
-        place = _reached(tokens - pos, reach)
+        place = reached(tokens - pos, reach)
         gains = gains + tl.load(bias[:, None] + place[None, :])
     return gains
 
@@ -177,20 +145,20 @@ def attend_grouped(
     width: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
     asked, stride = query + row * width, tl.num_programs(0) * width
     held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
-    source = asked + heads[:, None] * SIZE
-    exact = apply_rotary_heads(source, held, stride, cosines, sines, pos, PARTS, HALF, BLOCK)
+    source, rotary = asked + heads[:, None] * SIZE, (cosines, sines, pos)
+    exact = apply_rotary(source, features[None, :], held, stride, rotary, PARTS, HALF)
     rounded = for_products(exact, keys.dtype.element_ty, out.dtype.element_ty)
     total = tl.zeros([MEMBERS], tl.float32)
     m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
         place = pool + old.to(tl.int64) * SIZE + features
-        key, value = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
+        new = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
         key, value = newest_token(
-            keys, values, place, key, value, stride, cosines, sines, pos, STORE, PARTS, SIZE, HALF
+            (keys, values), place, new, stride, rotary, STORE, PARTS, SIZE, HALF
         )
         m = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
         if RELATIVE:
-            m += tl.load(own_bias + _reached(old - pos, reach))
+            m += tl.load(own_bias + reached(old - pos, reach))
         total += 1.0
         acc += value[None, :]
     if SINKS and split == 0:
@@ -211,30 +179,7 @@ def attend_grouped(
         tl.store(partial + part[:, None] * SIZE + features[None, :], acc, mask=held)
         tl.store(weights + part * 2, m, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
-        _merge_if_last(
+        merge_if_last(
             *(partial, weights, arrivals, out, row * (HEADS // GROUP) + group, parts),
             *(GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
         )
-
-
-@triton.jit
-def _merge_if_last(
-    partial,
-    weights,
-    arrivals,
-    out,
-    pair,
-    parts,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-):
-    tl.debug_barrier()
-    before = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
-    if before == parts - 1:
-        for member in tl.static_range(GROUP):
-            head = pair * GROUP + member
-            merge_parts(partial, weights, out, head, parts, SIZE, BLOCK, SPLITS, SPLIT_BLOCK)
-        tl.store(arrivals + pair, 0)

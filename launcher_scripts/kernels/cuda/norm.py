@@ -32,13 +32,7 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.cuda.peer_rows import OWNED, receive_row
 from launcher_scripts.kernels.cuda.peer_words import SHARE
-from launcher_scripts.kernels.operands import (
-    FoldedNorm,
-    Hidden,
-    Linear,
-    Norm,
-    PeerBuffers,
-)
+from launcher_scripts.kernels.operands import FoldedNorm, Hidden, Linear, Norm, PeerBuffers
 from launcher_scripts.kernels.quantization import dequantized
 
 NORM_CODES = {"layernorm": 1, "rmsnorm": 2}

@@ -18,13 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.gemv_tile import (
-    load_tile,
-    multiply,
-    row_places,
-    scales_of,
-    vector,
-)
+from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
@@ -64,11 +58,8 @@ def gemv_to_peers(
     if USE_PDL:
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
     even: tl.constexpr = OUT % ROWS == 0
-    whole: tl.constexpr = even and BLOCK <= IN
-    base = row_places(rows, columns, IN)
-    tile = load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    begun = begin(weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     inside = rows < OUT
     up, _ = load_up(lora_up, adapters, rows, rows, inside, LORA, False)
@@ -76,23 +67,7 @@ def gemv_to_peers(
         gdc_wait()
     number = tl.load(exchanges + rows // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
     inner, _ = load_inner(lora_inner, rows, rows, inside, LORA, False)
-    value, _ = multiply(
-        x,
-        weight,
-        rows,
-        weight,
-        rows,
-        tile,
-        tile,
-        OUT,
-        IN,
-        False,
-        ROLLED,
-        even,
-        ROWS,
-        BLOCK,
-        USE_PDL,
-    )
+    value, _ = multiply(x, begun, begun, OUT, IN, False, ROLLED, even, USE_PDL)
     value = add_delta(value * row_scale, up, inner, LORA)
     send(value, number, inside, rows, addresses, rank, lane_words, RANKS)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE, capped
+from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE, capped, reached
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
@@ -87,30 +87,9 @@ def attend_prompts(
         begin, end = (seen_by_any, seen_by_all) if masked == 0 else (seen_by_all, past + count)
         for token in range(begin, end, TILE):
             m, total, acc = _add_keys(
-                m,
-                total,
-                acc,
-                rows,
-                keys,
-                values,
-                pool,
-                token,
-                past + number,
-                past + count,
-                scale,
-                slope,
-                bias,
-                reach,
-                ALIBI,
-                RELATIVE,
-                WINDOW,
-                SOFTCAP,
-                masked == 1,
-                SIZE,
-                BLOCK,
-                TILE,
-                PRECISION,
-                PTX,
+                *(m, total, acc, rows, (keys, values, pool), token, past + number, past + count),
+                *(scale, (slope, bias, reach), ALIBI, RELATIVE, WINDOW, SOFTCAP, masked == 1),
+                *(SIZE, BLOCK, TILE, PRECISION, PTX),
             )
     if WINDOW > 0:  # rows past the last query may see nothing
         total = tl.maximum(total, 1e-30)
@@ -124,16 +103,12 @@ def _add_keys(
     total,
     acc,
     rows,
-    keys,
-    values,
-    pool,
+    cache,
     token,
     positions,
     last,
     scale,
-    slope,
-    bias,
-    reach,
+    gains,
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -145,7 +120,12 @@ def _add_keys(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """The sums with one tile of keys more; `last`: how many keys there are."""
+    """The sums with one tile of keys more; `last`: how many keys there are.
+
+    cache: keys, values, where the row's begin in them;  gains: slope, bias, reach of scores
+    """
+    keys, values, pool = cache
+    slope, bias, reach = gains
     tokens = token + tl.arange(0, TILE)
     features = tl.arange(0, BLOCK)
     where = pool + tokens[:, None] * SIZE + features[None, :]
@@ -159,8 +139,7 @@ def _add_keys(
         scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
     if RELATIVE:
         distance = tokens[None, :] - positions[:, None]
-        at = tl.minimum(tl.maximum(distance, -reach), reach) + reach
-        scores += tl.load(bias + at) * LOG2_E
+        scores += tl.load(bias + reached(distance, reach)) * LOG2_E
     if MASKED:
         seen = tokens[None, :] <= positions[:, None]
         if WINDOW > 0:
