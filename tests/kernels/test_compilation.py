@@ -230,8 +230,10 @@ def test_what_looks_tokens_up_finds_them_and_copies_them():
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
     constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
     assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
-    pointers = dict.fromkeys(("numbers", "out"), "i64")
-    assert compile_kernel(host_copy.copy_numbers, pointers, {"count": "i32"}, {"BLOCK": 128})
+    pointers = dict.fromkeys(("tokens", "slots", "memory", "written"), "i64")
+    numbers = dict.fromkeys(("count", "lines", "width", "padding"), "i32")
+    constants = {"USE_PDL": True, "BLOCK": 256}
+    assert compile_kernel(host_copy.write_line, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize(
