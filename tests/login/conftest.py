@@ -7,12 +7,16 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import main as entry
@@ -29,10 +33,25 @@ LOCAL = "cluster_type=interactive"
 
 @pytest.fixture(scope="session")
 def composed(checkout: Path) -> Iterator[Callable[..., DictConfig]]:
-    """Compose the configuration as the command line does."""
+    """Compose the configuration as the command line does, every choice of files once.
+
+    Hydra, too, sets single keys when all files have been read.
+    """
     entry.register()
+    parser = OverridesParser.create()
+    chosen = cache(lambda *groups: compose("config", list(groups)))
+
+    def composed(*overrides: str) -> DictConfig:
+        groups, keys = [], []
+        for override in parser.parse_overrides(list(overrides)):
+            of_files = (checkout / "conf" / override.key_or_group).is_dir()
+            (groups if of_files else keys).append(override)
+        config: DictConfig = deepcopy(chosen(*(group.input_line for group in groups)))
+        ConfigLoaderImpl._apply_overrides_to_config(keys, config)
+        return config
+
     with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
-        yield lambda *overrides: compose("config", list(overrides))
+        yield composed
 
 
 @pytest.fixture(scope="session")
