@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import main as entry
 from stages.plan import Plan
+from tests.forked_launchers import ForkedLaunchers
 
 STEPS = Path(__file__).parent / "stand_in_steps"
 PROGRAMS = Path(__file__).parent / "stand_in_programs"
@@ -117,20 +118,13 @@ def arguments(launcher: Path, tmp_path: Path, nemo_file: Path) -> list[str]:
 
 
 @pytest.fixture
-def run(checkout: Path, tmp_path: Path) -> Run:
+def run(launchers: ForkedLaunchers, checkout: Path, tmp_path: Path) -> Run:
     """Run the launcher as a user does and return what it printed."""
 
     def run_main(
         *arguments: str, script: Path = checkout / "main.py", cwd: Path = tmp_path, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(script), *arguments],
-            cwd=cwd,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return launchers.run(*arguments, script=script, cwd=cwd, env={**os.environ, **env})
 
     return run_main
 
