@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.forked_launchers import ForkedLaunchers
     from tests.server.processes import RunningStep
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -66,6 +67,16 @@ def shared_dir() -> Path:
 def data_dir() -> Path:
     """The small data that ships with the tests; tests/data/SOURCES.md says where it is from."""
     return CHECKOUT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def launchers() -> Iterator[ForkedLaunchers]:
+    """Runs launchers, as a user does, for less."""
+    from tests.forked_launchers import ForkedLaunchers
+
+    launchers = ForkedLaunchers()
+    yield launchers
+    launchers.close()
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family
@@ -24,6 +25,7 @@ from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
 NOWHERE = Path("unused")
+DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
 ALONE = Communicator()
 
 
@@ -213,3 +215,19 @@ def generate(engine: Engine, ids: tuple[int, ...], output_len: int, **more: obje
 
 def run(engine: Engine, ids: tuple[int, ...], output_len: int, **more: object) -> GenerateOutput:
     return engine.submit(GenerateRequest(ids, output_len=output_len, **more)).result(60)
+
+
+def check_same_answers(alone: Engine, together: Engine, ids: tuple[int, ...]) -> None:
+    """Greedy and drawn answers, to the beginnings of `ids`, of one rank and of several."""
+    for sampling in (SamplingParameters(), DRAWN):
+        requests = [
+            GenerateRequest(ids[:length], 12, sampling, return_log_probs=True)
+            for length in (3, 10, 1, 6)
+        ]
+        answers = []
+        for engine in (alone, together):
+            futures = [engine.submit(request) for request in requests]
+            answers.append([future.result(60) for future in futures])
+        for one, many in zip(*answers, strict=True):
+            assert one.output_ids == many.output_ids
+            assert one.output_log_probs == pytest.approx(many.output_log_probs, abs=1e-4)

@@ -55,7 +55,7 @@ def requests(draw: random.Random, model: str, count: int) -> list[GenerateReques
     for _ in range(count):
         request = GenerateRequest(
             tuple(draw.randrange(60) for _ in range(draw.choice((1, 5, 20, 70)))),
-            draw.choice((1, 6, 20)),
+            draw.choice((1, 6, 12)),
             draw.choice(SAMPLINGS),
             return_log_probs=True,
         )

@@ -238,10 +238,10 @@ def test_the_model_itself_foretells_everything(
             draw.randrange(2, 60),
             num_speculative_tokens=draw.choice((1, 3, 8)),
         )
-        for _ in range(40)
+        for _ in range(24)
     ]
     all_foretold(engine, requests)
-    assert tried(engine) == accepted(engine) > 300
+    assert tried(engine) == accepted(engine) > 200
     assert bool(preemptions(engine)) == (tokens == 170)
 
 
@@ -291,7 +291,7 @@ def test_ranks_keep_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     plain = engine_for(CONFIG, TENSORS)
     folder = write_checkpoint(tmp_path / "draft", CONFIG, near(TENSORS), tp)
     drafting = load_engine(tmp_path, CONFIG, TENSORS, tp, pp, draft_checkpoint_dir=folder)
-    check_same(plain, drafting, seed=2)
+    check_same(plain, drafting, seed=2, count=8, least=5)
     assert accepted(drafting) > 0.5 * tried(drafting)
 
 

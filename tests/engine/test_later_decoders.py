@@ -27,17 +27,27 @@ SHAPES = [
 ]
 
 
-def continued(model: PreTrainedModel, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What transformers' generate appends greedily.
+def followed(
+    model: PreTrainedModel, prompt: tuple[int, ...], answer: list[int]
+) -> tuple[torch.Tensor, list[int]]:
+    """Logits of a prompt [T, vocab], and the ids that transformers appends to it greedily.
 
-    A copy of the model does it: with dynamic scaling it keeps the speeds of the longest row so far.
+    One pass over prompt and answer tells whether every id of the answer is the likeliest one. Where
+    the speeds of rotation depend on how long the row is by then, generate appends them one by one,
+    in a copy of the model: it keeps the speeds of the longest row so far.
     """
     model = copy.deepcopy(model)
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    grows = parameters.get("rope_type") in ("dynamic", "longrope")
+    ids = torch.tensor([prompt if grows else (*prompt, *answer[:-1])])
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    if not grows:
+        return logits[: len(prompt)], logits[len(prompt) - 1 :].argmax(-1).tolist()
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=len(answer), do_sample=False)
+    return logits, out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,7 +71,8 @@ def test_logits_and_tokens_are_those_of_transformers(
     finally:
         engine.close()
     for prompt, answer in answers.items():
-        with torch.no_grad():
-            context = copy.deepcopy(model)(torch.tensor([prompt])).logits[0]
+        ids = list(answer.output_ids)
+        assert len(ids) == counts[prompt]
+        context, expected = followed(model, prompt, ids)
         assert float((torch.as_tensor(answer.context_logits) - context).abs().max()) <= 2e-4
-        assert list(answer.output_ids) == continued(model, prompt, counts[prompt])
+        assert ids == expected

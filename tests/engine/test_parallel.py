@@ -16,10 +16,11 @@ import torch
 
 from launcher_scripts.common.errors import CheckpointError, ConfigError, ServerError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import open_checkpoints
 from tests.engine.small_models import (
+    check_same_answers,
     context_logits,
     engine_for,
     load_engine,
@@ -43,7 +44,6 @@ MODERN = small_config(
     num_kv_heads=2,
 )
 ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=67)
-DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,7 @@ def test_ranks_agree_with_one(tmp_path: Path, config, tp, pp):
     assert [info.rank for info in together.ranks] == list(range(tp * pp))
     want, got = (context_logits(engine, IDS) for engine in (alone, together))
     assert (want - got).abs().max() <= 2e-5
-    for sampling in (SamplingParameters(), DRAWN):
-        requests = [
-            GenerateRequest(IDS[:length], 12, sampling, return_log_probs=True)
-            for length in (3, 10, 1, 6)
-        ]
-        answers = []
-        for engine in (alone, together):
-            futures = [engine.submit(request) for request in requests]
-            answers.append([future.result(60) for future in futures])
-        for one, many in zip(*answers, strict=True):
-            assert one.output_ids == many.output_ids
-            assert one.output_log_probs == pytest.approx(many.output_log_probs, abs=1e-4)
+    check_same_answers(alone, together, IDS)
     alone.close()
     together.close()
 

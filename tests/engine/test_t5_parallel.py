@@ -9,9 +9,13 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from tests.engine.small_models import engine_for, load_engine, write_checkpoint
+from tests.engine.small_models import (
+    check_same_answers,
+    engine_for,
+    load_engine,
+    write_checkpoint,
+)
 from tests.engine.small_t5 import (
     DECODER,
     SOURCE,
@@ -23,7 +27,6 @@ from tests.engine.small_t5 import (
     t5_tensors,
 )
 
-DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
 CASES = [
     ("google", 2, 1),
     ("cross_bias", 1, 2),
@@ -42,18 +45,7 @@ def test_ranks_agree_with_one(tmp_path: Path, name, tp, pp):
     together = load_engine(tmp_path, config, tensors, tp, pp)
     want, got = (decoder_logits(engine, SOURCE, DECODER) for engine in (alone, together))
     assert (want - got).abs().max() <= 2e-5 * want.abs().max()
-    for sampling in (SamplingParameters(), DRAWN):
-        requests = [
-            GenerateRequest(SOURCE[:length], 12, sampling, return_log_probs=True)
-            for length in (3, 10, 1, 6)
-        ]
-        answers = []
-        for engine in (alone, together):
-            futures = [engine.submit(request) for request in requests]
-            answers.append([future.result(60) for future in futures])
-        for one, many in zip(*answers, strict=True):
-            assert one.output_ids == many.output_ids
-            assert one.output_log_probs == pytest.approx(many.output_log_probs, abs=1e-4)
+    check_same_answers(alone, together, SOURCE)
     alone.close()
     together.close()
 

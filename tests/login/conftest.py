@@ -7,16 +7,21 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import main as entry
 from stages.plan import Plan
+from tests.forked_launchers import ForkedLaunchers
 
 STEPS = Path(__file__).parent / "stand_in_steps"
 PROGRAMS = Path(__file__).parent / "stand_in_programs"
@@ -29,10 +34,25 @@ LOCAL = "cluster_type=interactive"
 
 @pytest.fixture(scope="session")
 def composed(checkout: Path) -> Iterator[Callable[..., DictConfig]]:
-    """Compose the configuration as the command line does."""
+    """Compose the configuration as the command line does, every choice of files once.
+
+    Hydra, too, sets single keys when all files have been read.
+    """
     entry.register()
+    parser = OverridesParser.create()
+    chosen = cache(lambda *groups: compose("config", list(groups)))
+
+    def composed(*overrides: str) -> DictConfig:
+        groups, keys = [], []
+        for override in parser.parse_overrides(list(overrides)):
+            of_files = (checkout / "conf" / override.key_or_group).is_dir()
+            (groups if of_files else keys).append(override)
+        config: DictConfig = deepcopy(chosen(*(group.input_line for group in groups)))
+        ConfigLoaderImpl._apply_overrides_to_config(keys, config)
+        return config
+
     with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
-        yield lambda *overrides: compose("config", list(overrides))
+        yield composed
 
 
 @pytest.fixture(scope="session")
@@ -98,20 +118,13 @@ def arguments(launcher: Path, tmp_path: Path, nemo_file: Path) -> list[str]:
 
 
 @pytest.fixture
-def run(checkout: Path, tmp_path: Path) -> Run:
+def run(launchers: ForkedLaunchers, checkout: Path, tmp_path: Path) -> Run:
     """Run the launcher as a user does and return what it printed."""
 
     def run_main(
         *arguments: str, script: Path = checkout / "main.py", cwd: Path = tmp_path, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(script), *arguments],
-            cwd=cwd,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return launchers.run(*arguments, script=script, cwd=cwd, env={**os.environ, **env})
 
     return run_main
 
