@@ -67,8 +67,8 @@ def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "ht
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
     parser.add_argument("-beam", "--beam_width", type=int, default=1, help="beams [1]")
-    parser.add_argument("-topk", "--topk", type=int, default=1, help="likeliest tokens [1]")
-    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="nucleus' mass [0.0]")
+    parser.add_argument("-topk", "--topk", type=int, default=1, help="top-k [1]")
+    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="top-p [0.0]")
 
 
 def add_session_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +77,25 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
         "-n_s", "--num_session_steps", type=int, default=2, help="requests of the session [2]"
     )
     parser.add_argument(
-        "-session_len", "--session_len", type=int, default=1024, help="its tokens at most [1024]"
+        "-session_len",
+        "--session_len",
+        type=int,
+        default=1024,
+        help="most tokens of the session [1024]",
     )
     parser.add_argument(
-        "-memory_len", "--memory_len", type=int, default=1024, help="tokens it remembers [1024]"
+        "-memory_len",
+        "--memory_len",
+        type=int,
+        default=1024,
+        help="tokens that the session remembers [1024]",
     )
     parser.add_argument(
-        "-session_id", "--session_id", type=int, required=True, help="its number, at least 1"
+        "-session_id",
+        "--session_id",
+        type=int,
+        required=True,
+        help="number of the session, at least 1",
     )
 
 

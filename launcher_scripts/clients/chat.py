@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         r"trained to chat wants its own marks [{text}]",
     )
     parser.add_argument("--stop", default="", metavar="WORDS", help="words that end an answer, CSV")
-    parser.add_argument("-o", "--output_len", type=int, default=128, help="tokens at most [128]")
-    parser.add_argument("-topk", "--topk", type=int, default=0, help="likeliest tokens [0: all]")
-    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="nucleus' mass [0.0]")
+    parser.add_argument(
+        "-o", "--output_len", type=int, default=128, help="most tokens of an answer [128]"
+    )
+    parser.add_argument("-topk", "--topk", type=int, default=0, help="top-k [0: all]")
+    parser.add_argument("-topp", "--topp", type=float, default=0.0, help="top-p [0.0]")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="[1.0]")
     parser.add_argument("--seed", type=int, default=0, help="of the first turn [0]")
     return run(chat, parser.parse_args(argv))

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="issue_request", description=__doc__.partition("\n")[0])
     add_server_flags(parser, protocol=None)
     parser.add_argument("request_file", metavar="request-file", type=Path)
-    parser.add_argument("--params", metavar="JSON", help="put over what the file says")
+    parser.add_argument("--params", metavar="JSON", help="override what the file says")
     parser.add_argument(
         "-t",
         "--test",

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="word_list", description=__doc__.partition("\n")[0])
     add_server_flags(parser)
     parser.add_argument(
-        "--name", choices=NAMES, default=NAMES[0], help=f"the tensor that is meant [{NAMES[0]}]"
+        "--name", choices=NAMES, default=NAMES[0], help=f"name of the tensor [{NAMES[0]}]"
     )
     parser.add_argument(
         "rows",

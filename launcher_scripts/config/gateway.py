@@ -36,27 +36,31 @@ class GatewayOptions:
     port: int | None = None
     host: str | None = None
     models: tuple[str, ...] = option(
-        (), "names of those to serve; by default all that generate", metavar="NAME"
+        (), "models to serve; by default all that generate text", metavar="NAME"
     )
     api_keys: SecretPath | None = option(
-        None, "lines NAME=key; only their owner may read it", metavar="FILE"
+        None, "file with lines NAME=key, readable by its owner only", metavar="FILE"
     )
     chat_template: ConfigPath | None = option(
-        None, "Jinja, for models whose checkpoint has none", metavar="FILE"
+        None, "Jinja chat template, for models whose checkpoint has none", metavar="FILE"
     )
-    max_running: int = option(512, "rows that the servers are given at a time", least=1)
-    max_waiting: int = option(1024, "rows that wait for that; more are answered with 429", least=0)
-    max_body: int = option(MIB, "bytes of a request", least=1)
+    max_running: int = option(512, "most rows that the servers work on at the same time", least=1)
+    max_waiting: int = option(
+        1024, "most rows that wait for their turn; more get status 429", least=0
+    )
+    max_body: int = option(MIB, "largest request, in bytes", least=1)
     max_model_len: int | None = option(
-        None, "tokens of prompt and answer; by default the model's positions", least=0
+        None, "most tokens of prompt and answer; by default the model's positions", least=0
     )
-    chat_tokens: int = option(1024, "tokens of a chat's answer that does not say how many", least=1)
+    chat_tokens: int = option(1024, "tokens of an answer if a chat request sets no limit", least=1)
     request_timeout: float | None = option(
-        None, "seconds for an answer, unless the request says its timeout", least=0
+        None, "seconds until an answer must be complete, unless the request sets a timeout", least=0
     )
-    cors_origins: tuple[str, ...] = option((), "web pages' origins that may ask", metavar="URL")
-    tls_certificate: ConfigPath | None = option(None, "PEM, for HTTPS", metavar="FILE")
-    tls_key: SecretPath | None = option(None, "PEM, of that certificate", metavar="FILE")
+    cors_origins: tuple[str, ...] = option(
+        (), "origins of web pages that may send requests (CORS)", metavar="URL"
+    )
+    tls_certificate: ConfigPath | None = option(None, "PEM certificate for HTTPS", metavar="FILE")
+    tls_key: SecretPath | None = option(None, "PEM private key of the certificate", metavar="FILE")
 
     @classmethod
     def key_of(cls, name: str) -> str:
@@ -95,17 +99,21 @@ class GatewaySettings(GatewayOptions):
         metadata=described("ready files of the servers, or their job folders", metavar="PATH"),
     )
     host: str = option("127.0.0.1", "the address to listen on")
-    port: int = option(0, "0: a free one")
+    port: int = option(0, "port to listen on; 0: a free one")
     tokenizer_dir: str | None = option(
-        None, "tokenizer and config.ini, if not the repository's", metavar="FOLDER"
+        None, "folder with tokenizer and config.ini, if not the repository's", metavar="FOLDER"
     )
-    ready_timeout: float = option(600.0, "seconds to wait for the servers", least=0)
-    drain_timeout: float = option(60.0, "seconds for running requests after SIGTERM", least=0)
-    server_ca: str | None = option(None, "PEM, whom to trust as a server's gRPC", metavar="FILE")
+    ready_timeout: float = option(600.0, "seconds to wait until the servers are ready", least=0)
+    drain_timeout: float = option(
+        60.0, "seconds that running requests may take after SIGTERM", least=0
+    )
+    server_ca: str | None = option(
+        None, "PEM certificates of authorities to trust for the servers' gRPC", metavar="FILE"
+    )
     server_certificate: str | None = option(
-        None, "PEM, the gateway's own for the servers", metavar="FILE"
+        None, "PEM certificate that the gateway shows to the servers", metavar="FILE"
     )
-    server_key: str | None = option(None, "PEM, of that certificate", metavar="FILE")
+    server_key: str | None = option(None, "PEM private key of the certificate", metavar="FILE")
 
     @classmethod
     def key_of(cls, name: str) -> str:

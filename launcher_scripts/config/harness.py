@@ -26,11 +26,11 @@ class HarnessSettings:
 
     tasks: tuple[str, ...] = ()
     data: ConfigPath | None = None
-    limit: int | None = option(None, "items of a task at most; by default all", least=1)
+    limit: int | None = option(None, "most items of a task; by default all", least=1)
     num_fewshot: int | None = option(
-        None, "examples before an item; by default the task's", least=0
+        None, "few-shot examples of an item; by default the task's own number", least=0
     )
-    concurrency: int = option(8, "requests at a time", least=1)
+    concurrency: int = option(8, "requests in flight", least=1)
     gateway: str | None = None
     api_keys: SecretPath | None = None
     python: str | None = None

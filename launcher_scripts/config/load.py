@@ -23,7 +23,7 @@ class LoadPrompts:
     """
 
     data_file: ConfigPath | None = None
-    input: int = option(128, "tokens of a prompt; of data_file: at most", least=1)
+    input: int = option(128, "tokens of a prompt; with data_file, the most", least=1)
     output: int = option(64, "tokens that each request generates", least=1)
     spread: float = 0.0
 
@@ -79,18 +79,18 @@ class LoadSettings:
     trace_file: ConfigPath | None = None
     requests: int | None = option(None, "requests of a run", least=1)
     seconds: float | None = option(30.0, "seconds of a run", least=1)
-    warmup: float = option(2.0, "seconds before a run counts", least=0)
+    warmup: float = option(2.0, "seconds of warm-up, which do not count", least=0)
     prompts: LoadPrompts = field(default_factory=LoadPrompts)
     stream: bool = True
     bounds: LoadBounds = field(default_factory=LoadBounds)
     find_saturation: bool = False
-    saturation_runs: int = option(12, "runs of the search at most", least=2)
+    saturation_runs: int = option(12, "most runs of the search", least=2)
     gateway: str | None = None
     api_key_file: ConfigPath | None = None
-    generator: str = option("builtin", "who asks the gateway", choices=GENERATORS)
-    processes: int = option(1, "client processes", least=1)
-    seed: int = option(0, "of prompts and arrivals", least=0)
-    time_limit: float = option(3600.0, "seconds for the whole test", least=1)
+    generator: str = option("builtin", "load generator", choices=GENERATORS)
+    processes: int = option(1, "processes that send the requests", least=1)
+    seed: int = option(0, "random seed of prompts and arrivals", least=0)
+    time_limit: float = option(3600.0, "seconds that the whole test may take", least=1)
 
     def __post_init__(self) -> None:
         problems = Problems("the load test")

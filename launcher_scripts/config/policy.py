@@ -119,7 +119,9 @@ class LoadBounds(SpeedBounds):
     max_invalid: runs that say nothing about the server
     """
 
-    path: str | None = option(None, "the way", choices=("grpc", "http", "gateway"))
+    path: str | None = option(
+        None, "protocol of the measurement", choices=("grpc", "http", "gateway")
+    )
     clients: int | None = None
     rate: float | None = None
     max_failed: int | None = None
@@ -161,7 +163,7 @@ class PolicySettings(Bounds):
     if_measured: bounds that are left out where nothing was measured
     """
 
-    min_items: int = option(30, "items that an interval takes", least=1)
+    min_items: int = option(30, "fewest items for a confidence interval", least=1)
     if_measured: Bounds | None = DEFAULT_BOUNDS
 
     def __post_init__(self) -> None:

@@ -77,13 +77,15 @@ class ModelOptions:
     kept beside it under the names of their files or folders.
     """
 
-    weight_data_type: str = option("fp32", "type of the written files", choices=DATA_TYPES)
-    processes: int = option(16, "processes at most", least=1)
+    weight_data_type: str = option("fp32", "data type of the written files", choices=DATA_TYPES)
+    processes: int = option(16, "most processes", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)
-    num_attention_heads: int | None = option(None, "for a checkpoint that does not say it")
-    encoder_only: bool = option(False, "of an encoder-decoder, export the encoder alone")
+    num_attention_heads: int | None = option(
+        None, "attention heads, for a checkpoint that does not say how many"
+    )
+    encoder_only: bool = option(False, "export only the encoder of an encoder-decoder")
     prompt_checkpoints: tuple[ConfigPath, ...] = option(
         (), "virtual tokens to add, in this order", metavar="PATH"
     )
@@ -98,7 +100,7 @@ class ModelOptions:
         (), "LoRA adapters of which each request chooses one", metavar="PATH"
     )
     training_checkpoint: str = option(
-        "last", "which one of a training's folder", metavar="last|best|NAME"
+        "last", "which checkpoint of a training folder", metavar="last|best|NAME"
     )
     verify: bool = option(
         False,
@@ -112,12 +114,12 @@ class ModelOptions:
 class ServingOptions:
     """How the model is served, in the block `export.triton_deployment`."""
 
-    max_batch_size: int = option(1, "rows of one request at most", least=1)
+    max_batch_size: int = option(1, "most rows of one request", least=1)
     quantization: str | None = option(
-        None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
+        None, "quantization of the layers' matrices at load", choices=tuple(QUANTIZATIONS)
     )
     kv_cache_dtype: str = option(
-        "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
+        "auto", "data type of the key/value cache", choices=tuple(KV_CACHE_DTYPES)
     )
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool | None = option(
@@ -133,10 +135,10 @@ class ServingOptions:
         "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
         metavar="FOLDER",
     )
-    data_type: str = option("fp32", "what the engine computes in", choices=DATA_TYPES)
-    decoupled: bool = option(False, "tokens are sent as they come")
-    interactive: bool = option(False, "requests belong to sessions")
-    interactive_sessions: int = option(32, "how many sessions at once", least=1)
+    data_type: str = option("fp32", "data type that the engine computes in", choices=DATA_TYPES)
+    decoupled: bool = option(False, "stream tokens as they are generated")
+    interactive: bool = option(False, "let requests belong to sessions")
+    interactive_sessions: int = option(32, "most sessions at the same time", least=1)
 
 
 # Where a user names the checkpoint that is exported, and its draft model's files.
@@ -252,13 +254,15 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     host: str | None = LOOPBACK
-    device: str = option("auto", "what the engine computes on", choices=DEVICES)
+    device: str = option("auto", "device that the engine runs on", choices=DEVICES)
     tritonserver: str | None = None
     numpy_dir: str | None = None
     public_host: str | None = None
     ready_timeout: float = option(1800.0, "seconds until the server must be ready", least=0)
-    stop_timeout: float = option(30.0, "seconds to finish requests in", least=0)
-    max_waiting_rows: int = option(512, "rows of one model that wait for their turn", least=1)
+    stop_timeout: float = option(
+        30.0, "seconds that running requests may take at shutdown", least=0
+    )
+    max_waiting_rows: int = option(512, "most rows of one model that wait for their turn", least=1)
     cloud_credentials: SecretPath | None = None
     network_interface: str | None = None
     security: ServerSecurity = ServerSecurity()
@@ -379,11 +383,11 @@ class EvaluateOptions:
     load: LoadSettings | None = None
     ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
     request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
-    protocol: str = option("http", "what the client speaks", choices=PROTOCOLS)
-    gpu_price: float | None = option(None, "USD for an hour of one GPU", least=0)
+    protocol: str = option("http", "protocol of the client", choices=PROTOCOLS)
+    gpu_price: float | None = option(None, "price of one GPU for an hour, in USD", least=0)
     replicas: int = 0
     grpc_tls: ClientTls | None = None
-    resume: bool = option(True, "whether to go on where an interrupted evaluation was")
+    resume: bool = option(True, "continue an interrupted evaluation")
     policy: str | PolicySettings | None = None
 
 

@@ -26,8 +26,8 @@ class GenerationSettings:
 
     template: str | None = None
     target_file: ConfigPath | None = None
-    output_len: int = option(64, "tokens generated at most", least=1)
-    max_input_len: int | None = option(None, "tokens of a prompt at most", least=1)
+    output_len: int = option(64, "most tokens to generate", least=1)
+    max_input_len: int | None = option(None, "most tokens of a prompt", least=1)
     prompt_task: int | None = option(None, "number of a learned prompt", least=0)
     ia3_task: int | None = option(None, "number of an IA3 adapter", least=0)
     lora_adapter: int | None = option(None, "number of a LoRA adapter", least=0)
@@ -53,8 +53,8 @@ class TaskSettings:
 
     name: str
     data_file: ConfigPath
-    limit: int | None = option(None, "items at most; by default all", least=1)
-    batch_size: int = option(8, "items asked at once", least=1)
+    limit: int | None = option(None, "most items; by default all", least=1)
+    batch_size: int = option(8, "items in flight", least=1)
     reference: ConfigPath | None = None
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
@@ -81,8 +81,8 @@ class BenchmarkSettings:
 
     batch_sizes: tuple[int, ...] = (1,)
     lengths: tuple[tuple[int, int], ...] = ((60, 20),)
-    requests: int = option(10, "requests that are measured", least=1)
-    warmup: int = option(2, "requests before them", least=0)
+    requests: int = option(10, "measured requests", least=1)
+    warmup: int = option(2, "warm-up requests before them", least=0)
 
     def __post_init__(self) -> None:
         problems = Problems("the benchmark settings")

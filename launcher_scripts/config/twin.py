@@ -22,12 +22,12 @@ class TwinSettings:
     """
 
     checkpoint: ConfigPath | None = None
-    runner: str = option("auto", "what runs the original", choices=RUNNERS)
+    runner: str = option("auto", "software that runs the original", choices=RUNNERS)
     data_file: ConfigPath | None = None
-    limit: int | None = option(32, "texts at most; null: all", least=1)
-    max_tokens: int = option(128, "tokens of a text that are compared", least=2)
+    limit: int | None = option(32, "most texts; null: all", least=1)
+    max_tokens: int = option(128, "tokens of each text that are compared", least=2)
     continuation: int = option(16, "tokens generated after a text", least=0)
-    batch_size: int = option(8, "texts asked at once", least=1)
+    batch_size: int = option(8, "texts in flight", least=1)
 
     def __post_init__(self) -> None:
         problems = Problems("the twin of the evaluation")

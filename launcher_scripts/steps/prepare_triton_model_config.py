@@ -65,18 +65,18 @@ class ModelConfigSettings:
     model_type: str | None = option(
         None, "what it is served as", metavar="|".join(BACKEND_MODEL_TYPES)
     )
-    tensor_model_parallel_size: int | None = option(None, "must be that of the weights")
-    pipeline_model_parallel_size: int = option(1, "groups of ranks that share the layers")
-    max_batch_size: int = option(1, "rows of one request at most")
+    tensor_model_parallel_size: int | None = option(None, "tensor-parallel size of the weights")
+    pipeline_model_parallel_size: int = option(1, "pipeline-parallel size")
+    max_batch_size: int = option(1, "most rows of one request")
     data_type: str | None = option(
-        None, "what the engine computes in; by default the weights' type", choices=DATA_TYPES
+        None, "data type that the engine computes in; by default the weights'", choices=DATA_TYPES
     )
     int8_mode: bool = option(False, "keep the layers' matrices as int8")
     quantization: str | None = option(
-        None, "what the layers' matrices become at load", choices=tuple(QUANTIZATIONS)
+        None, "quantization of the layers' matrices at load", choices=tuple(QUANTIZATIONS)
     )
     kv_cache_dtype: str = option(
-        "auto", "what keys and values are kept in", choices=tuple(KV_CACHE_DTYPES)
+        "auto", "data type of the key/value cache", choices=tuple(KV_CACHE_DTYPES)
     )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     enable_prefix_caching: bool | None = option(
@@ -86,9 +86,9 @@ class ModelConfigSettings:
     draft_model_dir: str | None = option(
         None, "the converted files of a small model that proposes tokens", metavar="FOLDER"
     )
-    decoupled: bool = option(False, "tokens are sent as they come")
-    interactive: bool = option(False, "requests belong to sessions")
-    interactive_sessions: int = option(32, "how many at once")
+    decoupled: bool = option(False, "stream tokens as they are generated")
+    interactive: bool = option(False, "let requests belong to sessions")
+    interactive_sessions: int = option(32, "most sessions at the same time")
     text_models: bool = option(
         False, "write preprocessing, postprocessing, ensemble and text beside it"
     )
