@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Protocol
 
-POLL_SECONDS = 0.1  # how often each client is asked about, if that takes no larger share of time
+POLL_SECONDS = 0.1  # how often each client is asked about, if the thread may rest as it should
 POLLS_AT_ONCE = 8
 
 
@@ -49,15 +49,15 @@ class ClientWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        pause = POLL_SECONDS
-        while not self._closed:
+        while True:
             self._some.wait()
-            time.sleep(pause)  # first: a request that comes and is answered soon is not delayed
+            if self._closed:
+                return
             started = time.monotonic()
             count = self._ask_some()
             spent = time.monotonic() - started
             share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / max(count, 1))
-            pause = max(share - spent, self._rest * spent)
+            time.sleep(max(share - spent, self._rest * spent))
 
     def _ask_some(self) -> int:
         """Ask about those whose turn it is; returns how many are open, and keeps none."""
