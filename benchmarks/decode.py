@@ -211,7 +211,7 @@ def measure_t5(name: str, config: T5Config, report: dict) -> list[dict]:
     rows += beam_rows(name, runner, T5_CASES[0][2])
     del runner
     release()
-    return rows + end_to_end(name, weights)
+    return rows + end_to_end(name, weights, report["kv_cache_dtype"])
 
 
 def quantization_in(name: str) -> Quantization | None:
@@ -270,9 +270,9 @@ def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dic
     }
 
 
-def end_to_end(name: str, weights: object) -> list[dict]:
+def end_to_end(name: str, weights: object, kv_cache_dtype: str) -> list[dict]:
     """Whole requests through the engine, all of one call at the same time."""
-    engine = engine_over(weights, 128, 128 * 640)
+    engine = engine_over(weights, 128, 128 * 640, kv_cache_dtype=kv_cache_dtype)
     rows = []
     for count, (least, most), wanted in T5_REQUESTS:
         lengths = [least + (most - least) * row // count for row in range(count)]

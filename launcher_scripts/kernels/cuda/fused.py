@@ -37,7 +37,13 @@ from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
 from launcher_scripts.kernels.cuda.gemv_heads import row_heads
 from launcher_scripts.kernels.cuda.host_copy import copy_to_host as copy_to_host
-from launcher_scripts.kernels.cuda.many_rows import dense, many_rows, multiplies_fp8, products
+from launcher_scripts.kernels.cuda.many_rows import (
+    activated_product,
+    dense,
+    many_rows,
+    multiplies_fp8,
+    products,
+)
 from launcher_scripts.kernels.cuda.norm import add_parts, fold_norm
 from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm
@@ -104,9 +110,7 @@ def mlp_up(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tenso
         return _row(x, up, up.dtype, kind, gate=without, activation=activation)
     if up.lora is not None:
         return expand(Hidden(x, _normalized(x, up)), up, gate, activation)
-    linears = (up,) if gate is None else (up, gate)
-    inner, *factors = products(_normalized(x, up), linears)
-    return reference.activated(inner, factors[0] if factors else None, activation)
+    return _many_expanded(_normalized(x, up), up, gate, activation)
 
 
 def logits(x: Tensor, head: Linear) -> Tensor:
@@ -266,13 +270,18 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     if fits(x.operand):
         return dot_product(x.operand, up, kind, gate=gate, activation=activation)
     if x.operand.shape[0] > 1:
-        if gate is None:
-            return reference.ACTIVATIONS[activation](many_rows(x.operand, up))
-        inner, factors = products(x.operand, (up, gate))
-        return gated(inner, factors, activation)
+        return _many_expanded(x.operand, up, gate, activation)
     out = x.operand.new_empty(1, up.weight.shape[0])
     row_product(x, up, out, kind, gate=gate, activation=activation, launch=pdl_options(out))
     return out
+
+
+def _many_expanded(x: Tensor, up: Linear, gate: Linear | None, activation: str) -> Tensor:
+    """expand of more rows than dot.py takes, norms aside."""
+    if gate is None:
+        return activated_product(x, up, activation)
+    inner, factors = products(x, (up, gate))
+    return gated(inner, factors, activation)
 
 
 def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:

@@ -19,8 +19,10 @@ from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.dot import MOST_ROWS
 from launcher_scripts.kernels.cuda.e4m3 import LARGEST
 from launcher_scripts.kernels.operands import Linear
-from launcher_scripts.kernels.reference import added_lora
+from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 
+# Activations that cuBLAS computes at the end of a product, and torch's name for each.
+IN_PRODUCT = {"gelu": {"use_gelu": True}, "relu": {"use_gelu": False}}
 MULTIPLE = 16  # of which torch._scaled_mm wants both of a weight's sizes
 
 
@@ -73,6 +75,16 @@ def multiplies_fp8(x: Tensor, linear: Linear) -> bool:
 def many_rows(x: Tensor, linear: Linear) -> Tensor:
     """linear(x) [N, out], its norm aside."""
     return products(x, (linear,))[0]
+
+
+def activated_product(x: Tensor, linear: Linear, activation: str) -> Tensor:
+    """act(linear(x)) [N, out], its norm aside. cuBLAS activates sums before they are rounded."""
+    plain = linear.lora is None and not multiplies_fp8(x, linear)
+    if not (plain and x.is_cuda and activation in IN_PRODUCT):
+        return ACTIVATIONS[activation](many_rows(x, linear))
+    whole = dense(linear)
+    bias = x.new_zeros(whole.weight.shape[0]) if whole.bias is None else whole.bias
+    return torch._addmm_activation(bias, x, whole.weight.t(), **IN_PRODUCT[activation])
 
 
 def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
