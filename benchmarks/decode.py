@@ -130,7 +130,7 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
     ]
     rows += choice_rows(name, runner)
     if name in PREFILL_SHAPES:
-        rows.append(prefill_row(name, runner, read_bytes(weights, 1) // 2, report))
+        rows.append(prefill_row(name, config, runner, read_bytes(weights, 1) // 2, report))
     return rows
 
 
@@ -152,7 +152,8 @@ def read_bytes(weights: ModelWeights, rows: int) -> int:
     for layer in weights.decoder.layers.values():
         experts = layer.mlp
         if isinstance(experts, Experts):
-            unread = (1 - experts.router.per_token / experts.count) ** rows
+            count = experts.router.linear.weight.shape[0]
+            unread = (1 - experts.router.per_token / count) ** rows
             linears = (experts.in_proj, experts.gate, experts.out_proj)
             whole -= int(unread * sum(_bytes(each.weight) for each in linears if each))
     return whole
@@ -245,7 +246,9 @@ def runner_over(weights: object, rows: int, tokens: int, kv_cache_dtype: str = "
 
 
 @torch.inference_mode()
-def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dict:
+def prefill_row(
+    name: str, config: GPTConfig, runner: Runner, parameters: int, report: dict
+) -> dict:
     """A prompt of PREFILL_TOKENS through all layers, and the logits of its last token."""
     row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1)
     prompts = PackedPrompts([row], [PrefillPart(0, 0, PREFILL_TOKENS)])
@@ -256,7 +259,6 @@ def prefill_row(name: str, runner: Runner, parameters: int, report: dict) -> dic
         runner.decoder.logits(runner.decoder.prefill(batch)[-1:])
 
     ms = statistics.median(_milliseconds(run) for _ in range(8))
-    config = runner.decoder.config
     head = config.vocab_size * config.hidden_size
     attention = 2 * config.num_layers * PREFILL_TOKENS**2 * config.num_heads * config.head_size
     operations = 2 * (parameters - 2 * head) * PREFILL_TOKENS + attention

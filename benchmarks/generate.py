@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("there is no CUDA device; the shapes are far beyond a CPU", file=sys.stderr)
         return 1
-    report = {"machine": machine(), "bandwidth": bandwidths(), "rows": []}
+    report: dict = {"machine": machine(), "bandwidth": bandwidths(), "rows": []}
     print(json.dumps(report["machine"]), json.dumps(report["bandwidth"]), flush=True)
     print(f"{'model':6} {'in/out':8} {'floor':>9} {'engine':>9} ms/token", *arguments.peers)
     for name in arguments.shapes:
@@ -82,7 +82,7 @@ def measure(name: str, arguments: argparse.Namespace, read_tb_per_s: float) -> l
     weights = random_weights(SHAPES[name].config())
     floor = weights.bytes() / (read_tb_per_s * 1e12) * 1e3
     engine = engine_over(weights)
-    rows = []
+    rows: list[dict] = []
     for prompt_len, output_len in LENGTHS:
         rows.append(
             {

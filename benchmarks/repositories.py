@@ -43,7 +43,8 @@ class RandomModel:
         config = replace(self.config, end_id=self.config.vocab_size)
         folder = root / self.name / "1" / f"{self.tp_size}-gpu"
         small, gains = random_bits(0.0), random_bits(1.0)
-        with LinkingWriter(folder, config, self.tp_size, "bf16") as writer:
+        writer = LinkingWriter(folder, config, self.tp_size, "bf16")
+        with writer:
             first: dict[tuple[str, int], WeightFile] = {}
             for file in weight_files(config, self.tp_size):
                 if not file.spec.required:

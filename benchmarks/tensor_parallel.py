@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     if gpus < 2:
         print(f"two GPUs are needed; {gpus} found", file=sys.stderr)
         return 1
-    report = {"machine": machine(), "bandwidth": bandwidths(), "sums": [], "rows": []}
+    report: dict = {"machine": machine(), "bandwidth": bandwidths(), "sums": [], "rows": []}
     release()
     sizes = [size for size in (2, 4, 8) if size <= gpus]
     for tp_size in [] if arguments.only_custom else sizes:

@@ -36,10 +36,11 @@ def one_layer(
     """A rank of the model's sizes: its layers are alike."""
     config = CONFIGS[name]
     counts = {field: 1 for field in ("num_layers", "num_decoder_layers") if hasattr(config, field)}
+    alike = {**counts, "full_attention_layers": None}
     settings = EngineSettings(
         Path("nowhere"), data_type=data_type, max_batch_size=MOST_ROWS, quantization=quantization
     )
-    return traced_runner(settings, replace(config, **counts))
+    return traced_runner(settings, replace(config, **alike))
 
 
 @pytest.mark.parametrize("rows", [1, 33])

@@ -116,8 +116,10 @@ def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> A
     warps = 2 if members == SMALLEST_SIDE else 4
     if in_bytes and tile == SMALL_TILE:
         warps //= 2  # each has as many bytes under way
-    prefetch = tile if pairs <= MOST_PAIRS else 0
-    return AttentionShape(splits, tile, warps, 4, members, prefetch)
+    if pairs <= MOST_PAIRS:
+        return AttentionShape(splits, tile, warps, 4, members, tile)
+    # Without company on a multiprocessor, lone heads gain by a program more.
+    return AttentionShape(splits, tile, warps, 3 if heads.group == 1 else 4, members)
 
 
 def _splits(longest: int, queries: int) -> int:

@@ -21,8 +21,8 @@ from launcher_scripts.kernels.cuda.e4m3 import LARGEST
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 
-# Activations that cuBLAS computes at the end of a product, and torch's name for each.
-IN_PRODUCT = {"gelu": {"use_gelu": True}, "relu": {"use_gelu": False}}
+# Activations that cuBLAS computes at the end of a product, and what torch says for each.
+USE_GELU = {"gelu": True, "relu": False}
 MULTIPLE = 16  # of which torch._scaled_mm wants both of a weight's sizes
 
 
@@ -80,11 +80,11 @@ def many_rows(x: Tensor, linear: Linear) -> Tensor:
 def activated_product(x: Tensor, linear: Linear, activation: str) -> Tensor:
     """act(linear(x)) [N, out], its norm aside. cuBLAS activates sums before they are rounded."""
     plain = linear.lora is None and not multiplies_fp8(x, linear)
-    if not (plain and x.is_cuda and activation in IN_PRODUCT):
+    if not (plain and x.is_cuda and activation in USE_GELU):
         return ACTIVATIONS[activation](many_rows(x, linear))
     whole = dense(linear)
     bias = x.new_zeros(whole.weight.shape[0]) if whole.bias is None else whole.bias
-    return torch._addmm_activation(bias, x, whole.weight.t(), **IN_PRODUCT[activation])
+    return torch._addmm_activation(bias, x, whole.weight.t(), use_gelu=USE_GELU[activation])
 
 
 def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE, capped, reached
+from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, SMALLEST_SIDE, capped, reached
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
@@ -20,7 +20,6 @@ from launcher_scripts.kernels.operands import (
     VarlenBatch,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 WIDE_HEAD = 128  # wider ones take more registers and shared memory
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference_attention
-from launcher_scripts.kernels.cuda.attention_tile import SMALLEST_SIDE
+from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, SMALLEST_SIDE, reached
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.operands import SPAN_QUERIES, AttentionScores, Heads, Spans
@@ -25,11 +25,10 @@ def _pieces(base, tokens, features, count, WIDTH: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE: tl.constexpr):
-    """float32 [queries, keys]; -inf from `count` keys on."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    """float32 [queries, keys], whose powers of two the softmax wants; -inf from `count` keys on."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2_E)
     if RELATIVE:
-        distance = keys[None, :] - queries[:, None]
-        scores += tl.load(bias + tl.minimum(tl.maximum(distance, -reach), reach) + reach)
+        scores += tl.load(bias + reached(keys[None, :] - queries[:, None], reach)) * LOG2_E
     return tl.where((keys < count)[None, :], scores, -float("inf"))
 
 
@@ -51,8 +50,8 @@ def attend_blocks(
 ):
     """One program: one head of QUERIES tokens of one row, as a line of `blocks` says.
 
-    The softmax runs along with the sum (Dao 2023), in float32. Only lines without tokens leave
-    nothing behind.
+    The softmax runs along with the sum (Dao 2023), in float32 and by powers of two. Only lines
+    without tokens leave nothing behind.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -80,11 +79,10 @@ def attend_blocks(
         value = _pieces(base + 2 * HEADS * SIZE, keys, features, count, width, SIZE)
         scores = _scores(query, key, queries, keys, count, bias, scale, reach, RELATIVE)
         m_new = tl.maximum(m, tl.max(scores, 1))
-        alpha = tl.exp(m - m_new)
-        p = tl.exp(scores - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(scores - m_new[:, None])
         total = total * alpha + tl.sum(p, 1)
-        added = tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        acc = acc * alpha[:, None] + added
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
         m = m_new
     target = out + (start + queries[:, None]) * (HEADS * SIZE) + head * SIZE + features[None, :]
     mask = (queries < count)[:, None] & (features < SIZE)[None, :]
