@@ -20,7 +20,7 @@ from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.prompts import prompt_in_session
 from launcher_scripts.engine.core.requests import check_request, may_grow, parts, warm_up_request
 from launcher_scripts.engine.core.results import StepResult
-from launcher_scripts.engine.core.row import Progress, Row
+from launcher_scripts.engine.core.row import Row, SnapshotCallback
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
@@ -154,7 +154,7 @@ class Engine:
     def submit(
         self,
         request: GenerateRequest,
-        on_progress: Progress | None = None,
+        on_progress: SnapshotCallback | None = None,
         session: Session | None = None,
         guide: Guide | None = None,
     ) -> Future[GenerateOutput]:

@@ -24,7 +24,7 @@ from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Model,
     Pace,
-    Progress,
+    ProgressCallback,
     States,
     Task,
     TaskResult,
@@ -105,7 +105,7 @@ def timed(
     task: Task,
     settings: TaskSettings,
     asked: EvaluatedModel,
-    progress: Progress,
+    progress: ProgressCallback,
     journal: Journal | None = None,
 ) -> TaskResult:
     """The task's result with its pace; what a journal has of it is not asked again."""
@@ -131,7 +131,7 @@ def compared(
     task: Task,
     settings: TaskSettings,
     asked: EvaluatedModel,
-    progress: Progress,
+    progress: ProgressCallback,
     served: TaskResult,
     reference: Reference,
     journal: Journal | None = None,

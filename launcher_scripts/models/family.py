@@ -122,6 +122,17 @@ def layer_list(layers: Iterable[int]) -> str | None:
     return ",".join(map(str, layers)) or None
 
 
+def numbers_in(
+    problems: Problems, name: str, text: str | None, kind: Callable[[str], float]
+) -> list[float]:
+    """The numbers of a text with commas between them."""
+    try:
+        return [kind(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        problems.add(f"{name} must be numbers with commas between them", got=text)
+        return []
+
+
 def _lists(numbers: str | None, layer: int) -> bool:
     """Whether such a text has a layer."""
     return str(layer) in (numbers or "").split(",")
@@ -158,12 +169,27 @@ class ModelConfig(ABC):
         problems = Problems(f"the {self.title} hyperparameters")
         self.check_fields(problems, _SIZES, {})
         self.check(problems)
+        self._check_layers(problems)
         _check_numbers(problems, self)
         problems.raise_if_any(CheckpointError)
 
     @abstractmethod
     def check(self, problems: Problems) -> None:
         """Note what no model of the family can have, besides what is checked of all families."""
+
+    def _check_layers(self, problems: Problems) -> None:
+        """Note lists of layers that name others, and a window of no tokens."""
+        count = max(self.num_layers, getattr(self, "num_decoder_layers", 0))
+        for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
+            for layer in numbers_in(problems, name, getattr(self, name), int):
+                if not 0 <= layer < count:
+                    problems.add(
+                        f"{name} names a layer that is not there",
+                        got=layer,
+                        choices=(f"0-{count - 1}",),
+                    )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            problems.add("sliding_window must be at least 1", got=self.sliding_window)
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""

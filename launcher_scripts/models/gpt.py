@@ -7,7 +7,6 @@ set, as docs/checkpoint-format.md describes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -20,6 +19,7 @@ from launcher_scripts.models.family import (
     NORMALIZATIONS,
     Partition,
     WeightSpec,
+    numbers_in,
 )
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -155,7 +155,8 @@ class GPTConfig(AdapterSizes):
         if not 0 < self.rotary_percentage <= 1:
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         self._check_rotary_scaling(problems)
-        self._check_layers(problems)
+        if self.unrotated_layers and self.rotary_local_base is not None:
+            problems.add("a model has unrotated_layers or rotary_local_base, not both")
         self._check_experts(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
@@ -179,7 +180,7 @@ class GPTConfig(AdapterSizes):
                 got=(low, high),
             )
         for name in ("rotary_factors", "rotary_long_factors"):
-            factors = _numbers(problems, name, getattr(self, name), float)
+            factors = numbers_in(problems, name, getattr(self, name), float)
             if name in needed and (
                 len(factors) != (self.rotary_size + 1) // 2 or min(factors, default=0) <= 0
             ):
@@ -188,20 +189,6 @@ class GPTConfig(AdapterSizes):
                     "pairs of dimensions that turn",
                     got=len(factors),
                 )
-
-    def _check_layers(self, problems: Problems) -> None:
-        for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
-            for layer in _numbers(problems, name, getattr(self, name), int):
-                if not 0 <= layer < self.num_layers:
-                    problems.add(
-                        f"{name} names a layer that is not there",
-                        got=layer,
-                        choices=(f"0-{self.num_layers - 1}",),
-                    )
-        if self.unrotated_layers and self.rotary_local_base is not None:
-            problems.add("a model has unrotated_layers or rotary_local_base, not both")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            problems.add("sliding_window must be at least 1", got=self.sliding_window)
 
     def _check_experts(self, problems: Problems) -> None:
         if self.num_experts is None:
@@ -408,14 +395,3 @@ def _spec(
     blocks: tuple[str, ...] = (),
 ) -> WeightSpec:
     return WeightSpec(name, shape, partition, blocks, gpt_dialects.sources(name))
-
-
-def _numbers(
-    problems: Problems, name: str, text: str | None, kind: Callable[[str], float]
-) -> list[float]:
-    """The numbers of a text with commas between them."""
-    try:
-        return [kind(part) for part in (text or "").split(",") if part]
-    except ValueError:
-        problems.add(f"{name} must be numbers with commas between them", got=text)
-        return []

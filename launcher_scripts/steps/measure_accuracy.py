@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
-from launcher_scripts.evaluation.tasks.task import EvaluatedModel, Progress, TaskResult
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
 from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -99,7 +99,7 @@ def measure_task(
     return result
 
 
-def log_progress(name: str) -> Progress:
+def log_progress(name: str) -> ProgressCallback:
     """A line on stderr at every tenth of the items."""
 
     def progress(done: int, total: int) -> None:

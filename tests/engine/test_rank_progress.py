@@ -13,7 +13,7 @@ from launcher_scripts.engine.distributed.heartbeat import (
     FIRST_SECONDS,
     OWN_WORK,
     RECORDING,
-    Progress,
+    RankProgress,
     Watchdog,
 )
 from launcher_scripts.engine.distributed.step_times import SLOW_LINKS, seconds_per_token
@@ -61,7 +61,7 @@ class RankOnDevice:
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
         self.device = Device()
-        self.progress = Progress(self.clock)
+        self.progress = RankProgress(self.clock)
         self.progress.on_device(self.device.mark, 0.01)
         self.progress.loaded()
 
@@ -110,7 +110,7 @@ def test_a_step_is_allowed_what_it_announces():
 def test_ranks_that_load_wait_for_each_other_as_long_as_it_takes():
     """The first to arrive is no rank that hangs as soon as the last one is there, too."""
     clock, watchdog = Clock(), Watchdog(Parallelism(2), 3.0)
-    ranks = [Progress(clock), Progress(clock)]
+    ranks = [RankProgress(clock), RankProgress(clock)]
     with ranks[1].exchange("all_gather", 8):
         clock.now += 60.0
         with ranks[0].exchange("all_gather", 8):
@@ -142,7 +142,7 @@ def test_what_the_host_does_by_itself_is_announced():
 
 
 def test_kernels_compiled_while_loading_are_part_of_it():
-    progress = Progress()
+    progress = RankProgress()
     progress.compiles()
     assert progress.heartbeat().phase == "loading"
     progress.compiled()
@@ -158,7 +158,7 @@ def test_a_device_that_fails_is_told():
 
 
 def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
-    progress = Progress()
+    progress = RankProgress()
     progress.loaded()
     progress.begin_step()
     progress.expect("prefill", 1000)
@@ -171,7 +171,7 @@ def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
 
 def test_a_host_s_step_may_take_three_times_what_such_steps_took():
     clock = Clock()
-    progress = Progress(clock)
+    progress = RankProgress(clock)
     progress.loaded()
     alone = []
     for kind, tokens, seconds in [

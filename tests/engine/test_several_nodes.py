@@ -18,7 +18,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.distributed import workers
-from launcher_scripts.engine.distributed.heartbeat import Heartbeat, Progress
+from launcher_scripts.engine.distributed.heartbeat import Heartbeat, RankProgress
 from launcher_scripts.engine.distributed.links import Link, connect
 from launcher_scripts.engine.distributed.messages import (
     Decoder,
@@ -212,7 +212,7 @@ def join(tmp_path: Path):
         links[-1].send(hello)
         return links[-1]
 
-    come.workers = WorkerGroup(settings, group, Progress(), lost.append)
+    come.workers = WorkerGroup(settings, group, RankProgress(), lost.append)
     come.lost = lost
     yield come
     come.workers.close()

@@ -12,7 +12,7 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.plan import Plan
-from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.runner.graphs import GraphCache
 from tests.engine.small_models import ALONE, engine_for, generate, load_engine, runner_for
 from tests.engine.small_t5 import (
@@ -177,7 +177,7 @@ def test_states_of_the_encoder_equal_the_cpu():
 class WatchedGraphs(GraphCache):
     """Graphs that keep the keys of what was run."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankProgress) -> None:
         super().__init__(progress)
         self.keys: list[Hashable] = []
 

@@ -20,7 +20,7 @@ from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.engine.core.row import Progress, Snapshot
+from launcher_scripts.engine.core.row import Snapshot, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 
 Submit = Callable[..., "Future[GenerateOutput]"]
@@ -129,7 +129,7 @@ class Answer:
         """Have what is new sent."""
         self._answers.put(self, urgent=urgent)
 
-    def _progress_of(self, number: int) -> Progress:
+    def _progress_of(self, number: int) -> SnapshotCallback:
         def take(snapshot: Snapshot) -> None:
             self._snapshots[number] = snapshot
             self._notify(urgent=not self._sent)

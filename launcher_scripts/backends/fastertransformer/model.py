@@ -68,7 +68,7 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
 from launcher_scripts.contract.shared_stream import shared_id
 from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
-from launcher_scripts.engine.core.row import Progress
+from launcher_scripts.engine.core.row import SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.weights import DTYPES
@@ -177,7 +177,7 @@ class TritonPythonModel:
             answer.start(self._submit, sessions)
 
     def _submit(
-        self, row: GenerateRequest, on_progress: Progress | None, session: Session | None
+        self, row: GenerateRequest, on_progress: SnapshotCallback | None, session: Session | None
     ) -> Future[GenerateOutput]:
         """Hand a row to the engine, with a guide if it has a grammar."""
         guide = None

@@ -45,7 +45,7 @@ class Snapshot(NamedTuple):
         return _first_tokens(self.row, self.tokens if tokens is None else tokens)
 
 
-Progress = Callable[[Snapshot], None]
+SnapshotCallback = Callable[[Snapshot], None]
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Row:
     prompt: tuple[int, ...]
     end_id: int
     source: tuple[int, ...] = ()
-    on_progress: Progress | None = None
+    on_progress: SnapshotCallback | None = None
     slots: tuple[int, ...] = ()
     start: int = -1
     reserved: int = 0

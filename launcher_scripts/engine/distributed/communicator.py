@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.distributed.interfaces import LOOPBACK, interface_towards
 from launcher_scripts.engine.distributed.listeners import drop_connections, listening_ports
 from launcher_scripts.engine.distributed.symmetric_memory import SymmetricMemory, unsupported_reason
@@ -36,13 +36,13 @@ class Communicator:
         self,
         parallelism: Parallelism = Parallelism(),
         rank: int = 0,
-        progress: Progress | None = None,
+        progress: RankProgress | None = None,
     ) -> None:
         self.parallelism = parallelism
         self.rank = rank
         self.tp_rank = parallelism.tp_rank(rank)
         self.pp_rank = parallelism.pp_rank(rank)
-        self.progress = progress or Progress()
+        self.progress = progress or RankProgress()
 
     @property
     def tp_size(self) -> int:
@@ -120,7 +120,7 @@ class ProcessGroupCommunicator(Communicator):
         device: torch.device,
         timeout: float,
         host: str = LOOPBACK,
-        progress: Progress | None = None,
+        progress: RankProgress | None = None,
     ) -> None:
         super().__init__(parallelism, rank, progress)
         if dist.is_initialized():

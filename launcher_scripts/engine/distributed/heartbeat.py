@@ -143,7 +143,7 @@ class _Now(NamedTuple):
     since: float
 
 
-class Progress:
+class RankProgress:
     """The state of one rank. The main thread writes, the heartbeats' thread reads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -127,7 +127,7 @@ class Rank(Peer):
             self.process.kill()
 
 
-class NodeHost(Peer):
+class Node(Peer):
     """The process that starts the ranks of another node."""
 
     messages = Decoder(Heartbeat, RankLost)

@@ -17,7 +17,7 @@ from launcher_scripts.engine.distributed.communicator import (
     close_store,
     open_store,
 )
-from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.distributed.messages import Loaded, RankInfo, Ready
 from launcher_scripts.engine.distributed.node_group import NodeGroup
 from launcher_scripts.engine.distributed.workers import WorkerGroup
@@ -32,7 +32,7 @@ class Ranks:
     """Rank 0's own progress, the other ranks if there are any, and how they exchange tensors."""
 
     def __init__(self, settings: EngineSettings, on_failure: Callable[[ServerError], None]) -> None:
-        self.progress = Progress()
+        self.progress = RankProgress()
         self.timeline = Timeline()
         self.infos: list[RankInfo] = []
         self._settings = settings

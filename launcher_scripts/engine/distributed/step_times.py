@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.kernels.cuda.compiling import tell_of_compilation
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -22,7 +22,7 @@ UNTOLD_SECONDS = 60.0  # where nobody says when a kernel is compiled
 
 
 def watch_steps(
-    progress: Progress, config: ModelConfig, parallelism: Parallelism, nodes: int
+    progress: RankProgress, config: ModelConfig, parallelism: Parallelism, nodes: int
 ) -> None:
     """Have the progress follow the current device's steps, and the kernels that are compiled."""
     told = tell_of_compilation(progress.compiles, progress.compiled)

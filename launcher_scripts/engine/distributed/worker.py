@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import node_name
-from launcher_scripts.engine.distributed.heartbeat import HEARTBEAT_SECONDS, Progress
+from launcher_scripts.engine.distributed.heartbeat import HEARTBEAT_SECONDS, RankProgress
 from launcher_scripts.engine.distributed.links import Link, connect
 from launcher_scripts.engine.distributed.messages import (
     Decoder,
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except ServerError as error:
         print(f"rank {order.rank}: {error}", file=sys.stderr)
         return 1
-    progress = Progress()
+    progress = RankProgress()
     link.send(RankHello(order.rank, os.getpid(), node_name(os.environ)))
     threading.Thread(target=_send_heartbeats, args=(link, progress), daemon=True).start()
     try:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _send_heartbeats(link: Link, progress: Progress) -> None:
+def _send_heartbeats(link: Link, progress: RankProgress) -> None:
     while True:
         try:
             link.send(progress.heartbeat())
@@ -77,7 +77,7 @@ def _send_heartbeats(link: Link, progress: Progress) -> None:
         time.sleep(HEARTBEAT_SECONDS)
 
 
-def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
+def _serve(link: Link, order: RankOrder, progress: RankProgress) -> None:
     """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
     from launcher_scripts.engine.core.plan import Plan
     from launcher_scripts.engine.runner.loading import RankSetup
@@ -100,7 +100,7 @@ def _serve(link: Link, order: RankOrder, progress: Progress) -> None:
     runner.close()
 
 
-def _load(settings: EngineSettings, rank: int, link: Link, progress: Progress) -> Runner:
+def _load(settings: EngineSettings, rank: int, link: Link, progress: RankProgress) -> Runner:
     from launcher_scripts.engine.distributed.communicator import (
         ProcessGroupCommunicator,
         join_store,

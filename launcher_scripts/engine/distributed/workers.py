@@ -14,7 +14,7 @@ from launcher_scripts.common.errors import ServerError
 from launcher_scripts.engine.distributed.heartbeat import (
     EXCHANGE_SECONDS,
     Heartbeat,
-    Progress,
+    RankProgress,
     Watchdog,
 )
 from launcher_scripts.engine.distributed.interfaces import (
@@ -40,7 +40,7 @@ from launcher_scripts.engine.distributed.messages import (
     encode,
 )
 from launcher_scripts.engine.distributed.node_group import NodeGroup
-from launcher_scripts.engine.distributed.peers import NodeHost, Peer, PendingConnection, Rank
+from launcher_scripts.engine.distributed.peers import Node, Peer, PendingConnection, Rank
 from launcher_scripts.engine.distributed.rank_processes import RankOrder, RankProcess
 from launcher_scripts.engine.distributed.rendezvous import RendezvousFile, RendezvousInfo
 from launcher_scripts.engine.runner.loading import EngineSettings, RankSetup
@@ -63,7 +63,7 @@ class WorkerGroup:
         self,
         settings: EngineSettings,
         group: NodeGroup,
-        progress: Progress,
+        progress: RankProgress,
         on_failure: Callable[[ServerError], None],
     ) -> None:
         """Raises ServerError where no address or no folder serves to meet other nodes."""
@@ -78,7 +78,7 @@ class WorkerGroup:
             for rank in settings.ranks_of_node(node)
             if rank != 0
         }
-        self._hosts: dict[int, NodeHost] = {}
+        self._hosts: dict[int, Node] = {}
         self._arrivals: SimpleQueue[Link] = SimpleQueue()
         self._arrived: dict[type, set[int]] = {Loaded: set(), Ready: set()}
         self._news = threading.Condition()
@@ -285,9 +285,9 @@ class WorkerGroup:
         link.close()
         return None
 
-    def _admit_node(self, link: Link, hello: NodeHello) -> NodeHost:
+    def _admit_node(self, link: Link, hello: NodeHello) -> Node:
         ranks = tuple(rank.rank for rank in self._ranks.values() if rank.node == hello.node)
-        host = self._hosts[hello.node] = NodeHost(link, hello, ranks)
+        host = self._hosts[hello.node] = Node(link, hello, ranks)
         link.send(StartRanks(ranks))
         print(f"model {self._group.model}: {host.label} joins with ranks {list(ranks)}", flush=True)
         return host

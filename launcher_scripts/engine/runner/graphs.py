@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.plan import Bounds, Choice, StepShape
-from launcher_scripts.engine.distributed.heartbeat import RECORDING, Progress
+from launcher_scripts.engine.distributed.heartbeat import RECORDING, RankProgress
 
 Made = TypeVar("Made")
 
@@ -106,7 +106,7 @@ class GraphCache:
     before the next.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RankProgress) -> None:
         self._recorded: dict[Hashable, _Recorded] = {}
         self._progress = progress
         self._pool = torch.cuda.graph_pool_handle()

@@ -24,7 +24,7 @@ from launcher_scripts.engine.core.kv_cache import (
     plan_capacity,
 )
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.heartbeat import Progress
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.distributed.messages import Message, RankInfo
 from launcher_scripts.engine.distributed.step_times import watch_steps
 from launcher_scripts.engine.model.families import FAMILIES, engine_family
@@ -318,7 +318,7 @@ class Launches:
     graphs: StepGraphs | None = None
 
     @classmethod
-    def on(cls, device: torch.device, progress: Progress) -> Launches:
+    def on(cls, device: torch.device, progress: RankProgress) -> Launches:
         """As the device is used."""
         graphs = GraphCache(progress) if device.type == "cuda" else None
         return cls(kernels_for(device.type), graphs)

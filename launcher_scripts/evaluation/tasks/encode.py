@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     EvaluatedModel,
     Metric,
-    Progress,
+    ProgressCallback,
     States,
     TaskResult,
     average,
@@ -90,7 +90,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
     from launcher_scripts.evaluation.transformers_model import TransformersEncoder
 

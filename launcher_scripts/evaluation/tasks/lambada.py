@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Metric,
-    Progress,
+    ProgressCallback,
     TaskResult,
     fraction,
     mean_95,
@@ -195,7 +195,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
     passages = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.tasks.task import EvaluatedModel, Progress
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback
 from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
 
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -55,7 +55,10 @@ def shortened(ids: tuple[int, ...], room: int, kept: int) -> tuple[int, ...]:
 
 
 def answers(
-    asked: EvaluatedModel, prompts: Sequence[Prompt], settings: TaskSettings, progress: Progress
+    asked: EvaluatedModel,
+    prompts: Sequence[Prompt],
+    settings: TaskSettings,
+    progress: ProgressCallback,
 ) -> list[str]:
     """What the model generates behind every prompt."""
     task = settings.generation.prompt_task

@@ -24,7 +24,7 @@ from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, requi
 from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Metric,
-    Progress,
+    ProgressCallback,
     TaskResult,
     average,
     fraction,
@@ -131,7 +131,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_questions(settings)
     prompts = prompts_of(settings, TEMPLATE, (question.fields for question in questions), "context")

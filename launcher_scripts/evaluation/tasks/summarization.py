@@ -20,7 +20,7 @@ from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, requi
 from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Metric,
-    Progress,
+    ProgressCallback,
     TaskResult,
     average,
 )
@@ -74,7 +74,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Summarise the articles of settings.data_file."""
     articles = read_articles(settings)
     predictions = answers(

@@ -149,7 +149,7 @@ def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> No
 
 
 # Called with the number of items done and the number of all.
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 # Asks for results from a number on, and goes on where an interrupted evaluation was.
@@ -196,7 +196,7 @@ class EvaluatedModel:
         return found
 
 
-Task = Callable[[TaskSettings, EvaluatedModel, Progress], TaskResult]
+Task = Callable[[TaskSettings, EvaluatedModel, ProgressCallback], TaskResult]
 
 
 def fraction(flags: Sequence[bool], meaning: str) -> Metric:

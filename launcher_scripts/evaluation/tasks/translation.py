@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import answers, prompts_of, read_lines
-from launcher_scripts.evaluation.tasks.task import EvaluatedModel, Metric, Progress, TaskResult
+from launcher_scripts.evaluation.tasks.task import (
+    EvaluatedModel,
+    Metric,
+    ProgressCallback,
+    TaskResult,
+)
 
 TEMPLATE = "{source}"
 RESAMPLES = 1000  # of the items, for the 95 % interval
@@ -52,7 +57,7 @@ def corpus_scores(predictions: Sequence[str], targets: Sequence[str]) -> dict[st
     return metrics
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: Progress) -> TaskResult:
+def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Translate settings.data_file and compare with settings.generation.target_file."""
     sources, targets = read_pairs(settings)
     prompts = prompts_of(settings, TEMPLATE, ({"source": source} for source in sources), "source")

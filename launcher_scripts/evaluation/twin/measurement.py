@@ -19,7 +19,7 @@ from launcher_scripts.evaluation.tasks.task import (
     Continue,
     Metric,
     Model,
-    Progress,
+    ProgressCallback,
     Reference,
     average,
     fraction,
@@ -131,7 +131,11 @@ class Reading:
 
 
 def measure_twins(
-    settings: TwinSettings, twins: Twins, texts: Sequence[str], source: str, progress: Progress
+    settings: TwinSettings,
+    twins: Twins,
+    texts: Sequence[str],
+    source: str,
+    progress: ProgressCallback,
 ) -> TwinResult:
     """Compare both on every text: first the ids they make of it, then the logits of the same ids.
 
