@@ -55,6 +55,43 @@ def test_both_ends_speak_once_proven(listener):
     other.close()
 
 
+def test_a_link_is_closed_only_when_nobody_reads_it(listener, monkeypatch):
+    """Otherwise the reader would read what took the place of the closed file."""
+    link = connect([LOOPBACK], listener.port, TOKEN, 5)
+    other = listener.arrived.get(timeout=60)
+    connection, begun, going_on = link._connection, threading.Event(), threading.Event()
+    real = connection.recv_bytes
+
+    def read_slowly(most):
+        begun.set()
+        going_on.wait()
+        return real(most)
+
+    monkeypatch.setattr(connection, "recv_bytes", read_slowly)
+    said = SimpleQueue()
+
+    def read():
+        try:
+            link.receive(MESSAGES)
+        except BaseException as error:
+            said.put(error)
+
+    threads = [threading.Thread(target=read), threading.Thread(target=link.close)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    with pytest.raises(EOFError):  # the link is shut down at once
+        other.receive(MESSAGES)
+    threads[1].join(0.2)
+    assert not connection.closed
+    going_on.set()
+    assert isinstance(said.get(timeout=60), EOFError)
+    for thread in threads:
+        thread.join()
+    assert connection.closed
+    other.close()
+
+
 def test_a_wrong_token_is_turned_away(listener):
     with pytest.raises(ServerError, match=r"no connection to rank 0: 127\.0\.0\.1"):
         connect([LOOPBACK], listener.port, b"x" * 32, 2)

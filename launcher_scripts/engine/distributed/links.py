@@ -44,7 +44,7 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._connection = Connection(socket.dup(connection.fileno()))
-        self._lock = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
         overdue = threading.Timer(PROVE_SECONDS, self._shut_down)
         overdue.daemon = True
         overdue.start()
@@ -77,7 +77,7 @@ class Link:
 
     def send_bytes(self, data: bytes) -> None:
         """Send a message that is encoded already."""
-        with self._lock:
+        with self._sending:
             self._connection.send_bytes(data)
 
     def receive(self, decoder: Decoder) -> Any:
@@ -86,15 +86,16 @@ class Link:
         Raises EOFError when the other end is gone, ServerError when it sends anything else.
         """
         try:
-            data = self._connection.recv_bytes(MOST_BYTES)
+            with self._receiving:
+                data = self._connection.recv_bytes(MOST_BYTES)
         except (EOFError, OSError) as error:
             raise EOFError(str(error) or "the other end closed the connection") from error
         return decoder.decode(data)
 
     def close(self) -> None:
-        """End the connection, also for a thread that is in the middle of sending."""
+        """End the connection, also for threads that are in the middle of sending or receiving."""
         self._shut_down()
-        with self._lock:
+        with self._sending, self._receiving:
             self._connection.close()
             self._socket.close()
 
