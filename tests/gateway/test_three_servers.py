@@ -93,23 +93,26 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
     tmp_path: Path, exported: ExportSettings, three: list[RunningStep]
 ) -> None:
-    address = json.loads(three[1].settings.ready_file.read_text())["grpc"]
-    (victim,) = (pid for pid, command in three[1].survivors() if "tritonserver" in command)
+    addresses = [json.loads(each.settings.ready_file.read_text())["grpc"] for each in three]
 
-    async def load(started: RunningGateway) -> tuple[list[str], list[str], list[str | None]]:
-        """The unbroken long streams, whole answers, and the streams that came last."""
+    async def load(started: RunningGateway) -> tuple[str, list[str], list[str], list[str | None]]:
+        """Whom it killed, the unbroken long streams, whole answers, and the streams that came
+        last."""
         long: list[list[str]] = [[] for _ in range(FIRST)]
         async with openai.AsyncOpenAI(
             base_url=started.facts["openai"], api_key="none", max_retries=0, timeout=600
         ) as client:
             first = [asyncio.create_task(streamed(client, LONG, pieces)) for pieces in long]
             await until(lambda: all(long))
-            begun = servers(started)[address]["running"]
+            seen = servers(started)
+            address = min(seen, key=lambda each: seen[each]["outstanding_tokens"])  # gets the next
+            running = three[addresses.index(address)].survivors()
+            (victim,) = (pid for pid, command in running if "tritonserver" in command)
             texts = [asyncio.create_task(whole(client)) for _ in range(CLIENTS // 2)]
             streams = [
                 asyncio.create_task(streamed(client, TOKENS, [])) for _ in range(CLIENTS // 2)
             ]
-            await until(lambda: servers(started)[address]["running"] > begun)
+            await until(lambda: servers(started)[address]["running"] > seen[address]["running"])
             os.kill(victim, signal.SIGKILL)
             counts = list(map(len, long))
             broken, going = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -127,12 +130,12 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
                 if task in going and task.cancel()
             ]
             await asyncio.gather(*going, return_exceptions=True)
-            return left, *found
+            return address, left, *found
 
     with gateway_job(tmp_path / "run", tmp_path / "results", restarts=1) as started:
         started.wait_until_ready()
         wait_for(lambda: len(healthy(started)) == 3)
-        long, texts, streams = asyncio.run(load(started))
+        address, long, texts, streams = asyncio.run(load(started))
         assert len(set(texts)) == 1
         assert long and all(texts[0].startswith(each[: len(texts[0])]) for each in long)
         assert texts[0] in streams
@@ -140,7 +143,7 @@ def test_a_server_that_is_killed_takes_no_request_with_it_that_had_not_begun(
         wait_for(lambda: address not in servers(started))
         assert len(healthy(started)) == 2
         wait_for(lambda: not any(each["running"] for each in servers(started).values()))
-        with replica(tmp_path, exported, 1, run=1) as again:
+        with replica(tmp_path, exported, addresses.index(address), run=1) as again:
             ready = again.wait_until_ready()
             new = ready["grpc"]
             wait_for(lambda: new in healthy(started))
