@@ -118,7 +118,7 @@ def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> A
         warps //= 2  # each has as many bytes under way
     if pairs <= MOST_PAIRS:
         return AttentionShape(splits, tile, warps, 4, members, tile)
-    # Without company on a multiprocessor, lone heads gain by a program more.
+    # The next kernel is cuBLAS's, which does not start early: its place goes to more programs.
     return AttentionShape(splits, tile, warps, 3 if heads.group == 1 else 4, members)
 
 
