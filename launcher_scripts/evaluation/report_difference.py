@@ -14,7 +14,7 @@ from typing import Any
 from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import ANSWER_KEYS, same_item
 from launcher_scripts.evaluation.journal import differences
-from launcher_scripts.evaluation.paired import FIELDS, flags
+from launcher_scripts.evaluation.paired import FIELDS, PERPLEXITY, flags
 from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
 
 # When and by which processes something was measured, which differs between any two reports.
@@ -232,8 +232,12 @@ def _figure(
     b: Mapping[str, Any],
     pairs: list[tuple[dict[str, Any], dict[str, Any]]],
 ) -> Figure:
-    """A figure with the paired interval of its difference (see statistics)."""
-    key = FIELDS.get(name, name)
+    """A figure with the paired interval of its difference (see statistics).
+
+    lm-eval's items call a log-likelihood by the figure's name: perplexity.
+    """
+    own = FIELDS.get(name, name)
+    key = own if all(own in item for pair in pairs for item in pair) else name
     low = high = None
     if all(_is_number(item.get(key)) for pair in pairs for item in pair) and len(pairs) > 1:
         values = [(float(one[key]), float(other[key])) for one, other in pairs]
@@ -242,7 +246,7 @@ def _figure(
             interval = statistics.paired_share(won, lost, len(values))
         else:
             interval = statistics.mean([y - x for x, y in values])
-            if name == "perplexity":
+            if name.partition(",")[0] == PERPLEXITY:
                 of_a = math.exp(-sum(x for x, _ in values) / len(values))
                 interval = interval.mapped(lambda change: of_a * math.expm1(-change))
         low, high = interval.low, interval.high

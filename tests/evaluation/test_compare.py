@@ -136,6 +136,16 @@ def test_items_that_changed_show_both_texts(
     assert other.figures["bleu"].low is None
 
 
+def test_a_perplexity_of_the_harness_has_an_interval(pair: tuple[Content, Content, Path]) -> None:
+    """Its items have the log-likelihood under the figure's name."""
+    own = explain(*pair[:2], pair[2], pair[2]).sections[0].figures["perplexity"]
+    for content in pair[:2]:
+        for item in content["tasks"]["lambada"]["items"]:
+            item["perplexity"] = item.pop("log_likelihood")
+    assert explain(*pair[:2], pair[2], pair[2]).sections[0].figures["perplexity"] == own
+    assert own.low is not None
+
+
 def test_an_item_changed_where_anything_of_it_is_judged_otherwise(
     pair: tuple[Content, Content, Path],
 ) -> None:
