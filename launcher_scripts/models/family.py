@@ -179,17 +179,20 @@ class ModelConfig(ABC):
 
     def _check_layers(self, problems: Problems) -> None:
         """Note lists of layers that name others, and a window of no tokens."""
-        count = max(self.num_layers, getattr(self, "num_decoder_layers", 0))
         for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
             for layer in numbers_in(problems, name, getattr(self, name), int):
-                if not 0 <= layer < count:
+                if not self.may_list(int(layer)):
                     problems.add(
                         f"{name} names a layer that is not there",
                         got=layer,
-                        choices=(f"0-{count - 1}",),
+                        choices=(f"0-{self.num_layers - 1}",),
                     )
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.add("sliding_window must be at least 1", got=self.sliding_window)
+
+    def may_list(self, layer: int) -> bool:
+        """Whether a list of layers may name it."""
+        return 0 <= layer < self.num_layers
 
     def window(self, layer: int) -> int:
         """How many tokens attention of a layer covers, the token's own included; 0: all."""

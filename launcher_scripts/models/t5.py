@@ -98,6 +98,10 @@ class T5Config(AdapterSizes):
         if self.num_kv_heads is not None:
             self.check_divides(problems, "num_kv_heads", "num_heads")
 
+    def may_list(self, layer: int) -> bool:
+        """Both stacks share a list; that of an encoder alone may be a longer decoder's."""
+        return layer >= 0
+
     def _check_buckets(self, problems: Problems) -> None:
         """Half of a direction's buckets are one distance each, the others reach max_distance."""
         if self.num_buckets < 4:

@@ -60,6 +60,7 @@ T5_WITH_WINDOW = T5Config(
     sliding_window=7,
     full_attention_layers="1,2",
 )
+GPT_WITHOUT_ROTATION = GPTConfig(**GPT, position_embedding="rope", unrotated_layers="0")
 CONFIGS: list[Any] = [
     T5Config(**T5),
     T5Config(**T5, logits_scale=0.25, start_id=5, end_id=7, pad_id=None, encoder_only=False),
@@ -91,7 +92,7 @@ CONFIGS: list[Any] = [
     AgmConfig(**AGM, attention_scale=8**-0.5),
     GPTConfig(**GPT),
     GPTConfig(**GPT, position_embedding="rope", gated=True, activation="silu", pad_id=4),
-    GPTConfig(**GPT, position_embedding="rope", unrotated_layers="0"),
+    GPT_WITHOUT_ROTATION,
     GPTConfig(
         **GPT,
         mlp_bias=False,
@@ -128,6 +129,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, config: Any, weight_data_t
         (GPTConfig(**GPT), "layernorm_eps = 1e-05", "-1e-05", "norm_eps is out of range"),
         (GPTConfig(**GPT), "layernorm_eps = 1e-05", "0", "norm_eps is out of range"),
         (GPTConfig(**GPT), "rotary_base = 10000.0", "nan", "rotary_base is out of range; got nan"),
+        (GPT_WITHOUT_ROTATION, "unrotated_layers = 0", "0,2", "a layer that is not there; got 2"),
         (T5Config(**T5), "decoder_start_token_id = 0", "1000000000", "decoder_start_token_id"),
         (T5Config(**T5), "eos_token_id = 1", "1000000000", r"end_id \(eos_token_id\)"),
         (T5Config(**T5), "pad_id = 0", "1000000000", "pad_id .*got 1000000000"),
@@ -137,8 +139,8 @@ def test_what_is_written_is_read_back(tmp_path: Path, config: Any, weight_data_t
         (
             T5_WITH_WINDOW,
             "full_attention_layers = 1,2",
-            "1,99",
-            "a layer that is not there; got 99",
+            "1,-9",
+            "a layer that is not there; got -9",
         ),
         (T5_WITH_WINDOW, "sliding_window = 7", "0", "sliding_window must be at least 1"),
         (BartConfig(**BART), "decoder_start_token_id = 2", "1000000000", "decoder_start_token_id"),
