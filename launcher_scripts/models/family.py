@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.parallelism import Parallelism, divisors
@@ -18,6 +18,7 @@ ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
+Number = TypeVar("Number", int, float)
 _SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
@@ -123,8 +124,8 @@ def layer_list(layers: Iterable[int]) -> str | None:
 
 
 def numbers_in(
-    problems: Problems, name: str, text: str | None, kind: Callable[[str], float]
-) -> list[float]:
+    problems: Problems, name: str, text: str | None, kind: Callable[[str], Number]
+) -> list[Number]:
     """The numbers of a text with commas between them."""
     try:
         return [kind(part) for part in (text or "").split(",") if part]
@@ -181,7 +182,7 @@ class ModelConfig(ABC):
         """Note lists of layers that name others, and a window of no tokens."""
         for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
             for layer in numbers_in(problems, name, getattr(self, name), int):
-                if not self.may_list(int(layer)):
+                if not self.may_list(layer):
                     problems.add(
                         f"{name} names a layer that is not there",
                         got=layer,
