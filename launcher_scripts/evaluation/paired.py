@@ -82,6 +82,11 @@ def values(items: Sequence[Item], figure: str) -> list[float] | None:
     return numbers if numbers and len(numbers) == len(items) else None
 
 
+def is_perplexity(figure: str) -> bool:
+    """Whether a figure, through any filter, is one of the items' log-likelihoods."""
+    return figure.partition(",")[0] == PERPLEXITY
+
+
 def flags(of_items: Sequence[float]) -> bool:
     """Whether the items are right or wrong, and nothing between: lm-eval writes 0.0 and 1.0."""
     return all(value in (0, 1) for value in of_items)
@@ -108,7 +113,7 @@ def drop(
         test = f"{lost} lost, {won} won, McNemar's p {statistics.mcnemar(lost, won):.2g}"
         return statistics.paired_share(lost, won, len(ours)), test
     lost_each = statistics.mean([b - a for a, b in zip(ours, theirs, strict=True)])
-    if figure == PERPLEXITY:  # of the items' log-likelihoods
+    if is_perplexity(figure):
         return lost_each.mapped(math.expm1), "paired bootstrap"
     return _relative(lost_each, figure, other), "paired bootstrap"
 

@@ -14,7 +14,7 @@ from typing import Any
 from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import ANSWER_KEYS, same_item
 from launcher_scripts.evaluation.journal import differences
-from launcher_scripts.evaluation.paired import FIELDS, PERPLEXITY, flags
+from launcher_scripts.evaluation.paired import FIELDS, flags, is_perplexity
 from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
 
 # When and by which processes something was measured, which differs between any two reports.
@@ -246,7 +246,7 @@ def _figure(
             interval = statistics.paired_share(won, lost, len(values))
         else:
             interval = statistics.mean([y - x for x, y in values])
-            if name.partition(",")[0] == PERPLEXITY:
+            if is_perplexity(name):
                 of_a = math.exp(-sum(x for x, _ in values) / len(values))
                 interval = interval.mapped(lambda change: of_a * math.expm1(-change))
         low, high = interval.low, interval.high
