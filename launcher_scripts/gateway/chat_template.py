@@ -133,6 +133,8 @@ def _raise(message: str) -> None:
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages, the last one's text with the mark behind it."""
     *before, last = messages
+    if last.get("tool_calls"):  # its text precedes its calls
+        raise bad_request("the last message ends with tool calls", "continue_final_message")
     content = last.get("content")
     if isinstance(content, str):
         return [*before, {**last, "content": content + _MARK}]

@@ -86,9 +86,10 @@ def _function(tool: Tool) -> dict[str, Any]:
 
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     """A turn as messages of a chat: what tools gave are messages of their own."""
-    texts, thoughts, calls = [], [], []
+    texts, thoughts, calls, has_results = [], [], [], False
     for block in turn.blocks:
         if isinstance(block, ToolResultBlock):
+            has_results = True
             given = {"tool_call_id": block.tool_use_id, "content": plain_text(block.content)}
             yield {"role": "tool", **given}
         elif isinstance(block, ToolUseBlock):
@@ -100,8 +101,8 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
             texts.append(block.text)
     more = {NAMES[0]: "\n".join(thoughts), "tool_calls": calls}
     said = {name: value for name, value in more.items() if value}
-    if texts or said:
-        yield {"role": turn.role, "content": "\n".join(texts) if texts else None, **said}
+    if texts or said or not has_results:
+        yield {"role": turn.role, "content": "\n".join(texts), **said}
 
 
 class MessageAnswer(Retelling[MessagesBody]):

@@ -34,7 +34,7 @@ class ToolResultBlock(LooseBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[TextBlock] | None = None
 
 
 Block = Annotated[
@@ -46,13 +46,13 @@ class Turn(LooseBody):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
 
     @property
     def blocks(self) -> list[Block]:
         if isinstance(self.content, str):
             return [TextBlock(type="text", text=self.content)]
-        return self.content
+        return self.content or []
 
 
 class Tool(LooseBody):

@@ -79,7 +79,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             thought = found.pop() if item.role == "assistant" and _is_thought(found) else {}
             found.append({**thought, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
-            thought = {NAMES[0]: plain_text(item.content or ())}
+            thought = {NAMES[0]: plain_text(item.content)}
             found.append({"role": "assistant", "content": None, **thought})
         elif isinstance(item, FunctionOutput):
             said = {"tool_call_id": item.call_id, "content": plain_text(item.output)}

@@ -20,7 +20,7 @@ class InputMessage(LooseBody):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ItemPart]
+    content: str | list[ItemPart] | None = None
 
 
 class ReasoningItem(LooseBody):
@@ -44,7 +44,7 @@ class FunctionOutput(LooseBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ItemPart]
+    output: str | list[ItemPart] | None = None
 
 
 def _kind(value: Any) -> str:

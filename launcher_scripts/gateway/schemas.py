@@ -51,9 +51,9 @@ class TextPart(LooseBody):
     text: str
 
 
-def plain_text(content: str | Sequence[TextPart]) -> str:
+def plain_text(content: str | Sequence[TextPart] | None) -> str:
     """A content as one text, its parts as lines."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 class StreamOptions(StrictBody):

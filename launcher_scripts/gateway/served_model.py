@@ -112,7 +112,7 @@ class ServedModel:
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
         messages = [
-            with_both_names(_with_arguments(message.model_dump(exclude_unset=True)))
+            with_both_names(_with_arguments(_with_content(message.model_dump(exclude_unset=True))))
             for message in chat.messages
         ]
         if not self.template.takes_parts:
@@ -155,6 +155,20 @@ class ServedModel:
         }
 
 
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with a text or parts as its content and without empty fields.
+
+    Many templates concatenate `content` and test only if `tool_calls` is present, and clients send
+    both as null: https://platform.openai.com/docs/api-reference/chat/create (messages).
+    """
+    fields = {
+        name: value
+        for name, value in message.items()
+        if value is not None and (name != "tool_calls" or value)
+    }
+    return {**fields, "content": fields.get("content") or ""}
+
+
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """The message, the arguments of its calls as templates want them: as values, not as JSON."""
     calls = message.get("tool_calls")
@@ -165,10 +179,12 @@ def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_values(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(
+        arguments := function.get("arguments") or "{}", str
+    ):
         return call
     try:
-        values = from_json(function["arguments"])
+        values = from_json(arguments)
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": values}}

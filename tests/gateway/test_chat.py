@@ -156,6 +156,82 @@ def test_tools_are_the_templates() -> None:
     assert texts == [shown, shown, "none"]
 
 
+CONCATENATES = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% if 'tool_calls' in m %}[{{ m.tool_calls | length }}{{ m.tool_calls[0].function.arguments"
+    " | tojson }}]{% endif %}{% if 'reasoning' in m %}{{ '(' + m['reasoning'] + ')' }}{% endif %}"
+    "{% endfor %}"
+)
+CALL: dict[str, Any] = {"id": "abcdefghi", "type": "function", "function": {"name": "f"}}
+USED = {"type": "tool_use", "id": "abcdefghi", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "abcdefghi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prompt"),
+    [
+        (
+            "/v1/chat/completions",
+            [
+                {"role": "assistant", "content": content, "tool_calls": [CALL], "refusal": None}
+                for content in (None, "", [])
+            ]
+            + [
+                {"role": "assistant", "tool_calls": [{**CALL, "function": {"arguments": ""}}]},
+                {"role": "tool", "tool_call_id": "abcdefghi", "content": None},
+                {"role": "assistant", "reasoning": None, "tool_calls": None, "audio": None},
+                {"role": "assistant", "tool_calls": [], "reasoning_content": "r"},
+                {"role": "user", "content": [{"type": "text", "text": ""}]},
+            ],
+            "<assistant>[1{}]" * 4 + "<tool><assistant><assistant>(r)<user>",
+        ),
+        (
+            "/v1/responses",
+            [
+                {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                {"type": "function_call_output", "call_id": "a", "output": []},
+                {"type": "function_call_output", "call_id": "a"},
+                {"type": "message", "role": "assistant", "content": []},
+                {"type": "message", "role": "user", "content": None},
+                {"role": "user"},
+                {"type": "reasoning", "content": None},
+            ],
+            "<assistant>[1{}]<tool><tool><assistant><user><user><assistant>()",
+        ),
+        (
+            "/v1/messages",
+            [
+                {"role": "assistant", "content": [USED]},
+                {"role": "user", "content": [RESULT, {**RESULT, "content": None}]},
+                {"role": "assistant", "content": []},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "r"}]},
+                {"role": "user"},
+            ],
+            "<assistant>[1{}]<tool><tool><assistant><assistant>(r)<user>",
+        ),
+    ],
+)
+def test_a_message_without_a_text_has_an_empty_one(
+    path: str, body: list[dict[str, Any]], prompt: str
+) -> None:
+    backend = FakeBackend()
+    client = chat_client(backend, template=ChatTemplate({"default": CONCATENATES}, {}))
+    name = "input" if path == "/v1/responses" else "messages"
+    limit = {} if path == "/v1/responses" else {"max_tokens": 4}
+    answer = client.post(path, json={name: body, **limit})
+    assert answer.status_code == 200, answer.text
+    assert GPT2.decode(backend.requests[0].prompt_ids) == prompt
+    if path == "/v1/chat/completions":
+        tokens = client.post("/tokenize", json={name: body}).json()["tokens"]
+        assert tuple(tokens) == backend.requests[0].prompt_ids
+
+
+def test_calls_of_tools_are_not_continued() -> None:
+    messages = [*HI, {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
+    error = refused(chat_client(FakeBackend()), messages=messages, continue_final_message=True)
+    assert (error["param"], "tool calls" in error["message"]) == ("continue_final_message", True)
+
+
 def test_arguments_of_earlier_calls_are_values_to_the_template() -> None:
     """OpenAI's clients send them as JSON, and templates write them as JSON themselves."""
     text = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
