@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.paths import paths_in
-from launcher_scripts.config.security import ServerSecurity, too_open
+from launcher_scripts.config.security import ServerSecurity, read_keys, too_open
 from stages.mounts import Mount, host_path
 
 SECURITY_KEY = "deploy.server.security"
@@ -106,6 +106,11 @@ def check_gateway(
     key: of the configuration, where the gateway is said
     """
     checks.paths("{} of the gateway", gateway, key)
+    if gateway.api_keys is not None:
+        keys = checks.on_host(gateway.api_keys)
+        if keys.is_file() and too_open(keys) is None:  # else it is noted above
+            with checks.problems.collecting():
+                read_keys(keys, f"{key}.api_keys")
     if server.grpc_tls is not None and gateway.grpc_tls is None:
         checks.problems.add(
             "the server's gRPC speaks TLS",

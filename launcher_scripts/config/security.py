@@ -81,10 +81,25 @@ def too_open(path: Path) -> str | None:
     return None
 
 
-def read_secrets(path: Path) -> dict[str, str]:
+def read_keys(path: Path, change: str) -> dict[str, str]:
+    """The API keys of a file, by the names of their owners; at least one.
+
+    change: the setting that names the file
+    Raises ServerError, see read_secrets: a file without a key must not open a gateway.
+    """
+    keys = {name: key.strip() for name, key in read_secrets(path, change).items()}
+    if not keys:
+        what = "it holds no key, so the gateway would serve everybody"
+        raise ServerError(problem(f"{path}: {what}", change=change))
+    return keys
+
+
+def read_secrets(path: Path, change: str = "deploy.server.security.secrets_file") -> dict[str, str]:
     """The variables of a secrets file: lines NAME=value; empty lines and # are skipped.
 
-    Raises ServerError that never shows a value.
+    change: the setting that names the file
+    Raises ServerError that never shows a value. An empty value is refused: a script may have
+    written a variable that was not set.
     """
     problems = Problems(f"the secrets file {path}")
     variables: dict[str, str] = {}
@@ -94,13 +109,17 @@ def read_secrets(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason, lines = type(error).__name__, []
     if reason is not None:
-        problems.add(reason, change="deploy.server.security.secrets_file")
+        problems.add(reason, change=change)
     for number, line in enumerate(lines, start=1):
         name, equals, value = line.strip().partition("=")
         if not name or name.startswith("#"):
             continue
         if not equals or not name.isidentifier():
-            problems.add(f"line {number} is not NAME=value")
+            problems.add(f"line {number} is not NAME=value", change=change)
+        elif not value.strip():
+            problems.add(f"line {number}: {name} has no value", change=change)
+        elif name in variables:
+            problems.add(f"line {number}: {name} is there for a second time", change=change)
         variables[name] = value
     problems.raise_if_any(ServerError)
     return variables

@@ -28,7 +28,7 @@ from typing import Any
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.config.harness import KEY, HarnessSettings
-from launcher_scripts.config.security import read_secrets
+from launcher_scripts.config.security import read_keys
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.lm_eval_program import NO_DATA
 from launcher_scripts.evaluation.statistics import Z
@@ -117,7 +117,9 @@ def _gateway(
     settings: EvaluateSettings, harness: HarnessSettings, ready: Mapping[str, Any]
 ) -> Gateway:
     address = _address(harness, ready, settings.ready_file)
-    key = None if harness.api_keys is None else _first_key(Path(harness.api_keys))
+    key = None
+    if harness.api_keys is not None:
+        key = next(iter(read_keys(Path(harness.api_keys), f"{KEY}.api_keys").values()))
     models = models_of(address, key)
     if settings.model_name not in models:
         raise ConfigError(
@@ -292,13 +294,6 @@ def _environment(settings: HarnessSettings) -> dict[str, str]:
     others = {"PYTHONPATH", "PYTHONHOME"} if settings.python else set()
     kept = {name: value for name, value in os.environ.items() if name not in others}
     return kept | OFFLINE
-
-
-def _first_key(path: Path) -> str:
-    keys = list(read_secrets(path).values())
-    if not keys:
-        raise ConfigError(problem(f"{path} has no key", change=f"{KEY}.api_keys"))
-    return keys[0]
 
 
 def _address(harness: HarnessSettings, ready: Mapping[str, Any], ready_file: str) -> str:

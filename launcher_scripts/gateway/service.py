@@ -18,7 +18,7 @@ import uvloop
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.config.gateway import GatewaySettings, example_command
-from launcher_scripts.config.security import read_secrets
+from launcher_scripts.config.security import read_keys
 from launcher_scripts.gateway.app import Gateway, make_app
 from launcher_scripts.gateway.fleet import Fleet
 from launcher_scripts.gateway.loading import load_models
@@ -36,7 +36,7 @@ def serve(settings: GatewaySettings) -> None:
     no model can be served.
     """
     _check_files(settings)
-    keys = Keys(read_secrets(Path(settings.api_keys)) if settings.api_keys else {})
+    keys = Keys(read_keys(Path(settings.api_keys), "--api-keys") if settings.api_keys else {})
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )

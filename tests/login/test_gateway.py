@@ -57,6 +57,10 @@ def test_files_must_be_there_and_private(plan: Planner, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode 644\): chmod 600; .*deploy.gateway.api_keys"):
         plan(*given, f"{KEY}.api_keys={keys}")
     keys.chmod(0o600)
+    keys.write_text("alice=secret-key\ncarol=")
+    with pytest.raises(ConfigError, match=r"line 2: carol has no value; .*deploy.gateway.api_keys"):
+        plan(*given, f"{KEY}.api_keys={keys}")
+    keys.write_text("somebody=secret-key")
     made = plan(*given, f"{KEY}.api_keys={keys}", "container=/images/x.sqsh")
     assert "chat_template of the gateway is not there" in "\n".join(made.absent)
     preview = made.preview()

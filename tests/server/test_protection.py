@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
+from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import (
     ClientTls,
     ServerSecurity,
     ServerTls,
+    read_keys,
     read_secrets,
 )
+from launcher_scripts.gateway.service import serve
 from launcher_scripts.server.protection import TOKEN_HEADER, Protection
 from tests.server.processes import running
 from tests.server.test_service import make_repository
@@ -42,6 +45,9 @@ def test_secrets_are_lines_of_a_private_file(tmp_path: Path) -> None:
         ("A=hidden", 0o640, r"mode 640\): chmod 600"),
         ("A=hidden\nhidden", 0o600, "line 2 is not NAME=value"),
         ("A-B=hidden", 0o600, "line 1 is not NAME=value"),
+        ("A=hidden\nB=", 0o600, "line 2: B has no value"),
+        ("A=hidden\nB=  \t", 0o600, "line 2: B has no value"),
+        ("A=hidden\nA=hidden2", 0o600, "line 2: A is there for a second time"),
     ],
 )
 def test_what_is_no_secrets_file_is_refused_without_its_values(
@@ -52,6 +58,14 @@ def test_what_is_no_secrets_file_is_refused_without_its_values(
     assert "hidden" not in str(error.value)
     with pytest.raises(ServerError, match="FileNotFoundError"):
         read_secrets(tmp_path / "absent")
+
+
+def test_a_file_of_keys_without_a_key_opens_no_gateway(tmp_path: Path) -> None:
+    assert read_keys(secrets_file(tmp_path, "alice= sk-1 \n"), "--api-keys") == {"alice": "sk-1"}
+    for text, says in (("# nobody\n", "holds no key"), ("alice=sk-1\ncarol=\n", "line 2: carol")):
+        settings = GatewaySettings(("ready.json",), api_keys=str(secrets_file(tmp_path, text)))
+        with pytest.raises(ServerError, match=rf"{says}.*--api-keys"):
+            serve(settings)
 
 
 def test_unknown_interfaces_and_half_certificates_are_refused() -> None:

@@ -162,11 +162,14 @@ def make_targets(
 def _api_key(load: LoadSettings) -> str | None:
     if load.api_key_file is None:
         return None
+    change = "evaluate.load.api_key_file"
     try:
-        return Path(load.api_key_file).read_text(encoding="utf-8").strip()
+        key = Path(load.api_key_file).read_text(encoding="utf-8").strip()
     except OSError as error:
-        change = "evaluate.load.api_key_file"
         raise ConfigError(problem(f"cannot read the key: {error}", change=change)) from error
+    if not key:
+        raise ConfigError(problem(f"{load.api_key_file} holds no key", change=change))
+    return key
 
 
 def _prompts(load: LoadSettings, vocab_size: int, tokenizer: Tokenizer | None) -> Prompts:
