@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import shlex
 from collections.abc import Sequence
@@ -59,6 +60,12 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = option(
         (), "origins of web pages that may send requests (CORS)", metavar="URL"
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "names with a dot by which clients without keys reach the gateway", metavar="NAME"
+    )
+    trusted_proxies: tuple[str, ...] = option(
+        (), "addresses or networks of proxies whose X-Forwarded-For is believed", metavar="ADDRESS"
+    )
     tls_certificate: ConfigPath | None = option(None, "PEM certificate for HTTPS", metavar="FILE")
     tls_key: SecretPath | None = option(None, "PEM private key of the certificate", metavar="FILE")
 
@@ -81,6 +88,16 @@ class GatewayOptions:
                 change=self.key_of("port"),
             )
         check_options(self, problems, self.key_of)
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy, strict=False)
+            except ValueError:
+                problems.add(
+                    "not the address of a proxy",
+                    got=proxy,
+                    choices=("an IP address", "a network: 10.1.0.0/16"),
+                    change=self.key_of("trusted_proxies"),
+                )
         if (self.tls_certificate is None) != (self.tls_key is None):
             keys = f"{self.key_of('tls_certificate')}, {self.key_of('tls_key')}"
             problems.add("a certificate needs its key, and a key its certificate", change=keys)
@@ -150,10 +167,13 @@ class DeployedGateway(GatewayOptions):
         drain_timeout: float,
         ready_timeout: float = GatewaySettings.ready_timeout,
         tokenizer_dir: str | None = None,
+        public_host: str | None = None,
     ) -> GatewaySettings:
-        """The gateway before the servers of the ready files."""
+        """The gateway before the servers of the ready files. public_host: that clients are told"""
         tls = self.grpc_tls
         said = values_of(GatewayOptions, self) | {"host": host, "port": port}
+        if public_host is not None:
+            said["allowed_hosts"] = (*self.allowed_hosts, public_host)
         return GatewaySettings(
             tuple(ready),
             **said,

@@ -27,6 +27,7 @@ from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
 from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
 from launcher_scripts.gateway.metrics import Metrics
 from launcher_scripts.gateway.middleware import (
+    Browsers,
     Keys,
     Lifecycle,
     RequestMiddleware,
@@ -330,7 +331,15 @@ def make_app(
     replicas: the servers, for /servers and /ready; their owner may change them at any time
     """
     gateway = Gateway(models, settings, replicas)
-    middleware = [Middleware(RequestMiddleware, keys=keys or Keys({}), count=gateway.metrics.count)]
+    browsers = Browsers((*settings.allowed_hosts, settings.host), settings.cors_origins)
+    middleware = [
+        Middleware(
+            RequestMiddleware,
+            keys=keys or Keys({}),
+            browsers=browsers,
+            count=gateway.metrics.count,
+        )
+    ]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware,

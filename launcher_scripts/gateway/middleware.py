@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
+import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -108,13 +111,66 @@ class Keys:
         return found[0]
 
 
+class Browsers:
+    """Which web pages may send requests where no key is needed.
+
+    A browser sends what any page asks it to, and its name for an address can be made to mean
+    another one (DNS rebinding). Such a name has a dot; an address cannot be made to mean another.
+    """
+
+    def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        """hosts: names of the gateway; origins: of pages that may send requests"""
+        names = (*hosts, socket.gethostname(), socket.getfqdn())
+        self._hosts = {name.lower().rstrip(".") for name in names}
+        self._origins = frozenset(origins)
+
+    def check(self, headers: Headers) -> None:
+        """Raises ApiError for a page of somebody else."""
+        hosts = headers.getlist("host")
+        for host in hosts:
+            if not self._is_own(_host_name(host)):
+                raise _foreign("Host", host, "--allowed-hosts")
+        for origin in headers.getlist("origin"):
+            named = self._origins & {origin, "*"} or _host_name(origin) in self._hosts
+            if not named and origin.partition("://")[2] not in hosts:
+                raise _foreign("Origin", origin, "--cors-origins")
+
+    def _is_own(self, name: str) -> bool:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return "." not in name or name in self._hosts or name.endswith(".localhost")
+
+
+def _host_name(value: str) -> str:
+    """The host of `host:port`, or of `scheme://host:port`."""
+    try:
+        return (urlsplit(f"//{value.partition('://')[2] or value}").hostname or "").rstrip(".")
+    except ValueError:
+        return value
+
+
+def _foreign(header: str, value: str, flag: str) -> ApiError:
+    message = f"{header} {_field(value)} is not one of this gateway's; {flag} allows it"
+    return ApiError(403, message, code="forbidden_origin")
+
+
 class RequestMiddleware:
     """Gives a request its Record, checks its key, logs and counts how it ended."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, count: Callable[[str, Record, int], None]) -> None:
-        """count: is told the path, the Record and the status of every answer"""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        browsers: Browsers,
+        count: Callable[[str, Record, int], None],
+    ) -> None:
+        """browsers: asked where there are no keys
+        count: is told the path, the Record and the status of every answer
+        """
         self._app = app
         self._keys = keys
+        self._browsers = browsers
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +180,7 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        address = (scope.get("client") or ("-",))[0]
+        address = _field((scope.get("client") or ("-",))[0])
         record = Record(request_id, address, received=time.monotonic())
         scope.setdefault("state", {})["record"] = record
         status = 0
@@ -139,6 +195,8 @@ class RequestMiddleware:
         try:
             if scope["path"] not in OPEN:
                 record.owner = self._keys.owner(headers)
+                if record.owner is None:
+                    self._browsers.check(headers)
                 record.client = record.owner or address
             await self._app(scope, receive, tagged)
         except ApiError as error:
@@ -167,8 +225,7 @@ class RequestMiddleware:
             record.request_id,
             record.client,
             scope["method"],
-            # What a client writes there must not look like a line of the log.
-            ascii(scope["path"])[1:-1][:200],
+            _field(scope["path"]),
             status,
             time.monotonic() - record.received,
             record.model or "-",
@@ -201,6 +258,11 @@ async def read_body(request: Request, most: int) -> dict[str, Any]:
 def refusal(error: ApiError) -> JSONResponse:
     """The error as a response."""
     return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _field(text: str) -> str:
+    """A client's text as one field of a log's line: without blanks, controls and its end."""
+    return ascii(text)[1:-1].replace(" ", "\\x20")[:200]
 
 
 def _digest(key: str) -> bytes:

@@ -15,6 +15,7 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.config.gateway import GatewaySettings, example_command
@@ -48,15 +49,7 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
     fleet = Fleet(settings)
     models = await load_models(settings, fleet)
     app = make_app(models, settings, keys, fleet.replicas)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
-        timeout_graceful_shutdown=_LAST_SECONDS,
-    )
+    config = uvicorn_config(app, settings)
     greeting = ready_lines(_address(settings, opened), models, keyed=bool(settings.api_keys))
     server = DrainingServer(config, app.state.gateway, settings.drain_timeout, greeting)
     watching = asyncio.create_task(fleet.watch())
@@ -66,6 +59,21 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await fleet.close()
+
+
+def uvicorn_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
+    """What the HTTP server in front of the application is told."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
+        timeout_graceful_shutdown=_LAST_SECONDS,
+    )
 
 
 class DrainingServer(uvicorn.Server):

@@ -59,6 +59,7 @@ def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProce
         drain_timeout=settings.stop_timeout,
         ready_timeout=settings.ready_timeout,
         tokenizer_dir=settings.tokenizer_dir,
+        public_host=settings.public_host,
     )
     folder = Path(settings.job_folder or settings.results_dir)
     return GatewayProcess(told, folder / "gateway.yaml", settings.restarts)

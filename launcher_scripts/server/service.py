@@ -383,6 +383,7 @@ def _gateway(
         gateway_host(settings),
         ports[GATEWAY],
         drain_timeout=settings.stop_timeout,
+        public_host=settings.public_host,
     )
     return GatewayProcess(told, folder / "gateway.yaml", settings.restarts, folder / "status")
 

@@ -23,6 +23,7 @@ from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.service import uvicorn_config
 from tests.processes import wait_for
 
 SETTINGS = GatewaySettings(("no file of a server",))
@@ -141,10 +142,10 @@ def client_of(
 
 
 @contextmanager
-def listening(app: Starlette) -> Iterator[str]:
-    """The address at which the application answers, in a thread."""
+def listening(app: Starlette, **settings: Any) -> Iterator[str]:
+    """The address at which the application answers, in a thread, with the gateway's settings."""
     with socket.create_server(("127.0.0.1", 0)) as own:
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+        server = uvicorn.Server(uvicorn_config(app, replace(SETTINGS, **settings)))
         thread = threading.Thread(target=server.run, args=([own],))
         thread.start()
         try:

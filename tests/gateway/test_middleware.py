@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import urllib.request
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.service import DrainingServer
-from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served, until
+from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, listening, served, until
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
 BODY = {"prompt": "Hello", "max_tokens": 40}
@@ -178,6 +180,67 @@ def test_pages_of_others_may_not_ask_unless_they_are_named() -> None:
     named = client_of(served(FakeBackend()), cors_origins=("https://a.example",))
     answer = named.get("/v1/models", headers=headers)
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8080"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+        ({"Host": "localhost:8080"}, 200),
+        ({"Host": "node7"}, 200),
+        ({"Host": "LLM.Example.org.:443"}, 200),
+        ({"Host": "evil.example:8080"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "node7:8080", "Origin": "http://node7:8080"}, 200),
+        ({"Host": "10.0.0.7", "Origin": "https://llm.example.org"}, 200),
+        ({"Host": "10.0.0.7", "Origin": "https://a.example"}, 200),
+        ({"Host": "node7:8080", "Origin": "http://node7:9090"}, 403),
+        ({"Host": "node7:8080", "Origin": "null"}, 403),
+        ({"Host": "node7:8080", "Origin": "http://evil.example"}, 403),
+    ],
+)
+def test_pages_of_other_sites_may_not_ask_where_there_are_no_keys(
+    headers: dict[str, str], status: int
+) -> None:
+    """A browser would do it for them, also at an address that a name was made to mean."""
+    more = {"allowed_hosts": ("llm.example.org",), "cors_origins": ("https://a.example",)}
+    open_gateway = client_of(served(FakeBackend()), **more)
+    assert open_gateway.get("/v1/models", headers=headers).status_code == status
+    assert open_gateway.get("/health", headers=headers).status_code == 200
+    keyed = client_of(served(FakeBackend()), keys=KEYS, **more)
+    key = {"Authorization": "Bearer sk-bob-4567"}
+    assert keyed.get("/v1/models", headers={**headers, **key}).status_code == 200
+
+
+@pytest.mark.parametrize(("proxies", "client"), [((), "127.0.0.1"), (("127.0.0.0/8",), "10.9.8.7")])
+def test_only_named_proxies_say_who_the_client_is(
+    proxies: tuple[str, ...], client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app([served(FakeBackend())], SETTINGS)
+    with (
+        caplog.at_level(logging.INFO, "gateway"),
+        listening(app, trusted_proxies=proxies) as address,
+        urllib.request.urlopen(
+            urllib.request.Request(f"{address}v1/models", headers={"X-Forwarded-For": "10.9.8.7"})
+        ) as answer,
+    ):
+        assert answer.status == 200
+    assert f"client={client} " in caplog.text
+
+
+def test_a_client_writes_one_field_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app([served(FakeBackend())], SETTINGS)
+
+    async def ask() -> None:
+        await Connection(app, {**BODY, "max_tokens": 1}, "evil client=admin\n" + "x" * 900).task
+
+    with caplog.at_level(logging.INFO, "gateway"):
+        asyncio.run(ask())
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "gateway"]
+    (client,) = re.findall(r"client=(\S+)", line)
+    assert client.startswith(r"evil\x20client=admin\nxxx")
+    assert len(client) == 200
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -45,6 +45,8 @@ def test_a_wrong_port_is_named_with_the_others(plan: Planner) -> None:
         settings(plan, f"{KEY}.port=8001")
     with pytest.raises(ConfigError, match=r"at least 1; got 0; change deploy.gateway.max_running"):
         settings(plan, f"{KEY}.max_running=0")
+    with pytest.raises(ConfigError, match=r"of a proxy; got 'nginx'.*deploy.gateway.trusted_prox"):
+        settings(plan, f"{KEY}.trusted_proxies=[nginx]")
     with pytest.raises(ConfigError, match=r"needs its key, .*; change deploy.gateway.tls_cert"):
         settings(plan, f"{KEY}.tls_certificate=/c.pem")
 
