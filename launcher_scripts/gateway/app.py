@@ -45,9 +45,9 @@ from launcher_scripts.gateway.schemas import (
     DetokenizeBody,
     TokenizeBody,
     TokenizeChatBody,
-    validated,
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel, aside
+from launcher_scripts.gateway.validation import validated
 
 VERSION = "0.1.0"
 Result = TypeVar("Result")
@@ -90,7 +90,8 @@ class Gateway:
 
     async def message_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
-        body = validated(ConversationBody, await read_body(request, self._max_body))
+        values = await read_body(request, self._max_body)
+        body = validated(ConversationBody, values, request.state.record.warnings)
         model = self.models.find(body.model)
         size = len(body.model_dump_json())
         return JSONResponse({"input_tokens": await aside(size, lambda: count_tokens(model, body))})
@@ -116,7 +117,7 @@ class Gateway:
         values = await read_body(request, self._max_body)
         body: TokenizeBody | TokenizeChatBody
         if values.get("messages") is not None:
-            body = validated(TokenizeChatBody, values)
+            body = validated(TokenizeChatBody, values, request.state.record.warnings)
             model = self.models.find(body.model)
             text = model.chat_text(body)
         else:
@@ -222,9 +223,9 @@ class Gateway:
 
         Raises ClientDisconnect when nobody waits for it any more.
         """
-        body = validated(kind, await read_body(request, self._max_body))
-        model = self.models.find(body.model)
         record: Record = request.state.record
+        body = validated(kind, await read_body(request, self._max_body), record.warnings)
+        model = self.models.find(body.model)
         self.life.enter()
         self.metrics.begin(record)
         stays = False

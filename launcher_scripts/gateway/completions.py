@@ -205,7 +205,7 @@ class Chat(Answering):
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})
-        elif body.tool_choice is not None and not body.tools:
+        elif body.tool_choice not in (None, "auto") and not body.tools:
             raise bad_request("tool_choice needs tools", "tool_choice")
         if body.tools and body.stream and body.logprobs:
             raise unsupported("logprobs", "a stream with tools has no log-probabilities")
@@ -214,9 +214,10 @@ class Chat(Answering):
         check_rows(1, body.n, limits.admission)
         text = model.chat_text(body)
         (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise bad_request("max_tokens is another name for it", "max_completion_tokens")
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if body.max_completion_tokens not in (None, asked):
+            message = f"max_tokens is another name for it; got {body.max_completion_tokens} and "
+            raise bad_request(f"{message}{asked}", "max_completion_tokens")
         if asked is None:
             room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
             asked = max(1, min(room, limits.chat_tokens))

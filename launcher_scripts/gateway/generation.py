@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.gateway.admission import Admission, QueuedRow
@@ -41,6 +41,7 @@ class Record:
 
     owner: whose key it has; None: there are no keys
     received, first_token: by time.monotonic()
+    warnings: parts of the request without effect, for the header X-Warning
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Record:
     model: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    warnings: list[str] = field(default_factory=list)
 
     def usage(self) -> dict[str, int]:
         """OpenAI's."""

@@ -11,6 +11,7 @@ from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
     MessagesBody,
+    TextBlock,
     ThinkingBlock,
     Tool,
     ToolResultBlock,
@@ -19,13 +20,13 @@ from launcher_scripts.gateway.messages_schemas import (
 )
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text
 from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.validation import validated
 
 # Parameters of a chat, by which errors name them -> what they are called here.
 _NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS: dict[str | None, str] = {"max": "xhigh"}
 # Blocks of an answer: the delta that each grows by, and where in it and in the block its text is.
 _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
@@ -44,7 +45,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
         "model": body.model,
         "messages": [*system, *turns],
         "continue_final_message": body.messages[-1].role == "assistant",
-        "reasoning_effort": _EFFORTS.get(body.output_config.effort, body.output_config.effort),
+        "reasoning_effort": body.output_config.effort,
     }
     if body.thinking is not None:
         values["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
@@ -65,7 +66,6 @@ def chat_body(body: ConversationBody) -> ChatBody:
             "top_k": body.top_k,
             "stop": body.stop_sequences,
             "stream": body.stream,
-            "user": body.metadata.user_id,
         }
     return validated(ChatBody, values)
 
@@ -97,7 +97,7 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
-        else:
+        elif isinstance(block, TextBlock):
             texts.append(block.text)
     more = {NAMES[0]: "\n".join(thoughts), "tool_calls": calls}
     said = {name: value for name, value in more.items() if value}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from launcher_scripts.gateway.schemas import LooseBody, StrictBody, TextPart
+from launcher_scripts.gateway import parameters
+from launcher_scripts.gateway.schemas import LooseBody, StrictBody, TextPart, text_parts
 
 
 class TextBlock(TextPart):
@@ -18,6 +19,12 @@ class ThinkingBlock(LooseBody):
 
     type: Literal["thinking"]
     thinking: str
+
+
+class RedactedThinkingBlock(LooseBody):
+    """Encrypted reasoning of another model; the template does not get it."""
+
+    type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(LooseBody):
@@ -36,10 +43,17 @@ class ToolResultBlock(LooseBody):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_parts(cls, value: Any) -> Any:
+        return text_parts(value)
+
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class Turn(LooseBody):
@@ -47,6 +61,11 @@ class Turn(LooseBody):
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_parts(cls, value: Any) -> Any:
+        return text_parts(value, _BLOCKS)
 
     @property
     def blocks(self) -> list[Block]:
@@ -58,7 +77,7 @@ class Turn(LooseBody):
 class Tool(LooseBody):
     """A function that the client runs."""
 
-    type: Literal["custom"] = "custom"
+    type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -87,6 +106,8 @@ class OutputConfig(StrictBody):
 class ConversationBody(StrictBody):
     """POST /v1/messages/count_tokens"""
 
+    unused = parameters.CONVERSATION
+    tool_types = ("custom",)
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
@@ -94,22 +115,15 @@ class ConversationBody(StrictBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
-    cache_control: dict[str, Any] | None = None  # prompts are shared anyway, or not at all
-    context_management: dict[str, Any] | None = None  # a conversation is taken whole
-
-
-class Metadata(LooseBody):
-    user_id: Annotated[str, Field(max_length=512)] | None = None
 
 
 class MessagesBody(ConversationBody):
     """POST /v1/messages"""
 
+    unused = parameters.MESSAGES
     max_tokens: int = Field(ge=1, lt=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     stop_sequences: list[str] = Field([])
     stream: bool = False
-    metadata: Metadata = Metadata()
-    service_tier: Literal["auto", "standard_only"] = "auto"

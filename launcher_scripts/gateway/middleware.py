@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launcher_scripts.gateway.api_errors import ApiError, unavailable
 from launcher_scripts.gateway.generation import Record
-from launcher_scripts.gateway.schemas import parse_json
+from launcher_scripts.gateway.validation import parse_json
 
 LOG = logging.getLogger("gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -189,7 +189,10 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                response_headers = MutableHeaders(scope=message)
+                response_headers["X-Request-Id"] = request_id
+                if record.warnings:
+                    response_headers["X-Warning"] = "; ".join(record.warnings)
             await send(message)
 
         try:

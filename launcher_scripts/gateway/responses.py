@@ -19,7 +19,8 @@ from launcher_scripts.gateway.responses_schemas import (
     ResponsesBody,
 )
 from launcher_scripts.gateway.retelling import Event, Retelling
-from launcher_scripts.gateway.schemas import ChatBody, plain_text, validated
+from launcher_scripts.gateway.schemas import ChatBody, plain_text
+from launcher_scripts.gateway.validation import validated
 
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -44,7 +45,6 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "stream": body.stream,
-        "user": body.user,
         "response_format": body.text.response_format,
         "reasoning_effort": body.reasoning.effort,
     }

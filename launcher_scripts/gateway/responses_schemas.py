@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from launcher_scripts.gateway.schemas import ClientNotes, Effort, LooseBody, StrictBody, TextPart
+from launcher_scripts.gateway import parameters
+from launcher_scripts.gateway.schemas import (
+    Effort,
+    LooseBody,
+    StrictBody,
+    TextPart,
+    check_function,
+    text_parts,
+)
 
 
 class ItemPart(TextPart):
@@ -15,19 +23,25 @@ class ItemPart(TextPart):
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
 
 
+_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+Content = Annotated[
+    str | list[ItemPart] | None, BeforeValidator(lambda value: text_parts(value, _PARTS))
+]
+
+
 class InputMessage(LooseBody):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[ItemPart] | None = None
+    content: Content = None
 
 
 class ReasoningItem(LooseBody):
     """What the model thought before an answer or a call."""
 
     type: Literal["reasoning"]
-    content: list[ItemPart] | None = None
+    content: Content = None
 
 
 class FunctionCall(LooseBody):
@@ -44,7 +58,7 @@ class FunctionOutput(LooseBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ItemPart] | None = None
+    output: Content = None
 
 
 def _kind(value: Any) -> str:
@@ -101,9 +115,22 @@ class ReasoningOptions(StrictBody):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(ClientNotes):
-    """POST /v1/responses. include: nothing here is encrypted"""
+Include = Literal[
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
+
+class ResponsesBody(StrictBody):
+    """POST /v1/responses. include: of these, the server has none"""
+
+    unused = parameters.RESPONSES
+    tool_types = ("function",)
     model: str | None = None
     input: str | list[Item]
     instructions: str | None = None
@@ -116,5 +143,15 @@ class ResponsesBody(ClientNotes):
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
-    include: list[Literal["reasoning.encrypted_content"]] = Field([])
-    truncation: Literal["disabled"] = "disabled"
+    include: list[Include] = Field([])
+    metadata: dict[str, str] = Field({})
+    user: str | None = Field(None, max_length=512)
+
+    @field_validator("tools")
+    @classmethod
+    def _functions(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for tool in value:
+            if tool.get("type") != "function":
+                raise ValueError('each is {"type": "function", "name": ..., "parameters": {...}}')
+            check_function(tool)
+        return value

@@ -1,31 +1,27 @@
 """The requests' bodies: what may be asked for, and in which range.
 
-Names and meanings are OpenAI's, and vLLM's where OpenAI has none. A parameter that is not here is
-refused by its name; null means that it was not given.
+Names and meanings are OpenAI's, and vLLM's where OpenAI has none. A parameter that is neither here
+nor in parameters.py is rejected by its name; null counts as absent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
 
 from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
-from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
 
 MOST_ROWS = 128
-_SHOWN_PROBLEMS = 5
 _MOST_NUMBER = 1 << 31
 
 Prompt = str | list[int]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_NUMBER)]
 Expression = Annotated[str, Field(min_length=1, max_length=16384)]
 Choice = Annotated[list[str], Field(min_length=1, max_length=1024)]
-Body = TypeVar("Body", bound=BaseModel)
 # What vLLM's clients called structured_outputs before -> as guided_grammar says it.
 _GUIDED = {
     "guided_json": "json_schema",
@@ -36,7 +32,26 @@ _GUIDED = {
 
 
 class StrictBody(BaseModel):
+    """An object of a request without unknown keys.
+
+    unused:     the parameters of the published schema that are no fields
+    tool_types: types of `tools` that are functions of the client
+    """
+
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    unused: ClassVar[parameters.Table] = {}
+    tool_types: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _integers(cls, values: Any) -> Any:
+        """Accept 8.0 for 8: JSON has one type of numbers, and some clients write all as floats."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: list(map(_integer, value)) if isinstance(value, list) else _integer(value)
+            for name, value in values.items()
+        }
 
 
 class LooseBody(BaseModel):
@@ -49,6 +64,25 @@ class TextPart(LooseBody):
     """A part of a content that is a text."""
 
     text: str
+
+
+def text_parts(value: Any, kinds: Sequence[str] = ("text",)) -> Any:
+    """Return a content whose refusals are texts.
+
+    Raises ValueError for parts of other types, which clients send to models that read images.
+    """
+    if not isinstance(value, list):
+        return value
+    parts = [
+        {"type": kinds[0], "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in value
+    ]
+    types = [part.get("type") if isinstance(part, dict) else part for part in parts]
+    if wrong := [str(each)[:64] for each in types if each not in kinds]:
+        raise ValueError(f"this model reads text only; got a part of type {wrong[0]!r}")
+    return parts
 
 
 def plain_text(content: str | Sequence[TextPart] | None) -> str:
@@ -106,18 +140,7 @@ class StructuredOutputs(StrictBody):
         return self
 
 
-class ClientNotes(StrictBody):
-    """What clients tell OpenAI about themselves: it is taken, and not used."""
-
-    user: str | None = Field(None, max_length=512)
-    safety_identifier: str | None = Field(None, max_length=512)
-    prompt_cache_key: str | None = Field(None, max_length=512)
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    store: Literal[False] = False
-    metadata: dict[str, str] = {}
-
-
-class SamplingBody(ClientNotes):
+class SamplingBody(StrictBody):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -185,6 +208,7 @@ class SamplingBody(ClientNotes):
 class CompletionBody(SamplingBody):
     """POST /v1/completions"""
 
+    unused = parameters.COMPLETION
     prompt: list[Prompt]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
@@ -207,14 +231,14 @@ class CompletionBody(SamplingBody):
 
 
 # How much a model should think. Templates that know `enable_thinking` alone understand `none`.
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORTS: dict[str, str] = {"max": "xhigh"}  # for templates
 
 
-class ContentPart(StrictBody):
+class ContentPart(TextPart):
     """A part of a message. Only texts are understood."""
 
     type: Literal["text"]
-    text: str
 
 
 class Message(BaseModel):
@@ -226,17 +250,14 @@ class Message(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _known_parts(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            kinds = [part.get("type") if isinstance(part, dict) else part for part in value]
-            if wrong := [str(kind) for kind in kinds if kind != "text"]:
-                raise ValueError(f"this model takes text parts alone; got {wrong[0][:64]!r}")
-        return value
+    def _text_parts(cls, value: Any) -> Any:
+        return text_parts(value)
 
 
 class ChatPrompt(StrictBody):
     """How messages become a prompt."""
 
+    tool_types = ("function",)
     messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -250,7 +271,7 @@ class ChatPrompt(StrictBody):
         """What the template is told besides the messages."""
         found: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            found["reasoning_effort"] = self.reasoning_effort
+            found["reasoning_effort"] = _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
             found["enable_thinking"] = self.reasoning_effort != "none"
         return {**found, **self.chat_template_kwargs}
 
@@ -258,14 +279,18 @@ class ChatPrompt(StrictBody):
     @classmethod
     def _functions(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         for tool in value or ():
-            function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict):
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
                 raise ValueError('each is {"type": "function", "function": {...}}')
-            if not isinstance(function.get("name"), str) or not function["name"]:
-                raise ValueError("each function has a name")
-            if not isinstance(function.get("parameters") or {}, dict):
-                raise ValueError("the parameters of a function are a JSON schema")
+            check_function(tool["function"])
         return value
+
+
+def check_function(function: Mapping[str, Any]) -> None:
+    """Raises ValueError for a tool without a name or a schema."""
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("each function has a name")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise ValueError("the parameters of a function are a JSON schema")
 
 
 class NamedFunction(StrictBody):
@@ -282,6 +307,7 @@ class NamedTool(StrictBody):
 class ChatBody(SamplingBody, ChatPrompt):
     """POST /v1/chat/completions"""
 
+    unused = parameters.CHAT
     max_completion_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
@@ -323,47 +349,8 @@ class DetokenizeBody(StrictBody):
     tokens: list[TokenId]
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError."""
-    try:
-        values = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(values, dict):
-        raise bad_request("the body must be a JSON object", code="invalid_json")
-    return values
-
-
-def validated(kind: type[Body], values: dict[str, Any]) -> Body:
-    """`values` as a request; None: it was not given.
-
-    Raises ApiError that names the first parameter that is wrong.
-    """
-    given = {name: value for name, value in values.items() if value is not None}
-    try:
-        return kind.model_validate(given)
-    except pydantic.ValidationError as error:
-        raise _refusal(kind, error) from error
-
-
-def _refusal(kind: type[BaseModel], error: pydantic.ValidationError) -> ApiError:
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    problems: list[str] = []
-    for each in found[:_SHOWN_PROBLEMS]:
-        name = ".".join(str(part)[:64] for part in each["loc"]) or "body"
-        if each["type"] == "extra_forbidden":
-            top = sorted(kind.model_fields) if len(each["loc"]) == 1 else ()
-            choices = f"; choices: {', '.join(top)}" if top else ""
-            problems.append(f"{name} is unknown or not supported{choices}")
-        else:
-            problems.append(f"{name}: {each['msg']}")
-    first = found[0]
-    unknown = first["type"] == "extra_forbidden"
-    return bad_request(
-        "; ".join(problems),
-        param=str(first["loc"][0])[:64] if first["loc"] else None,
-        code="unsupported_parameter" if unknown else "invalid_value",
-    )
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _are_ids(value: Any) -> bool:

@@ -166,7 +166,8 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
         for name, value in message.items()
         if value is not None and (name != "tool_calls" or value)
     }
-    return {**fields, "content": fields.get("content") or ""}
+    refusal = fields.pop("refusal", "")
+    return {**fields, "content": fields.get("content") or refusal}
 
 
 def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:

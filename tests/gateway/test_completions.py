@@ -395,7 +395,7 @@ def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
             "response_format",
             "invalid_value",
         ),
-        ({"store": True}, "store", "invalid_value"),
+        ({"priority": 1}, "priority", "unsupported_parameter"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "response_format", "invalid_value"),
         ({"guided_choice": []}, "guided_choice", "invalid_value"),
         (

@@ -207,9 +207,17 @@ def test_errors_are_those_of_the_client(asking: Asking) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"max_tokens": None}, "max_tokens", "required"),
+        ({"max_tokens": None}, "max_tokens", "missing"),
         ({"container": "x"}, "container", "not supported"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web"}]}, "tools", "custom"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web"}],
+                "tool_choice": {"type": "tool", "name": "web"},
+            },
+            "tool_choice",
+            "tools",
+        ),
+        ({"mcp_servers": [{"url": "a"}]}, "mcp_servers", "runs no tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "tools"),
         ({"max_tokens": 10**6}, "max_tokens", "positions"),
         ({"stop_sequences": [""]}, "stop_sequences", "1 to 1024"),

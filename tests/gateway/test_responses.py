@@ -169,13 +169,19 @@ def test_a_function_that_must_be_called_and_a_form() -> None:
     ("body", "param", "words"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
-        ({"store": True}, "store", "False"),
+        ({"background": True}, "background", "unless it is false"),
+        ({"text": 5}, "text", "expected an object"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "positions"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
-        ({"tools": [{}]}, "tools", "function"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            "tools",
+        ),
+        ({"tools": [{}]}, "tools", '"name": ...'),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "name"),
         ({"tools": [{"type": "function"}]}, "tools", "name"),
     ],
 )

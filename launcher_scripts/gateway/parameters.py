@@ -1,0 +1,177 @@
+"""Parameters of OpenAI's, Anthropic's and vLLM's requests that do not change a response.
+
+The bodies' classes (schemas.py and others) declare the supported parameters. The tables below have
+all others of the published request schemas: they are ignored, or rejected unless the value requests
+the gateway's usual behavior. docs/gateway-parameters.md is made of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.gateway.api_errors import unsupported
+
+
+@dataclass(frozen=True)
+class UnusedParameter:
+    """A parameter that the gateway does not act on.
+
+    reason:  the end of a sentence, "ignored because ..." or "rejected because ..."
+    ignored: True: every value is accepted
+    neutral: values that are accepted if it is not ignored
+    """
+
+    reason: str
+    ignored: bool = False
+    neutral: tuple[Any, ...] = ()
+
+    @property
+    def effect(self) -> str:
+        """The end of a sentence for errors and documentation."""
+        if self.ignored:
+            return f"ignored, because {self.reason}"
+        values = ", ".join(map(json.dumps, self.neutral))
+        return f"rejected{f' unless it is {values}' if values else ''}, because {self.reason}"
+
+    def is_neutral(self, value: Any) -> bool:
+        """True if the value requests the usual behavior; 0 and false are different values."""
+        return any(
+            isinstance(each, bool) == isinstance(value, bool) and each == value
+            for each in self.neutral
+        )
+
+
+Table = Mapping[str, UnusedParameter]
+
+
+def _ignored(reason: str) -> UnusedParameter:
+    return UnusedParameter(reason, ignored=True)
+
+
+def _rejected(reason: str, *neutral: Any) -> UnusedParameter:
+    return UnusedParameter(reason, neutral=neutral)
+
+
+_PREFIXES = "prompts of one key share computed prefixes without it"
+_CALLER = "clients are distinguished by their keys or addresses"
+_ONE_TIER = "the deployment has one service tier"
+_TEXT_ONLY = "the models write text only"
+_NO_PADDING = "events are never padded"
+_NO_MODERATION = "the gateway has no moderation model"
+_NO_ROUTING = "the deployment runs where you started it"
+_NO_TRUNCATION = (
+    "the conversation is used in full; one that is too long gets the error context_length_exceeded"
+)
+_UNKNOWN_EFFORT = "open models have no such option"
+
+VLLM: Table = {
+    "priority": _rejected("clients take turns", 0),
+    "skip_special_tokens": _rejected("special tokens have no text", True),
+    "spaces_between_special_tokens": _rejected("special tokens have no text", True),
+    "detokenize": _rejected("responses contain text", True),
+    "bad_words": _rejected("logit_bias replaces it", []),
+    "truncate_prompt_tokens": _rejected("the prompt is used in full"),
+    "allowed_token_ids": _rejected("logit_bias and grammars replace it"),
+}
+_SAMPLING: Table = {
+    **VLLM,
+    "user": _ignored(_CALLER),
+    "safety_identifier": _ignored(_CALLER),
+    "stream_options.include_obfuscation": _ignored(_NO_PADDING),
+    "prompt_cache_key": _ignored(_PREFIXES),
+    "prompt_cache_options": _ignored(_PREFIXES),
+    "prompt_cache_retention": _ignored(_PREFIXES),
+    "service_tier": _ignored(_ONE_TIER),
+    "store": _ignored("completions and chats are never stored"),
+    "metadata": _ignored("completions and chats are never stored"),
+}
+COMPLETION: Table = {
+    **_SAMPLING,
+    "suffix": _rejected("the text is not inserted before another text", ""),
+}
+CHAT: Table = {
+    **_SAMPLING,
+    "audio": _rejected(_TEXT_ONLY),
+    "documents": _rejected("the messages contain all that the model reads", []),
+    "echo": _rejected("a chat has no text to repeat", False),
+    "function_call": _rejected("tool_choice replaces it", "none", "auto"),
+    "functions": _rejected("tools replaces it", []),
+    "modalities": _rejected(_TEXT_ONLY, ["text"]),
+    "moderation": _rejected(_NO_MODERATION),
+    "prediction": _ignored("it affects only the speed of OpenAI's service"),
+    "verbosity": _ignored(_UNKNOWN_EFFORT),
+    "web_search_options": _rejected("the gateway runs no tools"),
+}
+RESPONSES: Table = {
+    "access_programs": _rejected("it is a setting of OpenAI's accounts"),
+    "background": _rejected("a response is computed while its client is connected", False),
+    "background_options": _rejected("a response is computed while its client is connected"),
+    "client_metadata": _ignored("it describes the client"),
+    "context_management": _ignored(_NO_TRUNCATION),
+    "conversation": _rejected("the gateway stores no conversations; send all items in input"),
+    "image": _rejected(_TEXT_ONLY),
+    "max_tool_calls": _ignored("it limits tools that the server runs, and the gateway runs none"),
+    "moderation": _rejected(_NO_MODERATION),
+    "previous_response_id": _rejected("the gateway stores no responses; send all items in input"),
+    "prompt": _rejected("the gateway stores no prompts"),
+    "prompt_cache_key": _ignored(_PREFIXES),
+    "prompt_cache_options": _ignored(_PREFIXES),
+    "prompt_cache_retention": _ignored(_PREFIXES),
+    "reasoning.context": _ignored("the chat template decides which reasoning the model reads"),
+    "reasoning.generate_summary": _ignored("the full reasoning is returned"),
+    "reasoning.mode": _rejected(_UNKNOWN_EFFORT, "standard"),
+    "safety_identifier": _ignored(_CALLER),
+    "service_tier": _ignored(_ONE_TIER),
+    "store": _ignored("the gateway stores no responses, and the response has `store` false"),
+    "stream_options": _ignored(_NO_PADDING),
+    "text.verbosity": _ignored(_UNKNOWN_EFFORT),
+    "top_logprobs": _rejected("only completions and chats have log-probabilities", 0),
+    "truncation": _ignored(_NO_TRUNCATION),
+}
+CONVERSATION: Table = {
+    "betas": _ignored("it selects features of Anthropic's service"),
+    "billing_policy": _ignored("nothing is billed"),
+    "cache_control": _ignored(_PREFIXES),
+    "compaction": _rejected("the gateway does not summarize conversations"),
+    "context_management": _ignored(_NO_TRUNCATION),
+    "mcp_servers": _rejected("the gateway runs no tools", []),
+    "output_config.task_budget": _ignored(_UNKNOWN_EFFORT),
+    "speed": _ignored("all requests run at full speed"),
+    "user_profile_id": _ignored(_CALLER),
+    "workspace_id": _ignored(_CALLER),
+}
+MESSAGES: Table = {
+    **CONVERSATION,
+    "container": _rejected("the gateway runs no tools"),
+    "diagnostics": _ignored("it explains misses of Anthropic's prompt cache"),
+    "fallback_credit_token": _ignored("nothing is billed"),
+    "fallbacks": _ignored("the requested model answers every request"),
+    "inference_geo": _ignored(_NO_ROUTING),
+    "metadata": _ignored(_CALLER),
+    "service_tier": _ignored(_ONE_TIER),
+    "thread": _rejected("the gateway stores no conversations; send all messages"),
+}
+
+
+def used_parameters(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without the parameters of the table; null counts as absent.
+
+    Raises ApiError that names a parameter with a value that is rejected.
+    """
+    used = {name: value for name, value in values.items() if value is not None}
+    for name, parameter in table.items():
+        group, _, key = name.rpartition(".")
+        owner = used.get(group) if group else used
+        if not isinstance(owner, dict) or key not in owner:
+            continue
+        value = owner[key]
+        if not (parameter.ignored or value is None or parameter.is_neutral(value)):
+            raise unsupported(group or key, f"{name} is not supported: it is {parameter.effect}")
+        if group:
+            used[group] = {other: owner[other] for other in owner if other != key}
+        else:
+            del used[key]
+    return used
