@@ -91,6 +91,7 @@ class Export(Stage):
             triton_model_dir=deployment.triton_model_dir,
             parallelism=self.parallelism(),
             tokenizer=_tokenizer(model.tokenizer),
+            device=str(self.launch.blocks["deploy"]["server"]["device"]),
             **said,
         )
         return with_absolute_paths(settings)

@@ -14,6 +14,7 @@ from launcher_scripts.cluster.job import Job
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.ladder import LadderRung, LadderSettings, check_rungs
+from launcher_scripts.config.settings import AUTO
 from stages.checks import Checks
 from stages.deploy import Deploy
 from stages.evaluate import Evaluate
@@ -49,6 +50,8 @@ def _rung(config: DictConfig, name: str) -> DictConfig:
     model, serving = config.export.model, config.export.triton_deployment
     quantization = QUANTIZATIONS.get(name)
     data_type = str(serving.data_type) if quantization else name
+    if data_type == AUTO:
+        data_type = "bf16"
     if quantization and data_type not in _HALF_TYPES:
         key = "export.triton_deployment.data_type"
         what = f"the rung {name} computes in the configured half type"

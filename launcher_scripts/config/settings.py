@@ -31,6 +31,7 @@ from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
 from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.twin import TwinSettings
 
+AUTO = "auto"
 DATA_TYPES = ("fp32", "fp16", "bf16")
 SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
 DEVICES = ("auto", "cpu", "cuda")
@@ -77,7 +78,11 @@ class ModelOptions:
     kept beside it under the names of their files or folders.
     """
 
-    weight_data_type: str = option("fp32", "data type of the written files", choices=DATA_TYPES)
+    weight_data_type: str = option(
+        AUTO,
+        "data type of the written files; auto: the checkpoint's own",
+        choices=(AUTO, *DATA_TYPES),
+    )
     processes: int = option(16, "most processes", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
@@ -135,7 +140,12 @@ class ServingOptions:
         "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
         metavar="FOLDER",
     )
-    data_type: str = option("fp32", "data type that the engine computes in", choices=DATA_TYPES)
+    data_type: str = option(
+        AUTO,
+        "data type that the engine computes in; auto: the weights' own, and bf16 instead of "
+        "fp32 on GPUs that have it",
+        choices=(AUTO, *DATA_TYPES),
+    )
     decoupled: bool = option(False, "stream tokens as they are generated")
     interactive: bool = option(False, "let requests belong to sessions")
     interactive_sessions: int = option(32, "most sessions at the same time", least=1)
@@ -153,7 +163,7 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
-    shards are wanted.
+    shards are wanted. device: of the server, as in ServerOptions.
     """
 
     model_name: str
@@ -170,6 +180,7 @@ class ExportSettings(ServingOptions, ModelOptions):
     )
     parallelism: Parallelism = Parallelism()
     tokenizer: TokenizerSettings = TokenizerSettings()
+    device: str = "auto"
 
     @staticmethod
     def key_of(name: str) -> str:

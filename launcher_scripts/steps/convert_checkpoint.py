@@ -41,7 +41,7 @@ FLAGS = FlagTable(
             flag="pipeline-parallel-size",
         ),
     },
-    left_out=[item.name for item in fields(ServingOptions)],
+    left_out=[*(item.name for item in fields(ServingOptions)), "device"],
     complete=_named,
 )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from launcher_scripts.checkpoint.sources.gguf_tokenizer import build_tokenizer
 from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.gpus import visible_gpus
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"
@@ -115,13 +115,7 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
 
 def device() -> str:
     """`auto` (CUDA where torch has it) where both ranks can have a GPU of their own, else `cpu`."""
-    if shutil.which("nvidia-smi") is None:
-        return "cpu"
-    listed = subprocess.run(
-        ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
-    )
-    gpus = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
-    return "auto" if len(gpus) >= 2 else "cpu"
+    return "auto" if len(visible_gpus()) >= 2 else "cpu"
 
 
 def quote(path: Path) -> str:

@@ -147,6 +147,7 @@ def opened_reference(
             triton_model_dir=str(folder / "original"),
             tokenizer=TokenizerSettings("none"),
             parallelism=Parallelism(),
+            weight_data_type="fp32",
             **told,
         )
         name = f"this project's engine, float32 on the CPU: {path}"

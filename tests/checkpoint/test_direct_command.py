@@ -71,7 +71,7 @@ def test_the_same_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert convert_checkpoint.main(flags(tmp_path / "no", tmp_path / "model", *more)) == 1
     error = capsys.readouterr().err
     assert "3 problems in the command line" in error
-    assert "choices: fp32, fp16, bf16" in error and "Traceback" not in error
+    assert "choices: auto, fp32, fp16, bf16" in error and "Traceback" not in error
     assert convert_checkpoint.main(flags(tmp_path / "no", tmp_path / "model")) == 1
     assert "the checkpoint does not exist" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
@@ -98,7 +98,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         convert_checkpoint.main(["--help"])
     text = capsys.readouterr().out
     assert "--settings FILE" in text
-    for name in ("--checkpoint-path PATH", "--tensor-parallel-size N", "--no-verify", "[fp32]"):
+    for name in ("--checkpoint-path PATH", "--tensor-parallel-size N", "--no-verify", "[auto]"):
         assert name in text
 
 

@@ -81,6 +81,8 @@ def test_every_item_is_that_of_the_hf_model(
         checkpoint_path=str(gguf_file()),
         triton_model_dir=str(tmp_path / "model_repo" / "smollm2"),
         max_batch_size=8,
+        weight_data_type="fp32",
+        data_type="fp32",
     )
     run_export(export, tmp_path)
     repository, gateway = export.model_repository, DeployedGateway(port=0, api_keys=str(keys))

@@ -55,6 +55,7 @@ def served(tmp_path_factory, engine):
         parallelism=Parallelism(2, 1),
         tokenizer=TokenizerSettings(source="none"),
         max_batch_size=4,
+        data_type="fp32",
     )
     tensors = small_models.random_tensors(config)
     small_models.write_checkpoint(export.checkpoint_dir, config, tensors, 2)

@@ -131,7 +131,7 @@ def put_original(
         parallelism=Parallelism(),
         max_batch_size=4,
         processes=1,
-        **more,
+        **{"weight_data_type": "fp32", "data_type": "fp32", **more},
     )
     folder = export(settings)
     ModelRepository(repository).write(settings)

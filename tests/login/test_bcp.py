@@ -41,7 +41,7 @@ def test_every_step_runs_and_its_output_is_the_jobs(
     result = run("stages=[export]", BCP, *arguments, PYTHON, extra)
     assert result.returncode == 0, result.stderr
     assert "converting tiny" in result.stdout
-    folder = tmp_path / "the results/tiny/export_tp2_pp1_fp16_fp16/jobs/001"
+    folder = tmp_path / "the results/tiny/export_tp2_pp1_auto_auto/jobs/001"
     assert (folder / "ran").read_text() == "convert_checkpoint\nwrite_model_repository\n"
     for call in noted(calls):
         assert (call["nnodes"], call["npernode"], call["workdir"]) == (1, 1, str(folder))

@@ -200,7 +200,7 @@ def test_a_path_of_5000_characters(problems: Finder, tmp_path: Path) -> None:
 def test_an_earlier_export_is_not_replaced(
     problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "the results/tiny/export_tp2_pp1_fp16_fp16/model_repo/tiny/1/2-gpu"
+    folder = tmp_path / "the results/tiny/export_tp2_pp1_auto_auto/model_repo/tiny/1/2-gpu"
     folder.mkdir(parents=True)
     (found,) = problems()
     assert str(folder) in found
@@ -235,8 +235,8 @@ def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:
         ("export.run.model_train_name=..", "a model's name is that of a folder"),
         ("export.run.model_train_name=a/b", "a model's name is that of a folder"),
         ("export.run.model_train_name='a $(touch x)'", "a model's name is that of a folder"),
-        ("export.model.weight_data_type=int8", "choices: fp32, fp16"),
-        ("export.triton_deployment.data_type=int4", "choices: fp32, fp16, bf16"),
+        ("export.model.weight_data_type=int8", "choices: auto, fp32, fp16"),
+        ("export.triton_deployment.data_type=int4", "choices: auto, fp32, fp16, bf16"),
         ("export.model.processes=0", "processes must be at least 1"),
         ("export.model.checkpoint_path=null", "checkpoint_path must be text, not null"),
         ("env_vars=null", "env_vars must be a mapping, not null"),

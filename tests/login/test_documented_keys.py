@@ -81,6 +81,9 @@ BCP_ARGUMENTS = (
     "export.triton_deployment.pipeline_model_parallel_size=1",
 )
 
+# Keys whose default is a word for the checkpoint's own value (docs/compatibility.md).
+AUTOMATIC = {"weight_data_type", "data_type"}
+
 NODES = [
     (1, 1, 1, "0"),
     (2, 1, 1, "0,1"),
@@ -101,7 +104,8 @@ def test_the_export_block_has_the_documented_keys_and_values(
     hydra_config()
     config = OmegaConf.to_container(compose("config").export, resolve=False)
     for name, documented in yaml.safe_load(block).items():
-        assert documented.items() <= config[name].items()
+        automatic = dict.fromkeys(AUTOMATIC & documented.keys(), "auto")
+        assert (documented | automatic).items() <= config[name].items()
 
 
 def test_the_cluster_file_has_the_documented_keys_and_values(checkout: Path) -> None:
@@ -111,7 +115,7 @@ def test_the_cluster_file_has_the_documented_keys_and_values(checkout: Path) -> 
 
 def test_the_documented_interpolations(hydra_config: Compose) -> None:
     values = hydra_config("base_results_dir=/mount/results")
-    results = "/mount/results/gpt3_5b/export_tp8_pp1_fp16_fp16"
+    results = "/mount/results/gpt3_5b/export_tp8_pp1_auto_auto"
     assert values["export"]["run"]["results_dir"] == results
     assert values["export"]["run"]["name"] == "export_gpt3_5b"
     folder = values["export"]["triton_deployment"]["triton_model_dir"]
@@ -162,7 +166,7 @@ def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Co
     ("section", "kind", "options", "of_the_stage"),
     [
         (
-            *("model", ExportModel, ModelOptions(weight_data_type="fp16")),
+            *("model", ExportModel, ModelOptions()),
             {
                 "checkpoint_path",
                 "tensor_model_parallel_size",
@@ -171,7 +175,7 @@ def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Co
             },
         ),
         (
-            *("triton_deployment", TritonDeployment, ServingOptions(data_type="fp16")),
+            *("triton_deployment", TritonDeployment, ServingOptions()),
             {"triton_model_dir", "pipeline_model_parallel_size", "int8_mode"},
         ),
     ],
@@ -307,6 +311,6 @@ def test_the_documented_bcp_command_acts_from_any_directory(
         shown.append(result.stdout)
     assert len(set(shown)) == 1
     assert "bcprun \\\n    --nnodes 1 --npernode 1" in shown[0]
-    settings = "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/export_gpt3_126m_hydra"
+    settings = "/mount/results/gpt3_126m/export_tp2_pp1_auto_auto/jobs/001/export_gpt3_126m_hydra"
     assert f"--settings {settings}.yaml" in shown[0]
     assert "checkpoint_path: /mount/results/gpt3_126m/checkpoints" in shown[0]

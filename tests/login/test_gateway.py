@@ -130,7 +130,7 @@ def test_the_gateway_starts_with_the_first_replica(
     assert result.returncode == 0, result.stderr
     _, _, gateway = calls.read_text().splitlines()
     assert gateway.startswith("--dependency=after:102_0,afterok:101 --kill-on-invalid-dep=yes /")
-    folder = tmp_path / "the results/tiny/gateway_tp2_pp1_fp16_fp16"
+    folder = tmp_path / "the results/tiny/gateway_tp2_pp1_auto_auto"
     record = json.loads((folder / "jobs/001/job.json").read_text())
     assert (record["stage"], record["ready_file"]) == ("gateway", str(folder / "ready.json"))
 

@@ -21,11 +21,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def export_folder(tmp_path: Path) -> Path:
-    return tmp_path / "the results" / "tiny" / "export_tp2_pp1_fp16_fp16"
+    return tmp_path / "the results" / "tiny" / "export_tp2_pp1_auto_auto"
 
 
 def deploy_folder(tmp_path: Path) -> Path:
-    return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_fp16_fp16"
+    return tmp_path / "the results" / "tiny" / "deploy_tp2_pp1_auto_auto"
 
 
 def read_until(process: subprocess.Popen[str], text: str) -> str:

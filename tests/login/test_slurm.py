@@ -20,12 +20,12 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
     assert result.returncode == 0, result.stderr
     export, deploy, evaluate = calls.read_text().splitlines()
     assert export == str(tmp_path / "the results/tiny") + (
-        "/export_tp2_pp1_fp16_fp16/jobs/001/export_tiny_submission.sh"
+        "/export_tp2_pp1_auto_auto/jobs/001/export_tiny_submission.sh"
     )
     assert deploy.startswith("--dependency=afterok:101 --kill-on-invalid-dep=yes /")
     assert evaluate.startswith("--dependency=after:102,afterok:101 --kill-on-invalid-dep=yes /")
     assert "submitted deploy_tiny as Slurm job 102" in result.stdout
-    folder = tmp_path / "the results/tiny/deploy_tp2_pp1_fp16_fp16/jobs/001"
+    folder = tmp_path / "the results/tiny/deploy_tp2_pp1_auto_auto/jobs/001"
     record = json.loads((folder / "job.json").read_text())
     assert (record["job_id"], record["after"]) == ("102", "101")
     assert record["log"] == "log-deploy_tiny_102.out"
@@ -62,7 +62,7 @@ def test_a_job_that_slurm_queues_too_late_to_say_so_is_found(
     result = run("stages=[export]", *arguments, LATE="1")
     assert result.returncode == 0, result.stderr
     assert "submitted export_tiny as Slurm job 107" in result.stdout
-    folder = tmp_path / "the results/tiny/export_tp2_pp1_fp16_fp16/jobs/001"
+    folder = tmp_path / "the results/tiny/export_tp2_pp1_auto_auto/jobs/001"
     assert json.loads((folder / "job.json").read_text())["job_id"] == "107"
     assert len(calls.read_text().splitlines()) == 1
 

@@ -83,7 +83,8 @@ def test_paths_survive_hydras_command_line(tmp_path: Path) -> None:
 def test_two_ranks_want_two_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str
 ) -> None:
-    lines = "".join(f"echo 'GPU {number}: NVIDIA H200 (UUID: GPU-0)'\n" for number in range(gpus))
+    lines = "".join(f"echo '{number}, GPU-{number}, 143771, 9.0'\n" for number in range(gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{lines}")
     program.chmod(0o755)

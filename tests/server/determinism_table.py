@@ -112,6 +112,8 @@ def export(checkpoint: Path, parallelism: Parallelism, folder: Path) -> Path:
             max_batch_size=BATCH,
             tokenizer=TokenizerSettings("none"),
             decoupled=name == "live",
+            weight_data_type="fp32",
+            data_type="fp32",
         )
         with contextlib.redirect_stdout(sys.stderr):
             run_export(settings, folder)

@@ -48,6 +48,7 @@ def export_settings(folder: Path, name: str = "tiny", tp: int = 1, pp: int = 1, 
             "checkpoint_path": "unused.nemo",
             "model_type": "gpt3",
             "max_batch_size": 8,
+            "data_type": "fp32",
             **more,
         },
     )

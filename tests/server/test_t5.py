@@ -263,6 +263,8 @@ def export_original(folder: Path) -> Path:
         triton_model_dir=str(folder / "model_repo" / "original"),
         tokenizer=TokenizerSettings("none"),
         max_batch_size=4,
+        weight_data_type="fp32",
+        data_type="fp32",
     )
     run_export(settings, folder)
     return folder / "hf"

@@ -32,6 +32,8 @@ def test_translations_are_transformers_own(
         parallelism=Parallelism(tp, pp),
         processes=2,
         max_batch_size=ITEMS,
+        weight_data_type="fp32",
+        data_type="fp32",
     )
     run_export(settings, tmp_path)
     answers = json.loads((trained / "reference_greedy.json").read_text())

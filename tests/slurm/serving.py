@@ -117,6 +117,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "models" / "tiny"),
         Parallelism(2),
         processes=1,
+        weight_data_type="fp32",
+        data_type="fp32",
     )
     return run_export(settings, folder)
 

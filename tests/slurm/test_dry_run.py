@@ -23,7 +23,7 @@ def test_the_scheduler_is_asked_and_nothing_is_queued(
     assert f"mount {image.parent}:/images:ro  # container_mounts\n" in ran.stdout
     assert "  # paths of the export stage\n" in ran.stdout
     assert "env NCCL_DEBUG='INFO'  # env_vars\n" in ran.stdout
-    cache = submit.results / "deploy_tp2_pp1_fp16_fp16" / "triton_cache"
+    cache = submit.results / "deploy_tp2_pp1_auto_auto" / "triton_cache"
     assert f"env TRITON_CACHE_DIR='{cache}'  # the deploy stage\n" in ran.stdout
     assert "--gpus-per-node=2" in ran.stdout
     assert "  # launcher_scripts_path\n" in ran.stdout

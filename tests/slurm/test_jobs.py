@@ -262,7 +262,7 @@ def test_the_documented_command_line(
         PATH=os.pathsep.join([str(other.parent), os.environ["PATH"]]),
     )
     assert ran.returncode == 0, ran.stderr
-    (record_file,) = results.glob("gpt3_126m/export_tp2_pp1_fp16_fp16/jobs/001/job.json")
+    (record_file,) = results.glob("gpt3_126m/export_tp2_pp1_auto_auto/jobs/001/job.json")
     record = json.loads(record_file.read_text())
     log = record_file.parent / record["log"]
     assert slurm.wait(record["job_id"])["JobState"] == "COMPLETED", log.read_text()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from launcher_scripts.checkpoint.convert.data_types import checkpoint_type, range_notes
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
 from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
@@ -37,7 +39,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
-from launcher_scripts.config.settings import CHECKPOINT_KEY, ExportSettings
+from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, check_division
 
@@ -87,9 +89,6 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         adapted = with_adapters(base, settings, _existing_parent(target))
         checkpoint: SourceCheckpoint = adapted or base
         files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
-        notes = (*checkpoint.notes, *tokenizer_files.missing_files(files))
-        for note in notes:
-            print(f"note: {note}", flush=True)
         config = _with_token_ids(settings, checkpoint, files)
         if adapted:
             config = adapted.with_start_id(config)
@@ -97,6 +96,13 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
             backend_model_type(settings.model_type, config)
         check_serving(settings, config)
         tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        stored, is_t5 = checkpoint_type(tasks), family_of(config).name == "t5"
+        notes = [*checkpoint.notes, *tokenizer_files.missing_files(files)]
+        notes += range_notes(settings, stored, is_t5=is_t5)
+        for note in notes:
+            print(f"note: {note}", flush=True)
+        if settings.weight_data_type == AUTO:
+            settings = replace(settings, weight_data_type=stored)
         if adapted:
             tasks = adapted.fold(tasks)
     name = _name(settings, checkpoint, config, path)
@@ -114,7 +120,7 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe() | {IDENTITY: name} | ({"notes": list(notes)} if notes else {}),
+        source=checkpoint.describe() | {IDENTITY: name} | ({"notes": notes} if notes else {}),
         overwrite=settings.overwrite,
         name=name,
     )

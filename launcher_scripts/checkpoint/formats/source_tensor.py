@@ -55,6 +55,11 @@ class SourceTensor:
         return cls(tuple(shape), dtypes.pop(), tuple(pieces))
 
     @property
+    def stored_dtype(self) -> np.dtype[Any] | None:
+        """The type of the values in the checkpoint's files; None if they are computed."""
+        return self.pieces[0].values.dtype if self.pieces else None
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 

@@ -16,9 +16,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher_scripts.checkpoint.convert.data_types import compute_type
 from launcher_scripts.checkpoint.convert.manifest import check_files
 from launcher_scripts.checkpoint.convert.output_folder import refuse_links
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
@@ -28,6 +29,7 @@ from launcher_scripts.checkpoint.repository.tokenizer_files import check_vocabul
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.common.gpus import visible_gpus
 from launcher_scripts.common.rendering import pbtxt, render
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.config.settings import ExportSettings
@@ -60,6 +62,8 @@ class ModelRepository:
         model_dir = Path(settings.triton_model_dir)
         check_model_name(settings)
         checkpoint = checkpoint or FTCheckpoint.open(settings.checkpoint_dir, verify=False)
+        data_type = compute_type(settings, checkpoint.weight_data_type, visible_gpus())
+        settings = replace(settings, data_type=data_type)
         model_type = backend_model_type(settings.model_type, checkpoint.config)
         contract = served_contract(model_type, sessions=settings.interactive)
         names = text_model_names(self, settings.model_name, contract.text.roles)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from gguf import ReaderTensor
+from gguf import GGMLQuantizationType, ReaderTensor
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.checkpoint.formats.gguf_fields import Fields
 from launcher_scripts.checkpoint.formats.gguf_file import open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
@@ -103,6 +104,11 @@ def _check_kind(fields: Fields) -> None:
 
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
+_STORED_DTYPES: dict[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F64: np.dtype("<f8"),
+    GGMLQuantizationType.BF16: BFLOAT16,
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,11 @@ class QuantisedTensor(SourceTensor):
     heads: Heads
     expert: int | None = None
     restored: Restored | None = None
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """Of quantized values the type of their scales, float16."""
+        return _STORED_DTYPES.get(self.stored.tensor_type, np.dtype("<f2"))
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
         values = read_tensor(self.stored, self.expert)

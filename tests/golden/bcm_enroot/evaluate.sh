@@ -13,7 +13,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_fp16_fp16/matplotlib_cache
+export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_auto_auto/matplotlib_cache
 export TRANSFORMERS_OFFLINE=1
 
 # Containers of jobs that were killed before they could remove them.

@@ -17,9 +17,9 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_fp16_fp16/matplotlib_cache
+export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_auto_auto/matplotlib_cache
 export TRANSFORMERS_OFFLINE=1
-export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_fp16_fp16/triton_cache
+export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_auto_auto/triton_cache
 
 # The image is fetched once for all nodes and jobs.
 mkdir -p /mount/results/images

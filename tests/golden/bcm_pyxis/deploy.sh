@@ -21,7 +21,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp16_pp1_fp16_fp16/triton_cache
+export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp16_pp1_auto_auto/triton_cache
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 

@@ -18,7 +18,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp16_pp1_fp16_fp16/matplotlib_cache
+export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp16_pp1_auto_auto/matplotlib_cache
 export NCCL_DEBUG='INFO; rm -rf $HOME'
 export TRANSFORMERS_OFFLINE=1
 

@@ -18,7 +18,7 @@ set -euo pipefail
 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
-export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_fp16_fp16/triton_cache
+export TRITON_CACHE_DIR=/mount/results/gpt3_126m/deploy_tp2_pp1_auto_auto/triton_cache
 export TRANSFORMERS_OFFLINE=1
 
 # A time limit, a preemption or a person ends the server in order: it finishes its requests.
