@@ -12,10 +12,16 @@ from launcher_scripts.gateway.tool_calls import ToolCall, ToolText
 class AnswerText:
     """Reads the text of one answer as it comes."""
 
-    def __init__(self, reasoning: Reasoning | None, tools: Sequence[Mapping[str, Any]]) -> None:
-        """tools: that may be called"""
+    def __init__(
+        self,
+        reasoning: Reasoning | None,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        lists_only: bool = False,
+    ) -> None:
+        """tools, lists_only: see ToolText"""
         self._reasoning = None if reasoning is None else ReasoningText(reasoning)
-        self._tools = ToolText(tools) if tools else None
+        self._tools = ToolText(tools, lists_only=lists_only) if tools else None
 
     @property
     def calls(self) -> list[ToolCall]:

@@ -335,9 +335,9 @@ class ReadChat(Chat):
     def _new_text(self) -> AnswerText | HarmonyText:
         tools = () if self._named else self.body.tools or ()
         if self._harmony is None:
-            return AnswerText(self._reasoning, tools)
-        must_call = self.body.tool_choice == "required"
-        return HarmonyText(self._harmony, tools, must_call=must_call)
+            return AnswerText(self._reasoning, tools, lists_only=self.body.calls_are_lists)
+        lists = self.body.tool_choice == "required" or self.body.calls_are_lists
+        return HarmonyText(self._harmony, tools, lists_only=bool(tools) and lists)
 
     @staticmethod
     def _reason(piece: Piece, called: bool) -> dict[str, Any]:

@@ -88,14 +88,14 @@ class HarmonyText:
     """
 
     def __init__(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, must_call: bool = False
+        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, lists_only: bool = False
     ) -> None:
         """prompt: what the answer goes on with, perhaps within a message
 
-        tools: that may be called;  must_call: what is answered is a list of calls
+        tools: that may be called;  lists_only: calls are a list in the answer, by a grammar
         """
         self._names = names_of(tools)
-        self._forced = ToolText(tools) if must_call else None
+        self._forced = ToolText(tools, lists_only=True) if lists_only else None
         header, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
         self._message = self._of_header(header) if mark else None
         self._held = ""

@@ -316,14 +316,22 @@ class ChatBody(SamplingBody, ChatPrompt):
 
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
-        found, tools = super().grammars, self.tools or []
+        """A call that must be made takes the place of another form; one that may be, adds to it."""
+        forms, tools = super().grammars, self.tools or []
+        if len(forms) > 1 or not tools or self.tool_choice == "none":
+            return forms
         if isinstance(self.tool_choice, NamedTool):
             schema = schema_of_one(tools, self.tool_choice.function.name)
-            found["tool_choice"] = {"json_schema": schema}
-        elif self.tool_choice == "required":
-            schema = schema_of_any(tools, several=self.parallel_tool_calls)
-            found["tool_choice"] = {"json_schema": schema}
-        return found
+            return {"tool_choice": {"json_schema": schema}}
+        calls = {"json_schema": schema_of_any(tools, several=self.parallel_tool_calls)}
+        if self.tool_choice == "required":
+            return {"tool_choice": calls}
+        return {parameter: {"any_of": [form, calls]} for parameter, form in forms.items()}
+
+    @property
+    def calls_are_lists(self) -> bool:
+        """True if a grammar requires that calls are a JSON list, so that an object is content."""
+        return bool(super().grammars)
 
 
 class TokenizeBody(StrictBody):

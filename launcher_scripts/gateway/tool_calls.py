@@ -30,6 +30,7 @@ _OPEN = re.compile("|".join(map(re.escape, _PAIRS)))
 _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
 # How an object or a list of objects begins, as far as it is there.
 _OBJECTS = re.compile(r"(\[\s*)?(\{\s*(\".*)?)?", re.DOTALL)
+_LISTS = re.compile(r"(\[\s*(\{\s*(\".*)?)?)?", re.DOTALL)
 _ARGUMENTS = ("arguments", "parameters")
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse any other
@@ -97,8 +98,13 @@ class ToolText:
     Text is held back while it may still become a call.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """tools: that may be called"""
+    def __init__(self, tools: Sequence[Mapping[str, Any]], *, lists_only: bool = False) -> None:
+        """tools: that may be called
+
+        lists_only: a grammar allows calls as a JSON list only; marks and objects are content
+        """
+        self._pairs = {} if lists_only else _PAIRS
+        self._beginning = _LISTS if lists_only else _OBJECTS
         self._schemas = {name: schema_of_one(tools, name) for name in names_of(tools)}
         self._held = ""
         self._begun = False  # there was content, so what looks like JSON is content, too
@@ -111,7 +117,7 @@ class ToolText:
         """
         self._held += text
         content, known = "", len(self.calls)
-        while mark := _OPEN.search(self._held):
+        while self._pairs and (mark := _OPEN.search(self._held)):
             before = self._held[: mark.start()]
             inside, close, after = self._held[mark.end() :].partition(_PAIRS[mark[0]])
             if not close and not finished:
@@ -125,12 +131,12 @@ class ToolText:
         if not finished and self._may_be_a_call():
             return content, self.calls[known:]
         if finished:
-            found = [] if self._begun or self.calls else self._read(self._held)
+            found = self._read(self._held) if self._may_be_a_call() else []
             self.calls += found
             content += "" if found else self._content(self._held)
             self._held = ""
         else:
-            kept = overlap(self._held, *_PAIRS)
+            kept = overlap(self._held, *self._pairs) if self._pairs else 0
             content += self._content(self._held[: len(self._held) - kept])
             self._held = self._held[len(self._held) - kept :]
         return content, self.calls[known:]
@@ -148,7 +154,7 @@ class ToolText:
         if self._begun or self.calls:
             return False
         marked = any(mark.startswith(start) or start.startswith(mark) for mark in _MARKS)
-        return marked or _OBJECTS.fullmatch(start) is not None
+        return marked or self._beginning.fullmatch(start) is not None
 
     def _read(self, text: str) -> list[ToolCall]:
         """The calls that all of a text is; none where it is something else."""

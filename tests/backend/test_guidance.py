@@ -76,6 +76,30 @@ def test_a_choice_is_one_of_them(folder):
 
 
 @needs_llguidance
+@pytest.mark.parametrize("thought", ["", "so</think>"])
+def test_alternatives_keep_their_own_definitions(thought):
+    """Both schemas define `A`, each its own; any other kind of grammar stands beside them."""
+    schemas = [
+        {"type": "array", "items": {"$ref": "#/$defs/A"}, "minItems": 1, "maxItems": 1}
+        | {"$defs": {"A": {"enum": [value]}}}
+        for value in ("one", "two")
+    ]
+    grammars: list[dict[str, object]] = [{"json_schema": schema} for schema in schemas]
+    grammars += [{"choice": ["three"]}, {"regex": "fo{1,2}ur"}, {"grammar": 'start: "five"'}]
+    text = json.dumps(
+        {"any_of": grammars, **({"reasoning": {"end": "</think>"}} if thought else {})}
+    )
+    made, tokenizer = guidance("gpt2bpe")
+    for expected in ('["one"]', '["two"]', "three", "foour", "five"):
+        guide = made.guide(text)
+        for token in tokenizer.encode(thought + expected):
+            assert guide.accept(token), expected
+        assert guide.ended or tokenizer.end_id in allowed(guide)
+    guide = made.guide(text)
+    assert not all(map(guide.accept, tokenizer.encode(thought + '["three"]')))
+
+
+@needs_llguidance
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_regular_expression_matches(folder):
     found = texts(folder, {"regex": "(a|b[en]){2,4} (the|or) [a-d]{3}"})
@@ -221,6 +245,7 @@ def test_ids_beyond_the_tokenizers_never_come():
         ("{}", "it is a JSON object with one key"),
         ('{"regex": "a", "choice": ["b"]}', "one key"),
         ('{"ebnf": "a"}', "one key"),
+        ('{"any_of": [{"regex": "a"}, {"ebnf": "a"}]}', "one key each"),
         ('{"regex": 3}', "regex is a text"),
         ('{"choice": []}', "choice is a list of texts"),
         ('{"choice": [1]}', "choice is a list of texts"),

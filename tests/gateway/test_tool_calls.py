@@ -273,6 +273,63 @@ def test_what_must_be_called_is_the_texts_grammar(
     assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
+FORM = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "schema": FORM}}
+CALLS = [{"name": "weather", "parameters": BERLIN}, {"name": "clock", "parameters": {}}]
+
+
+@pytest.mark.parametrize(
+    ("forms", "parameter", "grammar"),
+    [
+        ({"response_format": FORMAT}, "response_format", {"json_schema": FORM}),
+        ({"response_format": {"type": "json_object"}}, "response_format", {"json_object": True}),
+        ({"guided_choice": ["a", "b"]}, "guided_choice", {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", {"regex": "a+"}),
+    ],
+)
+def test_tools_with_a_form_of_the_text(
+    forms: dict[str, Any], parameter: str, grammar: dict[str, Any]
+) -> None:
+    """auto: a list of calls or the form; required or named: a call; none: the form."""
+    backend = saying(json.dumps(CALLS))
+    client, schema = chat_client(backend), schema_of_any(TOOLS, several=True)
+    expected = {
+        "auto": (parameter, {"any_of": [grammar, {"json_schema": schema}]}),
+        "required": ("tool_choice", {"json_schema": schema}),
+        "none": (parameter, grammar),
+    }
+    for choice in expected:
+        body = {"messages": HI, "tools": TOOLS, "tool_choice": choice, **forms}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        request = backend.requests[-1]
+        assert (request.grammar_parameter, json.loads(request.grammar)) == expected[choice]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_has_a_form_is_content_unless_it_is_a_list_of_calls(stream: bool) -> None:
+    def read(text: str) -> tuple[str, list[str]]:
+        if stream:
+            content, calls, _ = streamed(text, response_format=FORMAT)
+            return content, [call["name"] for call in calls]
+        message = answer(text, response_format=FORMAT)["message"]
+        calls = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        return message["content"] or "", calls
+
+    assert read(json.dumps(CALLS)) == ("", ["weather", "clock"])
+    for text in (
+        json.dumps({"name": "clock", "parameters": {}}),
+        json.dumps({"answer": hermes("clock", {})}),
+        json.dumps([{"name": "other", "parameters": {}}]),
+    ):
+        assert read(text) == (text, [])
+
+
+def test_a_form_is_not_held_back_beside_tools() -> None:
+    reader = ToolText(TOOLS, lists_only=True)
+    assert reader.take('{"answer": "a', finished=False)[0] == '{"answer": "a'
+    assert ToolText(TOOLS, lists_only=True).take('[{"na', finished=False)[0] == ""
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -283,7 +340,7 @@ def test_what_must_be_called_is_the_texts_grammar(
             "choices: weather, clock",
         ),
         (
-            {"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}},
+            {"tools": TOOLS, "guided_regex": "a", "response_format": {"type": "json_object"}},
             "response_format",
             "one of",
         ),

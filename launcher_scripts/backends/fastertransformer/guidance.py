@@ -56,6 +56,28 @@ def _lark(value: Any) -> str:
         raise ValueError(f"the grammar cannot be read: {error}") from error
 
 
+def _any_of(value: Any) -> str:
+    """Alternatives, each with its own definitions."""
+    if not isinstance(value, list) or not value or not all(map(_is_grammar, value)):
+        raise ValueError("any_of is a list of objects with one key each")
+    names, grammars = [], []
+    for index, ((key, alternative),) in enumerate(each.items() for each in value):
+        first, *others = _members(_GRAMMARS[key](alternative))
+        names.append(f"@alternative{index}")
+        grammars += [{**first, "name": names[-1][1:]}, *others]
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {' | '.join(names)}"}, *grammars]})
+
+
+def _is_grammar(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and not value.keys() - _GRAMMARS.keys()
+
+
+def _members(grammar: str) -> list[dict[str, Any]]:
+    """Return the entries of a grammar in llguidance's form, which may be Lark's text."""
+    is_json = grammar.startswith("{")
+    return list(json.loads(grammar)["grammars"]) if is_json else [{"lark_grammar": grammar}]
+
+
 # key of guided_grammar -> llguidance's grammar from its value; ValueError for a wrong one
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "json_schema": _json_schema,
@@ -63,6 +85,7 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _lark,
+    "any_of": _any_of,
 }
 
 
@@ -112,11 +135,7 @@ class Guidance:
         try:
             given = json.loads(text)
             marks = given.pop("reasoning", None) if isinstance(given, dict) else None
-            if (
-                not isinstance(given, dict)
-                or len(given) != 1
-                or not given.keys() <= _GRAMMARS.keys()
-            ):
+            if not _is_grammar(given):
                 raise ValueError("it is a JSON object with one key, and maybe reasoning")
             ((key, value),) = given.items()
             grammar = _GRAMMARS[key](value)
@@ -145,9 +164,9 @@ class Guidance:
             r"TEXT: /(.|\n)*/",
             r"BLANKS: /\s*/",
         ]
-        own = json.loads(grammar)["grammars"][0] if grammar[0] == "{" else {"lark_grammar": grammar}
-        both = [{"lark_grammar": "\n".join(rules)}, {**own, "name": "answer"}]
-        return json.dumps({"grammars": both})
+        first, *others = _members(grammar)
+        grammars = [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]
+        return json.dumps({"grammars": grammars})
 
     def _symbols(self, mark: str) -> list[str]:
         """A mark in llguidance's grammars: its texts, and the ids of special tokens, which have no
