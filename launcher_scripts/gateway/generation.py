@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.gateway.admission import Admission, QueuedRow
-from launcher_scripts.gateway.api_errors import bad_request, unsupported
+from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.merging import merged
 from launcher_scripts.gateway.reasoning import Reasoning
@@ -327,10 +327,6 @@ def _check(
         given, asked = len(prompt.ids), options.max_tokens
         needed = max(given, asked) if model.encodes else given + asked
         if model.max_len is not None and needed > model.max_len:
-            too_long = "messages" if isinstance(body, ChatBody) else "prompt"
-            raise bad_request(
-                f"{model.name} has {model.max_len} positions; got {given} tokens of the "
-                f"prompt and {asked} to generate; change max_tokens or the prompt",
-                too_long if given + (not model.encodes) > model.max_len else "max_tokens",
-                "context_length_exceeded",
-            )
+            name = "messages" if isinstance(body, ChatBody) else "prompt"
+            param = name if given + (not model.encodes) > model.max_len else "max_tokens"
+            raise ContextOverflow(model.max_len, given, asked, name, param)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow
 from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
@@ -25,7 +25,11 @@ from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.validation import validated
 
 # Parameters of a chat, by which errors name them -> what they are called here.
-_NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
+_NAMES = {
+    "prompt": "messages",
+    "response_format": "output_config",
+    "stop": "stop_sequences",
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Blocks of an answer: the delta that each grows by, and where in it and in the block its text is.
 _DELTAS = {
@@ -116,6 +120,12 @@ class MessageAnswer(Retelling[MessagesBody]):
         self._blocks: list[dict[str, Any]] = []
         self._grown = ""  # the text of the block that is open, which is the last one
         self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+
+    @classmethod
+    def rename(cls, error: ApiError) -> None:
+        super().rename(error)
+        if isinstance(error, ContextOverflow):
+            error.message = error.for_anthropic
 
     def begin(self) -> Iterator[Event]:
         yield "message_start", {"message": self.answer()}

@@ -32,6 +32,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "prompt": "input",
     "response_format": "text",
 }
 

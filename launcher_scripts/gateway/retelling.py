@@ -40,8 +40,13 @@ class Retelling(ABC, Generic[Body]):
         try:
             return cls(body, await Chat.of(model, cls.as_chat(body), record, limits))
         except ApiError as error:
-            error.param = cls.names.get(str(error.param), error.param)
+            cls.rename(error)
             raise
+
+    @classmethod
+    def rename(cls, error: ApiError) -> None:
+        """Put a chat's error in the interface's words."""
+        error.param = cls.names.get(str(error.param), error.param)
 
     @staticmethod
     @abstractmethod
@@ -50,7 +55,11 @@ class Retelling(ABC, Generic[Body]):
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
-        answer = await self.chat.whole()
+        try:
+            answer = await self.chat.whole()
+        except ApiError as error:
+            self.rename(error)
+            raise
         (choice,) = answer["choices"]
         for _ in self.take(choice["message"]):
             pass  # events, for which nobody waits
@@ -76,6 +85,7 @@ class Retelling(ABC, Generic[Body]):
                     if events := self._said(each for delta in deltas for each in self.take(delta)):
                         yield events
         except ApiError as error:
+            self.rename(error)
             if not begun:
                 raise
             yield self.failed(error)

@@ -22,6 +22,7 @@ from launcher_scripts.clients.models import parameter
 from launcher_scripts.contract.requests import PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
+    ContextOverflow,
     ServerLost,
     bad_request,
     timed_out,
@@ -69,6 +70,8 @@ _PARAMETERS = {
     "lora_task_id": "model",
     "num_speculative_tokens": "num_speculative_tokens",
 }
+# The number of tokens that a model has positions or a cache for, at the end of its refusal.
+_CAPACITY = re.compile(r"(?:has|which holds) (\d+)(?: positions)?$", re.MULTILINE)
 
 
 class TritonBackend:
@@ -204,9 +207,13 @@ def _refusal(message: str, request: RowRequest) -> ApiError:
     if named is None:
         return bad_request(message)
     param = parameters[named[1]]
-    # Positions and places in the cache are all that a model has too few of.
-    code = "context_length_exceeded" if param == "max_tokens" else "invalid_value"
-    return bad_request(message.replace(named[1], param), param, code)
+    message = message.replace(named[1], param)
+    if (capacity := _CAPACITY.search(message)) is None:
+        return bad_request(message, param)
+    max_len, prompt_len = int(capacity[1]), len(request.prompt_ids)
+    if prompt_len + request.max_tokens > max_len:
+        return ContextOverflow(max_len, prompt_len, request.max_tokens, "prompt", param)
+    return bad_request(message, param, "context_length_exceeded")  # of several beams
 
 
 class _Row:

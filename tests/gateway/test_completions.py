@@ -368,6 +368,22 @@ def test_what_tokens_stand_for_is_remembered_across_requests() -> None:
     assert translator.tokenizer is adapter.tokenizer is model.tokenizer
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "words"),
+    [
+        (65, 1, "However, your prompt resulted in 65 tokens. Please reduce the length of the"),
+        (64, 1, "However, you requested 65 tokens (64 in the prompt, 1 in the completion)."),
+        (5, 60, "However, you requested 65 tokens (5 in the prompt, 60 in the completion)."),
+    ],
+)
+def test_clients_recognize_an_overflow(prompt_len: int, max_tokens: int, words: str) -> None:
+    """By OpenAI's code, or by its words as litellm and LangChain do."""
+    client = client_of(served(FakeBackend()))
+    error = refused(client, prompt=[5] * prompt_len, max_tokens=max_tokens)
+    assert error["message"].startswith(f"This model's maximum context length is 64 tokens. {words}")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+
+
 def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
     client = client_of(served(FakeBackend(), encodes=True, max_len=8))
     assert ask(client, prompt=[5] * 8, max_tokens=8)["choices"]

@@ -217,9 +217,14 @@ def test_errors_are_those_of_the_client(asking: Asking) -> None:
             "tool_choice",
             "tools",
         ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 1001}]},
+            "messages",
+            "prompt is too long: ",
+        ),
         ({"mcp_servers": [{"url": "a"}]}, "mcp_servers", "runs no tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "tools"),
-        ({"max_tokens": 10**6}, "max_tokens", "positions"),
+        ({"max_tokens": 10**6}, "max_tokens", "exceed context limit"),
         ({"stop_sequences": [""]}, "stop_sequences", "1 to 1024"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_function_that_must_be_called_and_a_form() -> None:
         ({"text": 5}, "text", "expected an object"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text"),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "positions"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length is"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         (
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},

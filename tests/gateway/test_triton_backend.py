@@ -293,8 +293,22 @@ def test_the_servers_errors_have_their_status(
         ("- stop_words_list has ids outside of it", "stop_token_ids", "invalid_value"),
         ("- logit_bias_values is out of range", "logit_bias", "invalid_value"),
         ("guided_grammar cannot be followed: x", "guided_regex", "invalid_value"),
-        ("request_output_len 9 need 12 tokens", "max_tokens", "context_length_exceeded"),
-        ("max_output_len 9 need 12 tokens", "max_tokens", "context_length_exceeded"),
+        (
+            "the prompt's 3 tokens and request_output_len 9 need 11 positions, and the model has 8",
+            "max_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            "the prompt's 3 tokens and max_output_len 9 and beam_width 2 need 22 tokens in the "
+            "key/value cache, which holds 8",
+            "max_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            "input_ids has 9 tokens, and the encoder has 8 positions",
+            "prompt",
+            "context_length_exceeded",
+        ),
         ("decoder_input_ids has ids outside of it", None, "invalid_value"),
     ],
 )
@@ -303,10 +317,21 @@ def test_what_the_model_refuses_is_named_as_the_client_calls_it(
 ) -> None:
     engine, _ = backend(InferenceServerException(f"INVALID_ARG: {said}"))
     with pytest.raises(ApiError) as refused:
-        generate(engine, replace(ROW, grammar="{}", grammar_parameter="guided_regex"))
+        sizes = {"prompt_ids": (5, 6, 7), "max_tokens": 9}
+        generate(engine, replace(ROW, grammar="{}", grammar_parameter="guided_regex", **sizes))
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
-    if param is not None:
+    if code == "context_length_exceeded":
+        assert "maximum context length is 8 tokens" in refused.value.message
+    elif param is not None:
         assert param in refused.value.message
+
+
+def test_a_beam_search_that_needs_more_than_the_cache_is_named() -> None:
+    said = "max_output_len 9 and beam_width 8 need 88 tokens in the key/value cache, which holds 80"
+    engine, _ = backend(InferenceServerException(f"INVALID_ARG: {said}"))
+    with pytest.raises(ApiError) as refused:
+        generate(engine, replace(ROW, max_tokens=9, beam_width=8))
+    assert refused.value.code == "context_length_exceeded" and "88" in refused.value.message
 
 
 def test_an_empty_prompt_has_no_log_probabilities() -> None:
