@@ -63,7 +63,7 @@ def test_all_misses_come_in_one_error(source: Path, tmp_path: Path) -> None:
         "encoder.layers.1.mlp.dense_h_to_4h.weight is missing",
         "encoder.final_layernorm.bias is missing",
         "encoder.layers.1.self_attention.unknown.weight is a tensor this model should not have",
-        "layers.1.attention.dense.bias has another shape",
+        "encoder.layers.1.self_attention.dense.bias has another shape",
         "layers.1.mlp.dense_4h_to_h.bias is made of int64 values",
     ):
         assert part in text

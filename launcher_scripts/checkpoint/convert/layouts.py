@@ -100,8 +100,10 @@ def stacked_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
 
 
 def flattened(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
-    """A vector stored as a matrix of one row."""
+    """A vector stored with further axes of size 1."""
     (tensor,) = tensors
+    if max(tensor.shape, default=1) != tensor.size:
+        raise ValueError("it has several axes")
     return tensor.reshape(-1)
 
 

@@ -136,19 +136,32 @@ class Task:
                 return
         # The layout is tried on arrays of the same shapes that take no memory.
         hollow = [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in self.tensors]
-        expected = self.spec.shape_on(self.config, 1)
         try:
-            blocks = self._applied(hollow)
-            sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
-            found: tuple[object, ...] = (*blocks[0][0].shape[:-1], sum(sizes))
-        except (ValueError, IndexError) as error:
-            found = (str(error),)
-        if found != expected:
+            if fits(self._applied(hollow), self.spec, self.config):
+                return
+        except (ValueError, IndexError):
+            pass  # the layout cannot take the shapes apart
+        expected = self.spec.shape_on(self.config, 1)
+        what = "{} has another shape than the hyperparameters say"
+        for key, tensor, shape in self._unfit_blocks(expected):
+            problems.add(what.format(key), got=tensor.shape, choices=[shape])
+        if not self._unfit_blocks(expected):
             problems.add(
-                f"{self.name} has another shape than the hyperparameters say",
+                what.format(", ".join(self.keys) or self.name),
                 got=[tensor.shape for tensor in self.tensors],
                 choices=[f"what makes {expected}"],
             )
+
+    def _unfit_blocks(
+        self, expected: tuple[int, ...]
+    ) -> list[tuple[str, SourceTensor, tuple[int, ...]]]:
+        """Name, tensor and right shape of the sources that do not fit, where each is one block."""
+        axes = self.spec.blocks
+        if len(axes) != len(self.tensors):
+            return []
+        shapes = [(int(getattr(self.config, axis)), *reversed(expected[:-1])) for axis in axes]
+        sources = zip(self.keys, self.tensors, shapes, strict=True)
+        return [each for each in sources if each[1].shape != each[2]]
 
     def _applied(self, values: Sequence[NDArray[Any]]) -> Blocks:
         return stored_blocks(self.layout, values, self.spec, self.config)
@@ -160,6 +173,20 @@ def stored_blocks(
     """The stored form of the source tensors of one row, which lie as `layout` says."""
     result = layout.apply(values, config)
     return whole_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
+
+
+def fits(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
+    """True if the blocks are the row's, each of its own size along the last axis and of the row's
+    sizes along the others: nothing is repeated to fill a row.
+
+    Raises IndexError for a block that has no axis.
+    """
+    expected = spec.shape_on(config, 1)
+    sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
+    sides = {unit.shape[:-1] for block in blocks for unit in block}
+    if spec.blocks and sizes != [int(getattr(config, axis)) for axis in spec.blocks]:
+        return False
+    return sides == {expected[:-1]} and sum(sizes) == expected[-1]
 
 
 def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:

@@ -14,6 +14,8 @@ from launcher_scripts.checkpoint.formats.dtypes import plain
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.common.errors import CheckpointError, problem
 
+_COMPARED_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -89,6 +91,22 @@ class SourceTensor:
         return SourceTensor(self.shape[1:], self.dtype, pieces)
 
 
+def same_values(one: SourceTensor, other: SourceTensor) -> bool:
+    """True if two tensors hold the same values; one storage is recognized without reading it."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    first, second = plain(one.read()), plain(other.read())
+    if first.__array_interface__["data"] == second.__array_interface__["data"]:
+        return True
+    if not first.shape:
+        return bool(first == second)
+    rows = range(0, len(first), _COMPARED_ROWS)
+    return all(
+        np.array_equal(first[row : row + _COMPARED_ROWS], second[row : row + _COMPARED_ROWS])
+        for row in rows
+    )
+
+
 def _overlap(pieces: Sequence[Piece]) -> bool:
     """Whether two pieces share a place. They are compared with those that they meet on the axis
     that tells most of them apart."""
@@ -118,9 +136,10 @@ def concatenated(tensors: Sequence[SourceTensor], axis: int, sections: int = 1) 
     """
     if len(tensors) == 1:
         return tensors[0]
-    shapes = {tuple(np.delete(tensor.shape, axis)) for tensor in tensors}
+    flat = any(len(tensor.shape) <= axis for tensor in tensors)
+    shapes = set() if flat else {tuple(np.delete(tensor.shape, axis)) for tensor in tensors}
     dtypes = {tensor.dtype for tensor in tensors}
-    uneven = any(tensor.shape[axis] % sections for tensor in tensors)
+    uneven = flat or any(tensor.shape[axis] % sections for tensor in tensors)
     if len(shapes) != 1 or len(dtypes) != 1 or uneven:
         raise CheckpointError(
             problem("shards do not fit together", got=[tensor.shape for tensor in tensors])

@@ -122,9 +122,10 @@ class Collected:
         for key in sorted(self.folded.keys() - expected.keys()):
             problems.add(f"{key} is a vector this model should not have")
         for key in expected.keys() & self.folded.keys():
-            size = sum(shard.shape[0] for shard in self.folded[key])
-            if size != expected[key]:
-                problems.add(f"{key} has another size", got=size, choices=[expected[key]])
+            shapes = [shard.shape for shard in self.folded[key]]
+            vectors = all(len(shape) == 1 for shape in shapes)
+            if not vectors or sum(shape[0] for shape in shapes) != expected[key]:
+                problems.add(f"{key} has another shape", got=shapes, choices=[(expected[key],)])
 
 
 def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile:

@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -117,10 +118,15 @@ def _wildcards(pattern: str) -> str:
 
 
 def separated(
-    tensors: Mapping[str, SourceTensor],
+    tensors: Mapping[str, SourceTensor], origin: str
 ) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor]]:
-    """The tensors of the base, and those of adapters that were saved together with it."""
-    named = {name.replace(".to_wrap.", "."): tensor for name, tensor in tensors.items()}
+    """The tensors of the base, and those of adapters that were saved together with it.
+
+    origin: where they are from, for errors
+    """
+    named = renamed(
+        ((name, name.replace(".to_wrap.", "."), tensor) for name, tensor in tensors.items()), origin
+    )
     own = {name: tensor for name, tensor in named.items() if _MARK in name}
     return {name: tensor for name, tensor in named.items() if name not in own}, own
 
@@ -140,7 +146,7 @@ def adapter_of(
     settings.check()
     scale = settings.scale()
     settings.problems.raise_if_any(CheckpointError)
-    base, own = separated(tensors)
+    base, own = separated(tensors, str(path))
     layers = _layers(own, settings, _gated(config))
     updates: dict[str, Update] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
@@ -154,23 +160,29 @@ def adapter_of(
             continue
         if part in _SPLIT:
             notes.add(_EARLY_BRIDGE)
-        updates[f"{_renamed(module, part)}.weight"] = value
+        _put(updates, f"{_renamed(module, part)}.weight", value, settings)
     for module, parts in joined.items():
         notes.add(_NEMO_ORDER)
         value = _joined(module, parts, settings)
         if value is not None:
-            updates[f"{module}.weight"] = value
+            _put(updates, f"{module}.weight", value, settings)
     settings.problems.raise_if_any(CheckpointError)
     values = {name: (value,) for name, value in updates.items()}
     if family_of(config).name == "t5":
         if "nemo" not in dialects:
             dialects = nemo_dialects(fused=_gated(config), plus_one=False)
-        values = core_t5.renamed(values)
+        values = core_t5.nemo_names(values, str(path))
         return Adapter(path, values, [dialects], ties=True, notes=tuple(sorted(notes)))
     core = dialects if "mcore" in dialects else core_dialects(_gated(config), "mcore", False)
     split = ("mcore_split_attention", "mcore_split_gate")
     ways = [core, (*split, *core), *((part, *core) for part in split)]
     return Adapter(path, values, ways, settings.targets, True, tuple(sorted(notes)))
+
+
+def _put(updates: dict[str, Update], name: str, value: Update, settings: PeftSettings) -> None:
+    if name in updates:
+        settings.problems.add(f"{name} was trained twice: as a whole, as one LoRA, or as several")
+    updates[name] = value
 
 
 def _gated(config: Any) -> bool:
@@ -191,7 +203,10 @@ def _layers(
         if settings.tp_size > 1 and module.endswith("linear_fc1"):
             order = _order(name, tensor, (part, side), gated, settings)
             tensor = _in_order(name, tensor, order, settings) if order else tensor
-        found.setdefault((module, part), {})[side] = tensor
+        sides = found.setdefault((module, part), {})
+        if side in sides:
+            settings.problems.add(f"{side} of {module} is there twice", got=name)
+        sides[side] = tensor
     return found
 
 

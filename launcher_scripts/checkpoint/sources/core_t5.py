@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.core_options import CORE_ALONE, CoreOptions
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.shards import T5_TABLE, TABLE
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt_nemo import nemo_dialects
@@ -51,12 +52,16 @@ def is_t5(names: Mapping[str, Any]) -> bool:
     return any(name.startswith("encoder.layers.") for name in names)
 
 
-def renamed(tensors: Mapping[str, Named]) -> dict[str, Named]:
-    """The tensors under NeMo's names, without what is stored twice."""
-    return {_renamed(name): tensor for name, tensor in tensors.items() if name not in _COPIES}
+def nemo_names(tensors: Mapping[str, Named], origin: str) -> dict[str, Named]:
+    """The tensors under NeMo's names, without what is stored twice.
+
+    origin: where they are from, for errors
+    """
+    named = ((name, _nemo_name(name), tensor) for name, tensor in tensors.items())
+    return renamed((each for each in named if each[0] not in _COPIES), origin)
 
 
-def _renamed(name: str) -> str:
+def _nemo_name(name: str) -> str:
     match = _LAYER.fullmatch(name)
     if match is None:
         final = re.sub(r"^(encoder|decoder)\.final_layernorm\.", r"\1.model.final_layernorm.", name)

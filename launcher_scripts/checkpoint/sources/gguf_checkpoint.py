@@ -30,6 +30,7 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
@@ -170,10 +171,13 @@ class GGUFCheckpoint(WholeTensors):
         model = read_model(archive.path)
         metadata = tokenizer_metadata(model.fields.reader)
         row = model.row
-        tensors = dict(
-            pair
-            for name, stored in model.tensors.items()
-            for pair in _tensors(_renamed(name, model.names), name, stored, model)
+        tensors = renamed(
+            (
+                (name, target, tensor)
+                for name, stored in model.tensors.items()
+                for target, tensor in _tensors(_renamed(name, model.names), name, stored, model)
+            ),
+            str(archive.path),
         )
         said = model.raw | _token_ids(metadata)
         raw = RawConfig(said, tensors.keys(), model.fields.problems)

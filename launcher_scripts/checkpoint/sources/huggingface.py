@@ -6,14 +6,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
-
-from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import plain
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, same_values
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     CONFIG_NAME,
@@ -23,13 +20,18 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     described,
     has_own_head,
 )
+from launcher_scripts.checkpoint.sources.huggingface_files import (
+    read_mapping,
+    read_tensors,
+    weight_files,
+)
 from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
     KEY,
     MODELOPT_FILE,
     check_no_weight_is_left,
     weight_scheme,
 )
-from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_tensors
+from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_name
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_raw import (
     PREDICTORS,
@@ -42,7 +44,7 @@ from launcher_scripts.checkpoint.sources.source_checkpoint import (
     Hints,
     WholeTensors,
 )
-from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.tokenizer import (
     BYT5,
     GENERATION_FILE,
@@ -50,7 +52,6 @@ from launcher_scripts.common.tokenizer import (
     PEGASUS,
     is_byt5,
 )
-from launcher_scripts.common.untrusted import mapping, parse_json
 from launcher_scripts.models.family import ModelConfig
 
 # What counts of generation_config.json: the token that texts begin with, which left config.json.
@@ -58,7 +59,6 @@ GENERATION_KEYS = ("forced_bos_token_id",)
 TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
 PREFIXES = ("transformer.", "model.", "gpt_neox.")
-_COMPARED_ROWS = 1024
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
@@ -105,11 +105,14 @@ class HuggingFaceCheckpoint(WholeTensors):
         whole = read_mapping(archive, CONFIG_NAME)
         raw = described(whole)
         row = architecture(raw, archive.path / CONFIG_NAME)
-        tensors, reads_images = _read_weights(archive), whole.get("model_type") in MULTIMODAL
-        if reads_images:
-            tensors = text_tensors(tensors)
+        reads_images = whole.get("model_type") in MULTIMODAL
+        of_files: list[str] = []
+        files = weight_files(archive, WEIGHT_FILES, of_files)
+        name_of = partial(_weight_name, reads_images=reads_images)
+        tensors = read_tensors(archive, files, name_of, of_files)
         widened = _widened(tensors, raw, archive)
-        tensors, predicts = _without_predictors(own_experts(tensors, raw["model_type"]), raw)
+        tensors = own_experts(tensors, raw["model_type"], str(archive.path))
+        tensors, predicts = _without_predictors(tensors, raw)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -130,7 +133,7 @@ class HuggingFaceCheckpoint(WholeTensors):
             values.check_keys()
             problems.raise_if_any(CheckpointError)
             raise
-        notes = [*values.notes, *values.check_keys(), *widened]
+        notes = [*of_files, *values.notes, *values.check_keys(), *widened]
         notes += [IMAGES_NOTE] if reads_images else []
         notes += [PREDICTORS_NOTE] if predicts else []
         _check_heads(config, tensors, problems)
@@ -164,13 +167,18 @@ class HuggingFaceCheckpoint(WholeTensors):
 
 
 def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:
-    """Note a number of key/value heads that the first layer's keys do not have."""
-    keys = tensors.get("layers.0.self_attn.k_proj.weight")
+    """Note a number of key/value heads that the keys and values of no layer have."""
+    rows = {
+        tensor.shape[:1]
+        for name, tensor in tensors.items()
+        if name.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight"))
+    }
     heads = getattr(config, "num_kv_heads", None)
-    if keys is not None and heads and keys.shape[0] != heads * config.head_size:
-        fits, left = divmod(keys.shape[0], config.head_size)
+    if heads and len(rows) == 1 and rows != {(heads * config.head_size,)}:
+        ((size,),) = rows
+        fits, left = divmod(size, config.head_size)
         problems.add(
-            f"num_key_value_heads does not fit k_proj.weight of {keys.shape[0]} rows "
+            f"num_key_value_heads does not fit k_proj.weight of {size} rows "
             f"in heads of {config.head_size}",
             got=heads,
             choices=[] if left else [fits],
@@ -185,55 +193,12 @@ def _generation(archive: Archive) -> dict[str, Any]:
     return {key: said[key] for key in GENERATION_KEYS if key in said}
 
 
-def read_mapping(archive: Archive, name: str) -> dict[str, Any]:
-    """A JSON file of a folder. Raises CheckpointError for one that is damaged or no mapping."""
-    try:
-        return mapping(parse_json(archive.read(name)))
-    except ValueError as error:
-        raise CheckpointError(f"{name} of {archive.path} is damaged: {error}") from error
-
-
-def _weight_files(archive: Archive) -> list[str]:
-    """The files that hold the weights, safetensors first; all missing shards are one error."""
-    names = set(archive.names())
-    for name in WEIGHT_FILES:
-        if f"{name}.index.json" in names:
-            return _shards(archive, f"{name}.index.json")
-        if name in names:
-            return [name]
-    choices = [*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES)]
-    raise CheckpointError(problem(f"{archive.path} holds no weights", choices=choices))
-
-
-def _shards(archive: Archive, index: str) -> list[str]:
-    try:
-        found = sorted(set(parse_json(archive.read(index))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
-    problems = Problems(f"{index} of {archive.path}")
-    for name in found:
-        if name not in archive.names():
-            problems.add("a shard is missing", got=name)
-    problems.raise_if_any(CheckpointError)
-    return found
-
-
-def _read_weights(archive: Archive) -> dict[str, SourceTensor]:
-    """Name without prefix -> tensor, of all files; buffers are left out."""
-    tensors: dict[str, SourceTensor] = {}
-    for file in _weight_files(archive):
-        load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
-        origin = f"{file} of {archive.path}"
-        loaded = load(archive.region(file), origin)
-        if not isinstance(loaded, dict) or not any(
-            isinstance(values, np.ndarray) for values in loaded.values()
-        ):
-            raise CheckpointError(f"{origin} holds no state dict")
-        for key, values in loaded.items():
-            name = without_prefix(str(key))
-            if isinstance(values, np.ndarray) and not name.endswith(BUFFERS):
-                tensors[name] = SourceTensor.whole(values)
-    return tensors
+def _weight_name(name: str, reads_images: bool) -> str | None:
+    """The weight table's name of a tensor; None for a buffer, or one that reads images."""
+    plain = without_prefix(name)
+    if plain.endswith(BUFFERS):
+        return None
+    return text_name(plain) if reads_images else plain
 
 
 def without_prefix(name: str) -> str:
@@ -280,19 +245,5 @@ def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]
         for other in others:
             if other in tensors and name not in tensors:
                 tensors[name] = tensors[other]
-            if other in tensors and _equal(tensors[other], tensors[name]):
+            if other in tensors and same_values(tensors[other], tensors[name]):
                 del tensors[other]
-
-
-def _equal(one: SourceTensor, other: SourceTensor) -> bool:
-    """Whether two tensors hold the same values; one storage is told without reading it."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    first, second = plain(one.read()), plain(other.read())
-    if first.__array_interface__["data"] == second.__array_interface__["data"]:
-        return True
-    rows = range(0, len(first), _COMPARED_ROWS)
-    return all(
-        np.array_equal(first[row : row + _COMPARED_ROWS], second[row : row + _COMPARED_ROWS])
-        for row in rows
-    )

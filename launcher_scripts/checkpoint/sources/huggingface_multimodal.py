@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-_Tensor = TypeVar("_Tensor")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,8 @@ def _for_text(rotary: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def text_tensors(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-    """The decoder's tensors under the names that a model of text gives them."""
-    return {
-        next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith(_IMAGE_TENSORS)
-    }
+def text_name(name: str) -> str | None:
+    """The name that a model of text gives a tensor; None for one that reads images."""
+    if name.startswith(_IMAGE_TENSORS):
+        return None
+    return next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,17 +19,19 @@ from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
+from launcher_scripts.checkpoint.sources.huggingface import without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
+from launcher_scripts.checkpoint.sources.huggingface_files import read_mapping
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
+from launcher_scripts.checkpoint.sources.renaming import renamed, unwrapped
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 
 CONFIG_NAME = "adapter_config.json"
+Value = TypeVar("Value")
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_STEM = "base_model.model."
 _LORA = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
     r"(?:\.default)?(?:\.(?P<kind>weight|bias))?"
@@ -206,6 +208,18 @@ class _Parts:
     tokens: dict[str, SourceTensor] = field(default_factory=dict)
     whole: dict[str, SourceTensor] = field(default_factory=dict)
 
+    @staticmethod
+    def put(
+        table: dict[str, SourceTensor],
+        key: str,
+        tensor: SourceTensor,
+        name: str,
+        problems: Problems,
+    ) -> None:
+        if key in table:
+            problems.add(f"{name} and another tensor are both {key}")
+        table[key] = tensor
+
 
 def matches(path: Path) -> bool:
     """Whether a folder is an adapter of PEFT."""
@@ -226,15 +240,14 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     parts = _sorted(_read_tensors(archive), problems)
     updates: dict[str, tuple[Update, ...]] = {}
     modules: dict[str, str] = {}
-    for name, tensor in parts.whole.items():
-        updates[without_prefix(name)] = (Replaced(tensor),)
-    for module, tensor in parts.tokens.items():
-        name = f"{without_prefix(module)}.weight"
-        rows = settings.token_rows(module)
+    for name, tensor in _plain_names(parts.whole, archive).items():
+        updates[name] = (Replaced(tensor),)
+    for stem, (module, tensor) in _plain_names(_with_names(parts.tokens), archive).items():
+        name, rows = f"{stem}.weight", settings.token_rows(module)
         updates[name] = (*updates.get(name, ()), Replaced(tensor, rows))
-    for module, sides in parts.loras.items():
-        modules[without_prefix(module)] = module
-        for name, value in _lora(without_prefix(module), module, sides, settings).items():
+    for stem, (module, sides) in _plain_names(_with_names(parts.loras), archive).items():
+        modules[stem] = module
+        for name, value in _lora(stem, module, sides, settings).items():
             updates[name] = (*updates.get(name, ()), value)
     settings.check_saved(parts)
     ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(updates, base)
@@ -247,6 +260,16 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         return None if None in found else any(found)
 
     return Adapter(path, updates, _dialects(base), targets, ties)
+
+
+def _plain_names(values: Mapping[str, Value], archive: Archive) -> dict[str, Value]:
+    """Values by the weight table's names. Raises CheckpointError where two names become one."""
+    named = ((name, without_prefix(name), value) for name, value in values.items())
+    return renamed(named, str(archive.path))
+
+
+def _with_names(values: Mapping[str, Value]) -> dict[str, tuple[str, Value]]:
+    return {name: (name, value) for name, value in values.items()}
 
 
 def _is_pattern(value: object) -> bool:
@@ -270,9 +293,11 @@ def _read_tensors(archive: Archive) -> dict[str, SourceTensor]:
         raise CheckpointError(f"{origin} holds no state dict")
     for name, values in loaded.items():
         archive.check(values, name)
-    return {
-        str(name).removeprefix(_STEM): SourceTensor.whole(values) for name, values in loaded.items()
-    }
+    named = (
+        (str(name), unwrapped(str(name))[0], SourceTensor.whole(values))
+        for name, values in loaded.items()
+    )
+    return renamed(named, origin)
 
 
 def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
@@ -280,11 +305,12 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
     for name, tensor in tensors.items():
         if lora := _LORA.fullmatch(name):
             side = lora["part"] + ("_bias" if lora["kind"] == "bias" else "")
-            parts.loras.setdefault(lora["module"], {})[side] = tensor
+            parts.put(parts.loras.setdefault(lora["module"], {}), side, tensor, name, problems)
         elif tokens := _TOKENS.fullmatch(name):
-            parts.tokens[tokens["module"]] = tensor
+            parts.put(parts.tokens, tokens["module"], tensor, name, problems)
         elif whole := _WHOLE.fullmatch(name):
-            parts.whole[f"{whole['module']}.{whole['kind']}"] = tensor
+            target = f"{whole['module']}.{whole['kind']}"
+            parts.put(parts.whole, target, tensor, name, problems)
         else:
             problems.add(f"{name} is not a part that is known")
     return parts

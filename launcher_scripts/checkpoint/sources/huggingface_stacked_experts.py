@@ -9,7 +9,7 @@ https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-fina
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import Problems
 
 _EXPERTS = ".mlp.experts."
@@ -98,39 +99,52 @@ def _pairs() -> NDArray[Any]:
     return np.stack([numbers[every & 15], numbers[every >> 4]], axis=1)
 
 
-def own_experts(tensors: Mapping[str, SourceTensor], model_type: str) -> dict[str, SourceTensor]:
-    """The tensors, those of all experts of a layer replaced by those of each."""
-    return _in_turn(tensors) if model_type == "gpt_oss" else _in_parts(tensors)
+def own_experts(
+    tensors: Mapping[str, SourceTensor], model_type: str, origin: str
+) -> dict[str, SourceTensor]:
+    """The tensors, those of all experts of a layer replaced by those of each.
+
+    origin: the source, for errors
+    Raises CheckpointError where an expert's tensor is there twice, alone and among all.
+    """
+    split = _in_turn if model_type == "gpt_oss" else _in_parts
+    return renamed(
+        (
+            (name, expert_name, expert_tensor)
+            for name, tensor in tensors.items()
+            for expert_name, expert_tensor in split(name, tensor)
+        ),
+        origin,
+    )
 
 
-def _in_turn(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+def _in_turn(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
     """Of gpt-oss: weights [experts, in, out] and biases [experts, out] of gate and up in turn."""
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        layer, _, part = name.rpartition(_EXPERTS)
-        stem, biased = part.removesuffix("_bias"), part.endswith("_bias")
-        if stem not in _PARTS or len(tensor.shape) != (2 if biased else 3):
-            continue
-        del found[name]
-        targets, kind = _PARTS[stem], "bias" if biased else "weight"
-        for expert, own in enumerate(tensor.read()):
-            for number, target in enumerate(targets):
-                values = own.T[number :: len(targets)]
-                found[f"{layer}{_EXPERTS}{expert}.{target}.{kind}"] = SourceTensor.whole(values)
-    return found
+    layer, _, part = name.rpartition(_EXPERTS)
+    stem, biased = part.removesuffix("_bias"), part.endswith("_bias")
+    if stem not in _PARTS or len(tensor.shape) != (2 if biased else 3):
+        yield name, tensor
+        return
+    targets, kind = _PARTS[stem], "bias" if biased else "weight"
+    for expert, weight in enumerate(tensor.read()):
+        for index, target in enumerate(targets):
+            values = weight.T[index :: len(targets)]
+            yield f"{layer}{_EXPERTS}{expert}.{target}.{kind}", SourceTensor.whole(values)
 
 
-def _in_parts(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
-    """Of the other models: weights [experts, out, in], of gate and up one after the other."""
-    found = dict(tensors)
-    for (module, end), parts in _STACKED.items():
-        for name, tensor in tensors.items():
-            if len(tensor.shape) != 3 or not name.endswith(module + end):
-                continue
-            del found[name]
-            stem, rows = name.removesuffix(end), tensor.shape[1] // len(parts)
-            for expert, own in enumerate(tensor.read()):
-                for number, part in enumerate(parts):
-                    values = own[number * rows : (number + 1) * rows]
-                    found[f"{stem}.experts.{expert}.{part}.weight"] = SourceTensor.whole(values)
-    return found
+def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
+    """Of the other models: weights [experts, out, in], of gate and up one after the other.
+
+    Rows that cannot be divided make parts of different sizes, which do not fit the weight table.
+    """
+    end, parts = next(
+        ((end, parts) for (module, end), parts in _STACKED.items() if name.endswith(module + end)),
+        ("", ()),
+    )
+    if len(tensor.shape) != 3 or not parts:
+        yield name, tensor
+        return
+    stem = name.removesuffix(end)
+    for expert, weight in enumerate(tensor.read()):
+        for part, values in zip(parts, np.array_split(weight, len(parts)), strict=True):
+            yield f"{stem}.experts.{expert}.{part}.weight", SourceTensor.whole(values)

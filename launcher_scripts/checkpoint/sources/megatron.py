@@ -25,6 +25,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     read_gpt,
 )
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.shards import (
     HEAD,
     TABLE,
@@ -138,12 +139,24 @@ def _root(archive: Archive) -> str:
 
 def the_latest(archive: Archive, roots: set[str]) -> str:
     """Of folders ("" or ending in `/`) that hold a checkpoint each, the one that the tracker file
-    names, or the only one there is."""
-    if len(roots) > 1 and TRACKER_NAME in archive.names():
+    names, or the only one there is.
+
+    Raises CheckpointError where the tracker file names a folder that holds no such checkpoint.
+    """
+    if TRACKER_NAME in archive.names() and roots != {""}:
         step = archive.read(TRACKER_NAME).decode(errors="replace").strip()
         latest = f"{step}/" if step == "release" else f"iter_{step:0>7}/"
         if latest in roots:
             return latest
+        if any(name.startswith(latest) for name in archive.names()):
+            raise CheckpointError(
+                problem(
+                    f"{TRACKER_NAME} of {archive.path} names {latest}, whose checkpoint is "
+                    "incomplete or of another format than the others",
+                    got=sorted(roots),
+                    change=f"{CHECKPOINT_KEY}, naming one folder",
+                )
+            )
     if len(roots) != 1:
         raise CheckpointError(
             problem(
@@ -201,9 +214,9 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
     """Name -> tensor, with the names of NeMo's classic GPTs."""
     if not isinstance(model.get("language_model", model), dict):
         raise CheckpointError(f"{origin} holds no language model")
-    found = {}
-    for name, values in flattened(model.get("language_model", model)):
-        name = re.sub(r"^transformer\.", "encoder.", name)
+    tensors = []
+    for source, values in flattened(model.get("language_model", model)):
+        name = re.sub(r"^transformer\.", "encoder.", source)
         name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
         if name.startswith(_IGNORED) or name.endswith(_IGNORED):
             continue
@@ -211,8 +224,8 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
             raise CheckpointError(
                 problem(f"{origin} holds something other than weights", got=f"{name}: {values!r}")
             )
-        found[name] = SourceTensor.whole(values)
-    return found
+        tensors.append((source, name, SourceTensor.whole(values)))
+    return renamed(tensors, origin)
 
 
 # What the core's layers can do and these cannot.

@@ -28,6 +28,7 @@ from launcher_scripts.checkpoint.sources.megatron import (
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.shards import HEAD, TABLE
 from launcher_scripts.checkpoint.sources.source_checkpoint import (
     PREDICTORS_NOTE,
@@ -91,7 +92,9 @@ class MegatronCoreCheckpoint(WholeTensors):
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = the_latest(archive, roots(archive))
         stored = distributed.read_stored(archive, root)
-        tensors, own = core_adapters.separated(model_names(stored.tensors))
+        tensors, own = core_adapters.separated(
+            model_names(stored.tensors, str(archive.path)), str(archive.path)
+        )
         if TABLE not in tensors:
             raise CheckpointError(
                 f"{archive.path} holds adapters alone: name it in export.model.adapter_checkpoints"
@@ -108,7 +111,7 @@ class MegatronCoreCheckpoint(WholeTensors):
             }
         config: ModelConfig
         if core_t5.is_t5(tensors):
-            tensors = core_t5.renamed(tensors)
+            tensors = core_t5.nemo_names(tensors, str(archive.path))
             config, dialects = core_t5.read_t5(options, tensors)
         else:
             gpt = core_options.read_gpt(options)
@@ -150,9 +153,13 @@ class MegatronCoreCheckpoint(WholeTensors):
         return {"tool": self.tool, "folder": self.root.rstrip("/")}
 
 
-def model_names(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
-    """The tensors without a common prefix, without what inference does not need."""
-    return stripped({name.removeprefix("module."): tensor for name, tensor in tensors.items()})
+def model_names(tensors: Mapping[str, SourceTensor], origin: str) -> dict[str, SourceTensor]:
+    """The tensors without a common prefix, without what inference does not need.
+
+    origin: where they are from, for errors
+    """
+    named = ((name, name.removeprefix("module."), tensor) for name, tensor in tensors.items())
+    return stripped(renamed(named, origin), origin)
 
 
 def roots(archive: Archive) -> set[str]:
@@ -266,7 +273,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     """
     archive = Archive(path)
     root = the_latest(archive, roots(archive))
-    tensors = model_names(distributed.read_tensors(archive, root))
+    tensors = model_names(distributed.read_tensors(archive, root), str(path))
     if TABLE in tensors:
         raise CheckpointError(
             f"{path} holds a whole model with its adapters: name it in {CHECKPOINT_KEY}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.convert.reshard import Blocks
-from launcher_scripts.checkpoint.convert.tasks import Task, source_of, stored_blocks
+from launcher_scripts.checkpoint.convert.tasks import Task, fits, source_of, stored_blocks
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
@@ -303,12 +303,9 @@ class Place:
             return self.table and inside and value.shape[1:] == expected[1:]
         try:
             blocks = self.stored(np.broadcast_to(_ZERO, value.shape))
+            return fits([[block] for block in blocks], self.spec, self.config)
         except (ValueError, IndexError):
             return False
-        columns = sum(block.shape[-1] for block in blocks)
-        widths = [block.shape[-1] for block in blocks]
-        named = [int(getattr(self.config, axis)) for axis in self.spec.blocks] or widths
-        return widths == named and (*blocks[0].shape[:-1], columns) == expected
 
     def stored(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Values laid out like the tensor, as blocks of the stored form. Where a row is made of

@@ -122,7 +122,7 @@ def _read_weights(
     """Name -> shards of what lies beside model_config.yaml."""
     tensors = distributed_tensors(archive, root)
     if tensors is not None:
-        return merged_stages([[stripped(tensors)]])
+        return merged_stages([[stripped(tensors, str(archive.path))]])
     return merged_stages(chunked_stages(archive, weight_files(archive, root), raw))
 
 
@@ -132,7 +132,7 @@ def _read_training(
     """Name -> shards of one checkpoint of a training."""
     if training.distributed:
         tensors = distributed.read_tensors(archive, f"{training.name}/")
-        return merged_stages([[stripped(tensors)]])
+        return merged_stages([[stripped(tensors, str(archive.path))]])
     files = rank_files(archive, "", f"{training.name}.ckpt")
     return merged_stages(chunked_stages(archive, files, training.raw, lightning=True))
 

@@ -17,7 +17,9 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.pickles import AnyGlobal
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.shards import (
+    RANK_FOLDER,
     StateDict,
     flattened,
     in_layer_order,
@@ -59,10 +61,22 @@ def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
 
 
 def distributed_tensors(archive: Archive, root: str) -> dict[str, SourceTensor] | None:
-    """The tensors of a distributed checkpoint below `root`; None where there is none."""
+    """The tensors of a distributed checkpoint below `root`; None if there is none.
+
+    Raises CheckpointError where the files of ranks are there too.
+    """
     folder = root + DISTRIBUTED_FOLDER
     if folder + distributed.METADATA not in archive.names():
         return None
+    ranks = re.compile(f"{re.escape(root)}(?:{RANK_FOLDER})?{re.escape(WEIGHTS_NAME)}")
+    others = list(filter(ranks.fullmatch, archive.names()))
+    if others:
+        raise CheckpointError(
+            problem(
+                f"{archive.path} holds two sets of weights: {others[0]}, and {folder}",
+                choices=["one of them: remove the leftover of another save"],
+            )
+        )
     return distributed.read_tensors(archive, folder)
 
 
@@ -71,10 +85,14 @@ def weight_files(archive: Archive, root: str) -> list[list[str]]:
     return rank_files(archive, root, WEIGHTS_NAME, [DISTRIBUTED_FOLDER + distributed.METADATA])
 
 
-def stripped(tensors: StateDict) -> dict[str, SourceTensor]:
-    """Names without their common prefix, without what inference does not need."""
-    named = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in named.items() if not _IGNORED.fullmatch(name)}
+def stripped(tensors: StateDict, origin: str) -> dict[str, SourceTensor]:
+    """Names without their common prefix, without what inference does not need.
+
+    origin: where they are from, for errors
+    Raises CheckpointError for two tensors of one name.
+    """
+    named = ((name, _PREFIX.sub("", name), tensor) for name, tensor in tensors.items())
+    return renamed((each for each in named if not _IGNORED.fullmatch(each[1])), origin)
 
 
 def chunked_stages(
@@ -125,4 +143,5 @@ def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
                 got=others[:3],
             )
         )
-    return stripped({str(key): SourceTensor.whole(value) for key, value in tensors.items()})
+    whole = {str(key): SourceTensor.whole(value) for key, value in tensors.items()}
+    return stripped(whole, origin)

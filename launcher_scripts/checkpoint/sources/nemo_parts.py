@@ -8,7 +8,7 @@ IA3 and adapters, and for LoRA those of the weights it is for.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
     read_config,
     weight_files,
 )
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.shards import flattened, merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
@@ -134,7 +135,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
     """The flat state dicts, [pipeline stage][tensor-parallel rank]."""
     tensors = distributed_tensors(archive, root)
     if tensors is not None:
-        return [[_named(tensors.items())]]
+        return [[_named(tensors.items(), str(archive.path))]]
     ranks = []
     for names in weight_files(archive, root):
         stage = []
@@ -145,22 +146,28 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
                 raise CheckpointError(f"{origin} holds no state dict")
             stage.append(
                 _named(
-                    (name, SourceTensor.whole(value))
-                    for name, value in flattened(loaded.get("state_dict", loaded))
-                    if isinstance(value, np.ndarray)
+                    (
+                        (name, SourceTensor.whole(value))
+                        for name, value in flattened(loaded.get("state_dict", loaded))
+                        if isinstance(value, np.ndarray)
+                    ),
+                    origin,
                 )
             )
         ranks.append(stage)
     return ranks
 
 
-def _named(tensors: Any) -> dict[str, SourceTensor]:
-    """Names as classic NeMo 1.18's, all parts of a name separated by dots."""
-    plain = {
-        _PREFIX.sub("", name.replace(":", ".")).replace("adapter_layer.", ""): tensor
+def _named(tensors: Iterable[tuple[str, SourceTensor]], origin: str) -> dict[str, SourceTensor]:
+    """Names as classic NeMo 1.18's, all parts of a name separated by dots.
+
+    Raises CheckpointError for two tensors of one name.
+    """
+    named = (
+        (name, _PREFIX.sub("", name.replace(":", ".")).replace("adapter_layer.", ""), tensor)
         for name, tensor in tensors
-    }
-    return {name: tensor for name, tensor in plain.items() if not _IGNORED.fullmatch(name)}
+    )
+    return renamed((each for each in named if not _IGNORED.fullmatch(each[1])), origin)
 
 
 def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
@@ -199,13 +206,14 @@ def _place(
     ia3, adapter, lora = (pattern.fullmatch(rest) for pattern in (_IA3, _ADAPTER, _LORA))
     if ia3:
         name = _t5_ia3(layer["side"], ia3) if t5 else _gpt_ia3(ia3)
-        part.ia3[f"{target}.{name}"] = tensors
+        _put(part.ia3, f"{target}.{name}", tensors, rest, problems)
         return True
     if adapter:
         stem = f"{target}.{ATTENTION_ADAPTER if adapter['number'] == '1' else FFN_ADAPTER}"
         for table, kept in ((_LINEAR_ADAPTER, tensors), (_WHOLE_ADAPTER, tensors[:1])):
             if adapter["name"] in table:
-                part.adapters[f"{stem}.{table[adapter['name']]}"] = kept
+                name = f"{stem}.{table[adapter['name']]}"
+                _put(part.adapters, name, kept, rest, problems)
                 return True
     if lora:
         place = (lora["module"], lora["kind"])
@@ -216,7 +224,7 @@ def _place(
             core = layer["side"] == "decoder" and not t5
             linear = _LORA_TARGETS[place][1 if core else 0]
             weight = f"{layer['stack']}.{lora['module']}.{linear}.weight"
-            part.loras.setdefault(weight, {})[lora["side"]] = tensors
+            _put(part.loras.setdefault(weight, {}), lora["side"], tensors, rest, problems)
             return True
     problems.add(f"{layer.string} is not a part that is known")
     return True
@@ -226,6 +234,15 @@ def _gpt_ia3(match: re.Match[str]) -> str:
     if match["kind"] == "mlp":
         return "mlp.ia3.weight"
     return f"attention.{match['kind'][0]}.ia3.weight"
+
+
+def _put(
+    table: Shards, name: str, tensors: tuple[SourceTensor, ...], source: str, problems: Problems
+) -> None:
+    """Put a tensor into a table under a new name, which it must not share with another."""
+    if name in table:
+        problems.add(f"{source} and another tensor of its layer are both {name}")
+    table[name] = tensors
 
 
 def _t5_ia3(side: str, match: re.Match[str]) -> str:

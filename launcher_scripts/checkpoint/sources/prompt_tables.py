@@ -135,13 +135,20 @@ def _encoded(part: PartFile) -> Any:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
         weight, bias = _joined(found, f"{first}.weight"), _joined(found, f"{first}.bias")
-        inner = _gelu(values @ weight.T + bias)
+        inner = _gelu(_linear(values, weight, bias))
         second_weight = _joined(found, f"{second}.weight", axis=1)
-        return inner @ second_weight.T + _whole(found, f"{second}.bias")
+        return _linear(inner, second_weight, _whole(found, f"{second}.bias"))
     first, second = _CLASSIC
-    inner = values @ _whole(found, f"{first}.weight").T + _whole(found, f"{first}.bias")
-    second_weight = _whole(found, f"{second}.weight")
-    return np.maximum(inner, 0) @ second_weight.T + _whole(found, f"{second}.bias")
+    inner = _linear(values, *(_whole(found, f"{first}.{kind}") for kind in ("weight", "bias")))
+    weight, bias = (_whole(found, f"{second}.{kind}") for kind in ("weight", "bias"))
+    return _linear(np.maximum(inner, 0), weight, bias)
+
+
+def _linear(values: Any, weight: Any, bias: Any) -> Any:
+    """values @ weight.T + bias. Raises ValueError for a bias that is not one number per output."""
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias of shape {bias.shape} for a weight of shape {weight.shape}")
+    return values @ weight.T + bias
 
 
 def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:

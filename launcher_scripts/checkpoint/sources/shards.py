@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    SourceTensor,
+    concatenated,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.family import Partition
 
@@ -97,7 +100,7 @@ def merged_stages(stages: Sequence[Sequence[StateDict]]) -> dict[str, tuple[Sour
 
     Stages start counting at 0; a stage begins where the one before it ended, for the layers of
     an encoder and of a decoder each. A tensor that several stages hold (a tied table) is taken
-    from the first.
+    from the first: a later stage may hold an untrained copy, of the same shape.
     """
     merged: dict[str, tuple[SourceTensor, ...]] = {}
     first: dict[str, int] = {}
@@ -115,7 +118,12 @@ def merged_stages(stages: Sequence[Sequence[StateDict]]) -> dict[str, tuple[Sour
                 raise CheckpointError(
                     problem(f"{name} is missing on a tensor-parallel rank", got=len(shards))
                 )
-            merged.setdefault(target, shards)
+            copies = (merged.setdefault(target, shards), shards)
+            shapes = [[shard.shape for shard in copy] for copy in copies]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(
+                    problem(f"{target} has another shape in another pipeline stage", got=shapes)
+                )
         first = {stack: first.get(stack, 0) + counts.get(stack, 0) for stack in {*first, *counts}}
     return merged
 
@@ -139,6 +147,9 @@ def find_whole(
     if parts is None:
         return None
     if partition is Partition.REPLICATED:
+        shapes = [part.shape for part in parts]
+        if len({*shapes}) > 1:
+            raise CheckpointError(problem("the ranks hold different shapes of it", got=shapes))
         return parts[0]
     axis = 1 if partition is Partition.ROW_PARALLEL else 0
     return concatenated(parts, axis, sections)
