@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+CHECKOUT = Path(__file__).resolve().parents[2]
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: a forked child should do little
 
 
@@ -143,3 +146,23 @@ def is_suspended(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return process_stat(pid).state in SUSPENDED
     return False
+
+
+def own_python() -> str:
+    """The interpreter of this process, also where Python is embedded in another program."""
+    if sys.executable and "python" in Path(sys.executable).name:
+        return sys.executable
+    for folder in (sys.prefix, sys.exec_prefix):
+        candidate = Path(folder) / "bin" / "python3"
+        if candidate.exists():
+            return str(candidate)
+    found = shutil.which("python3")
+    if found is None:
+        raise FileNotFoundError("there is no python3 to run a process of this program with")
+    return found
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, with the modules it can import."""
+    paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -100,6 +100,7 @@ SAMPLING_EXTENSIONS = (
     ),
 )
 
+MAX_GRAMMAR_BYTES = 256 * 1024
 GUIDED_GRAMMAR = array(
     "guided_grammar",
     "UINT8",

@@ -46,6 +46,7 @@ from launcher_scripts.models.family import ModelConfig
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 STOP_SECONDS = 20.0
+MASK_POLL_SECONDS = 0.005
 Build = Callable[["Engine"], Runner]
 
 __all__ = ["Engine", "EngineSettings"]
@@ -312,8 +313,13 @@ class Engine:
         )
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
-        while self._receive(scheduler, 0.0 if launched or scheduler.rows else recording.pause()):
+        waits = False  # whether all rows that run wait for the masks of their guides
+        while self._receive(
+            scheduler,
+            MASK_POLL_SECONDS * waits if launched or scheduler.rows else recording.pause(),
+        ):
             plan = scheduler.plan()
+            waits = plan is None and not launched
             if plan is not None:
                 recording.disturbed()
                 self._ranks.begin_step(plan)

@@ -18,7 +18,7 @@ class RowRequest:
     end_id:           the token that ends the row; None: none does
     stop_ids:         further tokens that do
     beam_width:       2 or more: a beam search, which has no log-probabilities
-    grammar:          what the text has to be, as guided_grammar says it; None: anything
+    grammar:          what the text has to be, the bytes of guided_grammar; None: anything
     grammar_parameter: of the client's request, where it says so
     cache_salt:       prompts share keys and values with those of the same salt
     lora_adapter:     the number of one; None: none
@@ -48,7 +48,7 @@ class RowRequest:
     stop_ids: tuple[int, ...] = ()
     beam_width: int = 1
     length_penalty: float = 1.0
-    grammar: str | None = None
+    grammar: bytes | None = None
     grammar_parameter: str = "response_format"
     cache_salt: int = 0
     lora_adapter: int | None = None

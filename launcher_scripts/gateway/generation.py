@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
@@ -113,6 +114,7 @@ class Generation:
         self.options = options
         self.record = record
         self._timeout = body.timeout or limits.timeout
+        self._grammar_parameter, self._grammar = _grammar(body, options)
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         record.model = model.name
@@ -163,9 +165,6 @@ class Generation:
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
         ranked = not self._beams and options.rows > body.n
-        parameter, grammar = next(iter(body.grammars.items()), ("", None))
-        if grammar is not None and options.reasoning is not None:
-            grammar = {**grammar, "reasoning": options.reasoning.marks}
         name = self.record.request_id
         return RowRequest(
             request_id=name if len(self._places) == 1 else f"{name}-{number}",
@@ -182,8 +181,8 @@ class Generation:
             stop_ids=tuple(dict.fromkeys((*end_ids[1:], *body.stop_token_ids))),
             beam_width=options.rows if self._beams else 1,
             length_penalty=body.length_penalty,
-            grammar=json.dumps(grammar, ensure_ascii=False) if grammar else None,
-            grammar_parameter=parameter,
+            grammar=self._grammar,
+            grammar_parameter=self._grammar_parameter,
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,
@@ -286,6 +285,22 @@ def _cache_salt(owner: str | None, given: str | None) -> int:
         return 0
     said = json.dumps((owner, given)).encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big")
+
+
+def _grammar(body: SamplingBody, options: GenerationOptions) -> tuple[str, bytes | None]:
+    """The parameter that asks for a grammar, and guided_grammar. Raises ApiError for a long one."""
+    parameter, grammar = next(iter(body.grammars.items()), ("", None))
+    if grammar is None:
+        return parameter, None
+    if options.reasoning is not None:
+        grammar = {**grammar, "reasoning": options.reasoning.marks}
+    text = json.dumps(grammar, ensure_ascii=False).encode()
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise bad_request(
+            f"{parameter} is too long: got {len(text)} bytes as JSON, at most {MAX_GRAMMAR_BYTES}",
+            parameter,
+        )
+    return parameter, text
 
 
 def _check(

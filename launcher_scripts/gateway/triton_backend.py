@@ -290,7 +290,7 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
             "temperature": request.temperature,
         }
     if request.grammar is not None:
-        values["guided_grammar"] = list(request.grammar.encode())
+        values["guided_grammar"] = np.frombuffer(request.grammar, np.uint8)
     if request.logit_bias:
         values["logit_bias_ids"] = list(request.logit_bias)
         values["logit_bias_values"] = list(request.logit_bias.values())

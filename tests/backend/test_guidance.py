@@ -7,6 +7,8 @@ import json
 import random
 import re
 import sys
+import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,7 @@ SCHEMA = {
 }
 
 
+@cache
 def guidance(folder: str, **changes: int) -> tuple[Guidance, Tokenizer]:
     """Of a model whose vocabulary is padded."""
     tokenizer = load_tokenizer(TOKENIZERS / folder)
@@ -267,6 +270,84 @@ def test_a_wrong_grammar_is_named(text, message):
         guidance("gpt2bpe")[0].guide(text)
 
 
+def nested(depth: int) -> str:
+    rules = "\n".join(f'r{i}: r{i + 1} "x"?' for i in range(depth))
+    return f'start: r0\n{rules}\nr{depth}: "a"'
+
+
+@needs_llguidance
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ({"grammar": nested(10_000)}, "too complex: it is nested too deeply"),
+        (
+            {
+                "json_schema": {
+                    "$ref": "#/$defs/d0",
+                    "$defs": {
+                        **{f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(4_000)},
+                        "d4000": {"type": "string"},
+                    },
+                }
+            },
+            "too complex: it is nested too deeply",
+        ),
+        (
+            {
+                "json_schema": {
+                    "allOf": [{"type": "string", "pattern": f"^.*{i}.*$"} for i in range(1_000)]
+                }
+            },
+            "too complex: it",
+        ),
+        (
+            {"json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(9_000)}}},
+            "too complex",
+        ),
+        (
+            {"json_schema": {"const": "x" * 900_000}},
+            r"too long, .*; got 9000\d\d; .*262144",
+        ),
+    ],
+)
+def test_a_grammar_beyond_the_limits_is_refused_and_the_next_one_is_not(grammar, message):
+    made, _ = guidance("gpt2bpe")
+    with pytest.raises(RequestError, match=f"guided_grammar .*{message}"):
+        made.guide(json.dumps(grammar))
+    assert made.guide('{"choice": ["yes"]}').mask()
+
+
+@needs_llguidance
+def test_a_grammar_is_compiled_once_for_all_rows(monkeypatch):
+    made = guidance.__wrapped__("gpt2bpe")[0]
+    calls = []
+    compile_one = made._compiler.compile
+    monkeypatch.setattr(
+        made._compiler, "compile", lambda text: calls.append(text) or compile_one(text)
+    )
+    guides = [made.guide('{"regex": "a+b"}') for _ in range(3)]
+    assert len(calls) == 1
+    token = guidance("gpt2bpe")[1].encode("a")[0]
+    assert guides[0].accept(token)
+    assert guides[0].mask() != guides[1].mask() == guides[2].mask()
+
+
+@needs_llguidance
+def test_a_hostile_regular_expression_is_refused_or_bounded():
+    """Each mask is computed apart from the thread that waits for it."""
+    made, tokenizer = guidance("gpt2bpe")
+    try:
+        guide = made.guide('{"regex": "((a{1000}){1000}){1000}"}')
+        for _ in range(5):
+            started = time.perf_counter()
+            guide.accept(tokenizer.encode("a")[0])
+            guide.is_ready(0.0)
+            assert time.perf_counter() - started < 1.0
+            guide.mask()
+    except RequestError as error:
+        assert "guided_grammar is too complex" in str(error)
+
+
 @needs_llguidance
 def test_a_model_without_tokenizer_or_end_token_has_no_guides(tmp_path):
     with pytest.raises(RequestError, match="guided_grammar needs the model's tokenizer: no token"):
@@ -288,7 +369,7 @@ def test_without_an_end_token_of_its_own_a_model_takes_the_tokenizers():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match="needs the Python package llguidance where the model"):
-        guidance("gpt2bpe")[0].guide('{"regex": "a"}')
+        guidance.__wrapped__("gpt2bpe")[0].guide('{"regex": "a"}')
 
 
 def test_pieces_are_the_bytes_of_their_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -16,6 +17,7 @@ from launcher_scripts.contract.requests import (
     SamplingParameters,
 )
 from launcher_scripts.engine import engine as engine_module
+from launcher_scripts.engine.core import guide as guide_module
 from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.engine import Engine
 from tests.checkpoint import reference_forward_gpt
@@ -44,6 +46,9 @@ class Steps:
     def ended(self) -> bool:
         return self._left == 0
 
+    def is_ready(self, timeout: float) -> bool:  # noqa: ARG002
+        return True
+
     def mask(self) -> bytes:
         self.asked += 1
         bits = np.zeros(3 * 32, dtype=np.uint8)
@@ -59,6 +64,20 @@ class Steps:
 
 def steps(count: int = 9) -> Steps:
     return Steps((3, 8, 31, 32, 63, 64, 66), (1, 33, 65, 66), (0, 2, 5, 30, 64), count)
+
+
+class LateSteps(Steps):
+    """The second mask is there once `mask_there` is set; or it fails."""
+
+    def __init__(self, error: RequestError | None = None) -> None:
+        super().__init__((3, 8, 31, 32, 63, 64, 66), (1, 33, 65, 66), (0, 2, 5, 30, 64), 9)
+        self.mask_there = threading.Event()
+        self._error = error
+
+    def is_ready(self, timeout: float) -> bool:  # noqa: ARG002
+        if self.asked == 1 and self._error is not None:
+            raise self._error
+        return self.asked != 1 or self.mask_there.is_set()
 
 
 def submit(
@@ -106,6 +125,31 @@ def test_rows_beside_have_their_own(engine):
     first, second, third, fourth = (future.result(60).output_ids for future in futures)
     assert (first, third) == (expected(PROMPT, steps()), expected(PROMPT[1:], steps(5)))
     assert [second, fourth] == plain
+
+
+def test_a_late_mask_holds_up_no_other_row(engine):
+    late, guided = LateSteps(), steps()
+    waiting = submit(engine, PROMPT, late)
+    beside = submit(engine, PROMPT, guided)
+    assert run(engine, PROMPT[:4], 12).output_ids
+    assert beside.result(60).output_ids == expected(PROMPT, steps())
+    assert not waiting.done()
+    late.mask_there.set()
+    assert waiting.result(60).output_ids == expected(PROMPT, steps())
+
+
+def test_a_guide_that_fails_ends_its_row_alone(engine):
+    failing = submit(engine, PROMPT, LateSteps(RequestError("too complex")))
+    beside = submit(engine, PROMPT, steps())
+    with pytest.raises(RequestError, match="too complex"):
+        failing.result(60)
+    assert beside.result(60).output_ids == expected(PROMPT, steps())
+
+
+def test_a_mask_that_never_comes_ends_its_row(engine, monkeypatch):
+    monkeypatch.setattr(guide_module, "MAX_MASK_SECONDS", 0.2)
+    with pytest.raises(RequestError, match=r"too complex: .*; choices: at most 0\.2 s"):
+        submit(engine, PROMPT, LateSteps()).result(60)
 
 
 def test_drawn_tokens_are_those_that_may_come(engine):

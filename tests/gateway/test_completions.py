@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from launcher_scripts.common.tokenizer import SpecialIds
+from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.api_errors import bad_request
 from tests.gateway.fakes import END_ID, GPT2, SETTINGS, FakeBackend, client_of, saying, served
 
@@ -544,3 +545,13 @@ def test_a_long_text_is_a_prompt_like_others() -> None:
     backend = FakeBackend()
     ask(client_of(served(backend, max_len=None), max_body=1 << 20), prompt=text)
     assert backend.requests[0].prompt_ids == tuple(GPT2.encode(text))
+
+
+def test_a_grammar_that_is_too_long_is_refused_by_its_parameter() -> None:
+    backend = FakeBackend()
+    schema = {"name": "a", "schema": {"const": "x" * MAX_GRAMMAR_BYTES}}
+    body = {"response_format": {"type": "json_schema", "json_schema": schema}, "n": 64}
+    error = refused(client_of(served(backend)), **body)
+    assert (error["param"], error["code"]) == ("response_format", "invalid_value")
+    assert f"at most {MAX_GRAMMAR_BYTES}" in error["message"]
+    assert not backend.requests

@@ -113,7 +113,7 @@ def test_only_what_is_asked_for_is_sent() -> None:
         engine,
         replace(
             ROW,
-            grammar='{"choice": ["é"]}',
+            grammar='{"choice": ["é"]}'.encode(),
             min_p=0.25,
             repetition_penalty=2.0,
             presence_penalty=0.5,
@@ -237,7 +237,7 @@ def test_a_model_without_streams_answers_once() -> None:
         ({"presence_penalty": 1.0}, "output_presence_penalty", "presence_penalty"),
         ({"frequency_penalty": 1.0}, "frequency_penalty", "frequency_penalty"),
         ({"logit_bias": {1: 1.0}}, "logit_bias_ids", "logit_bias"),
-        ({"grammar": "{}"}, "guided_grammar", "response_format"),
+        ({"grammar": b"{}"}, "guided_grammar", "response_format"),
         ({"log_probs": 0}, "num_log_probs", "logprobs"),
     ],
 )
@@ -318,7 +318,7 @@ def test_what_the_model_refuses_is_named_as_the_client_calls_it(
     engine, _ = backend(InferenceServerException(f"INVALID_ARG: {said}"))
     with pytest.raises(ApiError) as refused:
         sizes = {"prompt_ids": (5, 6, 7), "max_tokens": 9}
-        generate(engine, replace(ROW, grammar="{}", grammar_parameter="guided_regex", **sizes))
+        generate(engine, replace(ROW, grammar=b"{}", grammar_parameter="guided_regex", **sizes))
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, code)
     if code == "context_length_exceeded":
         assert "maximum context length is 8 tokens" in refused.value.message

@@ -2,24 +2,39 @@
 
 A request's guided_grammar is a JSON object with one of the keys of _GRAMMARS. With `reasoning`
 beside it the text that follows the grammar comes behind what the model thinks.
+
+A grammar is a stranger's program. llguidance limits most of its work, but some grammars of a few
+kilobytes take minutes, and some overflow its stack. So each is compiled in a process of limited
+time and memory first.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.common.limited_process import (
+    LimitedProcesses,
+    WorkLimitError,
+    WorkLimits,
+)
 from launcher_scripts.common.tokenizer import (
     PieceTokenizer,
     Tokenizer,
     TokenizerError,
     load_tokenizer,
 )
+from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.models.family import ModelConfig
 
@@ -93,22 +108,123 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
 _TOKENS = re.compile(r"(<\|[^|<>]*\|>)")
 
 
+# Of one grammar: to compile it and to compute its first mask.
+LIMITS = WorkLimits(cpu_seconds=2.0, seconds=60.0, memory_mib=128)
+NUM_COMPILERS = 2
+# Grammars that are kept; each has at most LIMITS.memory_mib.
+MAX_CACHED = 8
+MAX_MASK_THREADS = 4
+_TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex")
+
+
 class Guidance:
-    """What turns guided_grammar into a guide, for the model whose checkpoint is in `folder`."""
+    """Guides for the model whose checkpoint is in `folder`.
+
+    A grammar is compiled once for all rows that follow it at about the same time.
+    """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self._folder = folder
-        self._config = config
+        sizes = {"vocab_size": config.vocab_size, "end_id": config.end_id}
+        self._compiler = GrammarCompiler(folder, **sizes)
+        self._trials = LimitedProcesses(
+            f"{__name__}:make_trial", {"folder": str(folder), **sizes}, LIMITS, NUM_COMPILERS
+        )
+        self._masks = ThreadPoolExecutor(
+            min(MAX_MASK_THREADS, os.cpu_count() or 1), thread_name_prefix="masks"
+        )
+        self._lock = Lock()
+        self._compiled: OrderedDict[str, Future[tuple[Any, bytes]]] = OrderedDict()
+        # Threads that wait for compilations; guides come out of them.
+        self.executor = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars")
 
     def guide(self, text: str) -> Guide:
-        """A guide for one row. Raises RequestError."""
-        grammar = self._grammar(text)
-        matcher = _library().LLMatcher(self._vocabulary, grammar, log_level=0)
+        """A guide for one row, with its first mask; blocks until the grammar is compiled.
+
+        Raises RequestError.
+        """
+        matcher, mask = self._compile_once(text)
+        return _MatcherGuide(matcher.deep_copy(), mask, self._masks)
+
+    def close(self) -> None:
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self._masks.shutdown(wait=False, cancel_futures=True)
+
+    def _compile_once(self, text: str) -> tuple[Any, bytes]:
+        """The grammar's matcher at its start and its first mask; a refused grammar stays refused
+        while it is among those that came last.
+        """
+        with self._lock:
+            compiled = self._compiled.get(text)
+            if is_new := compiled is None:
+                compiled = self._compiled[text] = Future()
+            self._compiled.move_to_end(text)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        if is_new:
+            try:
+                compiled.set_result(self._compile(text))
+            except BaseException as error:
+                compiled.set_exception(error)
+        return compiled.result()
+
+    def _compile(self, text: str) -> tuple[Any, bytes]:
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            raise RequestError(
+                problem(
+                    "guided_grammar is too long, in bytes",
+                    got=size,
+                    choices=(f"at most {MAX_GRAMMAR_BYTES}",),
+                )
+            )
+        self._compiler.check()
+        try:
+            refusal = self._trials.call(text)
+        except WorkLimitError as error:
+            raise RequestError(
+                problem(f"guided_grammar is too complex: {error}", got=text[:200])
+            ) from error
+        if refusal is not None:
+            raise RequestError(refusal)
+        return self._compiler.compile(text)
+
+
+def make_trial(argument: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """For LimitedProcesses: compiles a grammar as Guidance does; returns why it is refused."""
+    compiler = GrammarCompiler(Path(argument["folder"]), argument["vocab_size"], argument["end_id"])
+    compiler.check()
+
+    def attempt(text: str) -> str | None:
+        try:
+            compiler.compile(text)
+        except RequestError as error:
+            return str(error)
+        return None
+
+    return attempt
+
+
+class GrammarCompiler:
+    """Compiles guided_grammar for one vocabulary, in the process that calls it."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_id: int) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._end_id = end_id
+
+    def check(self) -> None:
+        """Raises RequestError for a model that cannot follow grammars."""
+        _ = self._vocabulary
+
+    def compile(self, text: str) -> tuple[Any, bytes]:
+        """The grammar's matcher at its start, and its first mask. Raises RequestError."""
+        library, grammar = _library(), self._grammar(text)
+        limits = library.LLParserLimits(verbose_errors=False)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(
                 problem(f"guided_grammar cannot be followed: {matcher.get_error()}", got=text[:200])
             )
-        return _MatcherGuide(matcher)
+        return matcher, _mask(matcher)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -120,14 +236,14 @@ class Guidance:
     @cached_property
     def _vocabulary(self) -> Any:
         """llguidance's own tokenizer; it is made once, which takes a while."""
-        tokenizer, end = self._tokenizer, self._config.end_id
-        if end >= self._config.vocab_size:
+        tokenizer, end = self._tokenizer, self._end_id
+        if end >= self._vocab_size:
             end = -1 if tokenizer.end_id is None else tokenizer.end_id
-        if not 0 <= end < self._config.vocab_size:
+        if not 0 <= end < self._vocab_size:
             raise RequestError(
-                problem("guided_grammar needs a model with an end token", got=self._config.end_id)
+                problem("guided_grammar needs a model with an end token", got=self._end_id)
             )
-        ids = max(self._config.vocab_size, tokenizer.vocab_size)
+        ids = max(self._vocab_size, tokenizer.vocab_size)
         return _library().LLTokenizer(_vocabulary(tokenizer, end), ids, end)
 
     def _grammar(self, text: str) -> str:
@@ -182,21 +298,42 @@ class Guidance:
         ]
 
 
+def _mask(matcher: Any) -> bytes:
+    """The next mask. Raises RequestError where it exceeds llguidance's limits."""
+    mask = bytes(matcher.compute_bitmask())
+    if matcher.is_error() and matcher.stop_reason() in _TOO_COMPLEX:
+        reason = str(matcher.get_error()).partition("\n")[0]
+        raise RequestError(f"guided_grammar is too complex: {reason}")
+    return mask
+
+
 class _MatcherGuide:
-    """A guide that is llguidance's matcher."""
+    """A guide that is llguidance's matcher; its masks are computed by other threads."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, mask: bytes, executor: Executor) -> None:
         self._matcher = matcher
+        self._executor = executor
+        self._mask: Future[bytes] = Future()
+        self._mask.set_result(mask)
+        self.ended = bool(matcher.is_stopped())
 
-    @property
-    def ended(self) -> bool:
-        return bool(self._matcher.is_stopped())
+    def is_ready(self, timeout: float) -> bool:
+        try:
+            self._mask.result(timeout)
+        except FutureTimeoutError:
+            return False
+        return True
 
     def mask(self) -> bytes:
-        return bytes(self._matcher.compute_bitmask())
+        return self._mask.result()
 
     def accept(self, token: int) -> bool:
-        return bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
+        wait((self._mask,))  # the matcher serves one thread at a time
+        accepted = bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
+        self.ended = bool(self._matcher.is_stopped())
+        if not self.ended:
+            self._mask = self._executor.submit(_mask, self._matcher)
+        return accepted
 
 
 def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:

@@ -34,6 +34,7 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
     forwarded_request,
 )
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
+from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
 from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
 from launcher_scripts.backends.fastertransformer.nodes import (
     end_server_later,
@@ -123,6 +124,7 @@ class TritonPythonModel:
         self._max_waiting_rows = int(os.environ.get(MAX_WAITING_VARIABLE, "512"))
         self._streams = pb_utils.using_decoupled_model_transaction_policy(config)
         self._guidance = Guidance(settings.checkpoint_dir, self._engine.config)
+        self._guided = GuidedRows(self._guidance, self._engine.submit, self._engine.together)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
         self._metrics = ModelMetrics(args["model_name"], self._engine)
         self._answers = Answers(self._metrics.count_failure)
@@ -173,26 +175,23 @@ class TritonPythonModel:
         self._start(answer)
 
     def _start(self, answer: Answer, sessions: Sequence[Session] = ()) -> None:
-        with self._engine.together():
-            answer.start(self._submit, sessions)
+        guided: list[GuidedRow] = []
 
-    def _submit(
-        self, row: GenerateRequest, on_progress: SnapshotCallback | None, session: Session | None
-    ) -> Future[GenerateOutput]:
-        """Hand a row to the engine, with a guide if it has a grammar."""
-        guide = None
-        if row.guided_grammar is not None:
-            try:
-                guide = self._guidance.guide(row.guided_grammar)
-            except RequestError as error:
-                failed: Future[GenerateOutput] = Future()
-                failed.set_exception(error)
-                return failed
-        return self._engine.submit(row, on_progress, session, guide)
+        def submit(
+            row: GenerateRequest, on_progress: SnapshotCallback | None, session: Session | None
+        ) -> Future[GenerateOutput]:
+            if row.guided_grammar is None:
+                return self._engine.submit(row, on_progress, session)
+            guided.append(GuidedRow(row, on_progress, session))
+            return guided[-1].future
+
+        with self._engine.together():
+            answer.start(submit, sessions)
+        self._guided.start(guided)
 
     def _check_room(self, rows: int) -> None:
         """Refuse a request that would wait behind too many; alone in line it may be any size."""
-        waiting = self._engine.rows_waiting
+        waiting = self._engine.rows_waiting + self._guided.num_waiting
         if waiting and waiting + rows > self._max_waiting_rows:
             raise BusyError(
                 problem(
@@ -279,6 +278,7 @@ class TritonPythonModel:
         if self._serving:
             if self._sessions is not None:
                 self._sessions.close()
+            self._guidance.close()
             self._engine.close()
             self._answers.close()
             self._metrics.close()

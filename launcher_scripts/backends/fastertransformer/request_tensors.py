@@ -213,9 +213,9 @@ def _grammars(
         problems.add(f"{name} must be [{rows}, n]", got=list(tensor.shape))
         return {}
     texts = []
-    for row in given.tolist():
+    for row in given.numpy():
         try:
-            texts.append(bytes(row).rstrip(b"\0").decode() or None)
+            texts.append(row.tobytes().rstrip(b"\0").decode() or None)
         except ValueError as error:
             problems.add(f"{name} is not UTF-8: {error}")
     return {"guided_grammar": texts}

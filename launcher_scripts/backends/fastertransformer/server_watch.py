@@ -20,8 +20,12 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launcher_scripts.common.processes import process_stat, signal_when_parent_dies
-from launcher_scripts.engine.distributed.rank_processes import own_environment, own_python
+from launcher_scripts.common.processes import (
+    own_environment,
+    own_python,
+    process_stat,
+    signal_when_parent_dies,
+)
 
 POLL_SECONDS = 1.0
 

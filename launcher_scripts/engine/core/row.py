@@ -57,7 +57,8 @@ class Row:
     empty where nothing is to be decoded. start is the cache token after those of the source. A
     row of several hypotheses has a slot for each, and their cache tokens one after the other. A
     row of a session lives in the session's extent, after the tokens of the requests before. The
-    guide's masks of the first `masked` tokens have been told to the ranks. prefix is what others
+    guide's masks of the first `masked` tokens have been told to the ranks; the mask of the next one
+    has been late since `late_since`, by time.perf_counter. prefix is what others
     may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
     what another one computes.
 
@@ -114,6 +115,7 @@ class Row:
     draft: Draft | None = None
     read_by_draft: int = 0
     masked: int = 0
+    late_since: float = 0.0
     error: RequestError | None = None
     came_at: float = field(default_factory=time.perf_counter)
     placed_at: float = 0.0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from typing import TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.drafting import plan_drafts, take_drafts
-from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart, TokenMask
+from launcher_scripts.engine.core.guide import new_masks, with_masks
+from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
@@ -112,6 +113,7 @@ class Scheduler:
         """The next step, or None when there is nothing to launch."""
         self._moves, self._copies, self._moved = [], [], []
         self._drop_cancelled()
+        self._end_failed()
         self._grow()
         for row in self._reading.values():
             if not row.begun:  # before rows that are admitted now, so that it never waits for them
@@ -152,7 +154,7 @@ class Scheduler:
             copies=tuple(self._copies),
             places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
-            masks=tuple(self._masks()),
+            masks=tuple(new_masks(self._running.values())),
             under_way=under_way,
         )
 
@@ -216,24 +218,16 @@ class Scheduler:
             self._answer(row, time.perf_counter())
 
     def _in_turn(self, settled: int) -> list[Row]:
-        """Rows that get a token in the next step. Those that wait for their tokens go together: if
-        they took turns, each would wait for two steps. Of several stages each has as many rows, of
-        those whose last token came in a step up to `settled`, who has waited longest first.
-        """
-        rows = [row for row in self._running.values() if row.decodes]
+        """Rows that get a token in the next step. Those that wait for their tokens go together: in
+        turns, each would wait for two steps. Of several stages each has as many rows, of those
+        whose last token came in a step up to `settled`, who has waited longest first."""
+        rows = with_masks(row for row in self._running.values() if row.decodes)
         if self._stages == 1:
             waiting = [row for row in self._running.values() if row.waits_for_tokens]
             busy = any(row.awaits_decode_step for row in waiting)
             return [row for row in rows if not row.waits_for_tokens] if busy else rows
         ready = [row for row in rows if row.step <= settled]
         return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
-
-    def _masks(self) -> Iterator[TokenMask]:
-        """Of the guided rows that get a token in the step that is planned."""
-        for row in self._running.values():
-            if row.guide is not None and row.launched > row.masked:
-                row.masked = row.launched
-                yield TokenMask(row.slot, row.guide.mask())
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
@@ -336,10 +330,8 @@ class Scheduler:
 
     def _start(self, row: Row, starts: list[Row]) -> bool:
         """Let a row that waits run, if there is room for it, be it where its prefix was found.
-
-        One that has run before waits until all tokens that were launched are there.
-        """
-        if row.launched > len(row.tokens):
+        One that has run before waits for all tokens that were launched, and for its mask."""
+        if row.launched > len(row.tokens) or not with_masks([row]):
             return False
         if row.placed_at:
             row.resume()
@@ -474,6 +466,13 @@ class Scheduler:
         for row in [row for row in self._running.values() if row.future.cancelled()]:
             row.finished = True
             self._leave(row)
+
+    def _end_failed(self) -> None:
+        """End the rows whose guides have failed while they waited for their masks."""
+        rows = (*self._running.values(), *islice(self._waiting, 1))
+        for row in [row for row in rows if row.error is not None]:
+            row.finished = True
+            self._answer(row, time.perf_counter())
 
     def _leave(self, row: Row) -> None:
         """The row has ended, be it while it waited for a place again."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from launcher_scripts.common.processes import is_suspended, signal_when_parent_dies
+from launcher_scripts.common.processes import (
+    is_suspended,
+    own_environment,
+    own_python,
+    signal_when_parent_dies,
+)
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 WORKER = "launcher_scripts.engine.distributed.worker"
 
 
@@ -83,23 +85,3 @@ def die_with_parent(parent: int) -> None:
     signal_when_parent_dies(signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(0)
-
-
-def own_python() -> str:
-    """The interpreter of this process, also where Python is embedded in another program."""
-    if sys.executable and "python" in Path(sys.executable).name:
-        return sys.executable
-    for folder in (sys.prefix, sys.exec_prefix):
-        candidate = Path(folder) / "bin" / "python3"
-        if candidate.exists():
-            return str(candidate)
-    found = shutil.which("python3")
-    if found is None:
-        raise FileNotFoundError("there is no python3 to run the other ranks with")
-    return found
-
-
-def own_environment() -> dict[str, str]:
-    """This process's environment, with the modules it can import."""
-    paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
