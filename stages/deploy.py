@@ -71,6 +71,7 @@ class Deploy(ServiceStage):
             restarts=self.restarts,
             gateway=self._gateway(),
             promote=self.block.promote,
+            closed=self.block.gateway.api_keys is not None,
             **server,
         )
         return with_absolute_paths(settings)

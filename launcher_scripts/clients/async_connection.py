@@ -11,10 +11,10 @@ from tritonclient.utils import InferenceServerException
 from launcher_scripts.clients.connection import (
     GRPC_ARGUMENTS,
     Tensors,
+    channel_arguments,
     infer_arguments,
     ready_names,
     received,
-    tls_arguments,
 )
 from launcher_scripts.config.security import ClientTls
 
@@ -33,9 +33,7 @@ class TritonServer:
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         self.address = address
-        self._client = triton.InferenceServerClient(
-            address, channel_args=_CHANNEL, **tls_arguments(tls)
-        )
+        self._client = triton.InferenceServerClient(**channel_arguments(address, tls, _CHANNEL))
 
     async def is_ready(self, model: str) -> bool:
         """Whether the server answers and serves the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -9,12 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.config.security import ClientTls
+from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.config.security import SERVER_NAME, ClientTls
 
 MOST_IN_FLIGHT = 256
 # Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
@@ -139,11 +141,7 @@ class GrpcConnection:
         self._module = grpc
         self._timeout = request_timeout
         self._connect = partial(
-            grpc.InferenceServerClient,
-            address,
-            verbose=verbose,
-            channel_args=GRPC_ARGUMENTS,
-            **tls_arguments(tls),
+            grpc.InferenceServerClient, verbose=verbose, **channel_arguments(address, tls)
         )
         self._client = self._connect()
         self._idle: list[Any] = []  # clients without a stream
@@ -313,11 +311,29 @@ def ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
     return sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
 
 
-def tls_arguments(tls: ClientTls | None) -> dict[str, Any]:
-    """What tritonclient.grpc and .grpc.aio take for a connection with TLS, or without."""
+def channel_arguments(
+    address: str, tls: ClientTls | None, options: Sequence[tuple[str, Any]] = GRPC_ARGUMENTS
+) -> dict[str, Any]:
+    """What tritonclient.grpc and .grpc.aio take for a channel to a server.
+
+    address: host:port, and for a closed server after a # the file of its credentials, as its ready
+             file says it: a PEM file of key and certificate, which both sides show and trust
+    tls:     for other servers whose gRPC speaks TLS
+    Raises ConfigError for credentials that cannot be read.
+    """
+    url, _, credentials = address.partition("#")
+    arguments: dict[str, Any] = {"url": url, "channel_args": list(options)}
+    if credentials:
+        path = unquote(credentials)
+        if not os.access(path, os.R_OK):
+            what = "the credentials of the server cannot be read: only its owner may use it"
+            raise ConfigError(problem(what, got=path, change="the user, or the address"))
+        tls = ClientTls(path, path, path)
+        arguments["channel_args"] += [("grpc.ssl_target_name_override", SERVER_NAME)]
     if tls is None:
-        return {}
+        return arguments
     return {
+        **arguments,
         "ssl": True,
         "root_certificates": tls.ca,
         "private_key": tls.key,

@@ -21,6 +21,8 @@ from launcher_scripts.config.paths import ConfigPath, SecretPath
 from launcher_scripts.config.security import ClientTls
 
 MIB = 1 << 20
+# Whoever asks whether the gateway is there need not have a key, nor does the page that asks for it.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
 
 
 @dataclass(frozen=True, kw_only=True)

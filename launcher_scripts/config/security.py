@@ -13,7 +13,10 @@ RESTRICTABLE = (
     *("health", "metadata", "inference", "shared-memory", "model-config"),
     *("model-repository", "statistics", "trace", "logging"),
 )
+_GATEWAY_NEEDS = ("health", "inference", "model-config", "model-repository")
 LOOPBACK = "127.0.0.1"
+# In the certificate of a closed server's start, whatever its address.
+SERVER_NAME = "launcher-server"
 _GROUP_OR_OTHERS = 0o077
 
 
@@ -66,6 +69,31 @@ class ServerSecurity:
                     change="deploy.server.security.restricted_apis",
                 )
         problems.raise_if_any(ConfigError)
+
+    def check_closed(self, problems: Problems) -> None:
+        """Note settings that would open a server whose gateway has keys."""
+        keys = "deploy.gateway.api_keys"
+        if self.grpc_tls is not None and self.grpc_tls.client_ca is None:
+            problems.add(
+                f"with {keys} the server's gRPC must know its clients by their certificates",
+                change="deploy.server.security.grpc_tls.client_ca",
+            )
+        if self.http_host is not None:
+            problems.add(
+                f"with {keys} Triton's HTTP and metrics have no address, but a socket on the node",
+                got=self.http_host,
+                change="deploy.server.security.http_host",
+            )
+
+    def check_gateway(self, problems: Problems) -> None:
+        """Note restrictions that would shut out the gateway, which sends no token."""
+        if shut := [name for name in self.restricted_apis if name in _GATEWAY_NEEDS]:
+            problems.add(
+                "the gateway needs these parts of Triton's interface",
+                got=shut,
+                change="deploy.server.security.restricted_apis, or set deploy.gateway.api_keys, "
+                "which closes Triton to everybody but the gateway",
+            )
 
     def hosts(self, host: str) -> dict[str, str]:
         """The address that every interface listens on, of a server with the address `host`."""

@@ -294,7 +294,8 @@ class DeploySettings(ServerOptions):
     was ready may be started again after it lost a rank or died. model_repository may be in a cloud
     storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
     promote: after_gate holds the server back until an evaluation's verdict is GO: it has a
-    candidate file instead of the ready file; None: it is not held back.
+    candidate file instead of the ready file; None: it is not held back. closed: a gateway in a
+    job of its own has keys; see is_closed.
     """
 
     stage: ClassVar[str] = "deploy"
@@ -306,9 +307,14 @@ class DeploySettings(ServerOptions):
     restarts: int = 0
     gateway: DeployedGateway | None = None
     promote: str | None = None
+    closed: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
+        if self.is_closed:
+            self.security.check_closed(problems)
+        elif self.gateway is not None:
+            self.security.check_gateway(problems)
         if self.promote is not None:
             problems.check_choice("promote", self.promote, PROMOTIONS, "deploy.promote")
         check_options(self, problems, "deploy.server.{}".format)
@@ -325,9 +331,15 @@ class DeploySettings(ServerOptions):
         problems.raise_if_any(ConfigError)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether Triton answers only who has this start's credentials: the gateway has keys."""
+        return self.closed or (self.gateway is not None and self.gateway.api_keys is not None)
+
+    @property
     def hosts(self) -> dict[str, str]:
-        """The addresses that http, grpc and metrics listen on."""
-        return self.security.hosts(LOOPBACK if self.host is None else self.host)
+        """The addresses that http, grpc and metrics listen on; of a closed server that of grpc."""
+        hosts = self.security.hosts(LOOPBACK if self.host is None else self.host)
+        return {"grpc": hosts["grpc"]} if self.is_closed else hosts
 
     @property
     def ready_file(self) -> Path:

@@ -82,15 +82,19 @@ def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] |
             return reason, None
         found.append(ready)
     if settings.replicas:
-        found[0]["replicas"] = [ready[settings.protocol] for ready in found]
-    return "", {**found[0], "protocol": settings.protocol}
+        found[0]["replicas"] = [ready[found[0]["protocol"]] for ready in found]
+    return "", found[0]
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
-    """The server's ready file, or why there is none to use yet."""
+    """The server's ready file with the `protocol` to use, or why there is none to use yet.
+
+    A closed server, whose gateway has keys, speaks gRPC alone.
+    """
     try:
         ready = json.loads(path.read_text(encoding="utf-8"))
-        if settings.protocol not in ready:
+        ready["protocol"] = "grpc" if "#" in ready.get("grpc", "") else settings.protocol
+        if ready["protocol"] not in ready:
             return f"{path} gives no {settings.protocol} address", None
         if settings.model_name not in ready.get("models", [settings.model_name]):
             return f"{path} names models {ready['models']}, not {settings.model_name}", None

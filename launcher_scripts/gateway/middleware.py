@@ -22,14 +22,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from launcher_scripts.config.gateway import OPEN_PATHS
 from launcher_scripts.gateway.api_errors import ApiError, unavailable
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.validation import parse_json
 
 LOG = logging.getLogger("gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-# Whoever asks whether the gateway is there need not have a key, nor does the page that asks for it.
-OPEN = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
 _LEFT = 499  # the client has gone; nobody reads it
 
 
@@ -196,7 +195,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN:
+            if scope["path"] not in OPEN_PATHS:
                 record.owner = self._keys.owner(headers)
                 if record.owner is None:
                     self._browsers.check(headers)
@@ -220,7 +219,7 @@ class RequestMiddleware:
 
     @staticmethod
     def _log(scope: Scope, record: Record, status: int) -> None:
-        level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
+        level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
         LOG.log(
             level,
             "request_id=%s client=%s %s %s status=%d seconds=%.3f model=%s prompt_tokens=%d "

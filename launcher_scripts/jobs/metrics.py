@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from launcher_scripts.common.http_answer import ask
 from launcher_scripts.contract import metric_names as names
@@ -53,9 +55,17 @@ class Load:
         return f"{self.running}+{self.waiting}" if self.waiting else str(self.running)
 
 
-def is_ready(address: str) -> bool:
-    """Whether the server at host:port has loaded every model."""
-    return _answer(address, "/v2/health/ready") is not None
+def is_ready(ready: Mapping[str, Any]) -> bool | None:
+    """Whether the server of a ready file has loaded every model; None: nobody here can ask it.
+
+    A closed server is asked through its gateway.
+    """
+    if "http" in ready:
+        return _answer(str(ready["http"]), "/v2/health/ready") is not None
+    scheme, _, address = str(ready.get("openai", "")).partition("://")
+    if scheme != "http" or "ranks" not in ready:  # a gateway's job has none
+        return None
+    return _answer(address.partition("/")[0], "/ready") is not None
 
 
 def load(address: str) -> Load:

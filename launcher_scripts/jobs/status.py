@@ -188,7 +188,7 @@ def _look(job: KnownJob, job_id: str, *, ask_servers: bool) -> Status:
     ready = _ready(job, job_id) if state.running else None
     if ready is None or not ask_servers:
         return Status(job, job_id, state, ready, badge=badge(job.folder, job.record))
-    answers = is_ready(ready["http"]) if "http" in ready else None
+    answers = is_ready(ready)
     busy = load(ready["metrics"]) if answers and "metrics" in ready else Load()
     return Status(job, job_id, state, ready, answers, busy)
 

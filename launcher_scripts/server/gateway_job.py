@@ -12,6 +12,7 @@ from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import GatewayJobSettings
 from launcher_scripts.server.addresses import openai_url, with_node_address
 from launcher_scripts.server.gateway_process import GatewayProcess
+from launcher_scripts.server.port_probe import check_key
 from launcher_scripts.server.ports import GATEWAY, reserved
 from launcher_scripts.server.ready_files import ReadyFiles
 
@@ -40,6 +41,8 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
                 time.sleep(_POLL_SECONDS)
             if process.models:
                 url = openai_url(settings, host, ports[GATEWAY])
+                if process.keyed:
+                    check_key(url, process.models[0], process.settings)
                 _announce(settings, url, process, ready_files)
             while stop.received is None:
                 process.look()

@@ -17,7 +17,7 @@ GATEWAY = "gateway"
 
 
 def reserved_ports(settings: DeploySettings) -> AbstractContextManager[dict[str, int]]:
-    """The ports of PORT_NAMES, and of the GATEWAY where there is one, as `reserved` gives them."""
+    """The ports of settings.hosts, and of the GATEWAY where there is one, as `reserved` does."""
     return reserved(_wanted(settings))
 
 
@@ -52,9 +52,9 @@ def gateway_host(settings: DeploySettings) -> str:
 def ports_in_use(hosts: Mapping[str, str], ports: Mapping[str, int]) -> dict[str, int]:
     """name -> port of those on which somebody else listens now."""
     taken = {}
-    for name in PORT_NAMES:
+    for name, host in hosts.items():
         try:
-            _probe(hosts[name], ports[name])
+            _probe(host, ports[name])
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 taken[name] = ports[name]
@@ -67,9 +67,8 @@ def family_of(host: str) -> socket.AddressFamily:
 
 def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int, str]]:
     """Name, address, number and configuration key of every port."""
-    for name in PORT_NAMES:
-        port = getattr(settings, f"{name}_port")
-        yield name, settings.hosts[name], port, f"deploy.server.{name}_port"
+    for name, host in settings.hosts.items():
+        yield name, host, getattr(settings, f"{name}_port"), f"deploy.server.{name}_port"
     if settings.gateway is not None and settings.gateway.port is not None:
         yield GATEWAY, gateway_host(settings), settings.gateway.port, "deploy.gateway.port"
 

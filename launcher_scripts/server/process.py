@@ -24,7 +24,6 @@ from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation
 from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.server.lost_workers import is_sign
-from launcher_scripts.server.ports import PORT_NAMES
 from launcher_scripts.server.protection import Protection
 from launcher_scripts.server.text_numpy import prefer_numpy
 
@@ -108,9 +107,8 @@ class ServerProcess:
         if installation.names_memory_apart:
             prefix = f"shm-region-prefix-name={self._lock.region_prefix}"
             arguments.append(f"--backend-config=python,{prefix}")
-        for name in PORT_NAMES:
-            arguments += [f"--{name}-address={settings.hosts[name]}"]
-            arguments += [f"--{name}-port={ports[name]}"]
+        for name, host in settings.hosts.items():
+            arguments += [f"--{name}-address={host}", f"--{name}-port={ports[name]}"]
         return arguments
 
     def _plain(self, repository: Path) -> Path:

@@ -21,6 +21,7 @@ from launcher_scripts.common.hosts import (
     RENDEZVOUS_VARIABLE,
     NodeRank,
 )
+from launcher_scripts.common.http_answer import UNIX
 from launcher_scripts.common.processes import (
     ENDED,
     SUSPENDED,
@@ -48,9 +49,10 @@ from launcher_scripts.server.health import (
 )
 from launcher_scripts.server.installation import Installation, find_installation
 from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, LostWorkerDetector
+from launcher_scripts.server.port_probe import check_closed, check_key
 from launcher_scripts.server.ports import GATEWAY, gateway_host, ports_in_use, reserved_ports
 from launcher_scripts.server.process import ServerProcess
-from launcher_scripts.server.protection import Protection
+from launcher_scripts.server.protection import Protection, launch_credentials
 from launcher_scripts.server.ready_files import ReadyFiles, job_facts
 
 
@@ -98,11 +100,11 @@ def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
     stop = StopRequest()
     restarts = second_starts = 0
     was_ready = False
-    with stop.listening():
+    with stop.listening(), launch_credentials(settings) as credentials:
         while True:
             env = group_env(settings, node_rank, restarts)
             may_start_again = node_rank.nodes == 1 and second_starts < SECOND_STARTS
-            run = _Run(settings, installation, stop, ready_files, env, may_start_again)
+            run = _Run(settings, installation, stop, ready_files, env, may_start_again, credentials)
             try:
                 run.until_stopped()
                 return
@@ -132,14 +134,18 @@ class _Run:
         ready_files: ReadyFiles,
         env: Mapping[str, str],
         give_up_early: bool,
+        credentials: Path | None,
     ) -> None:
-        """give_up_early: end a start that has lost a worker, where the server itself would wait."""
+        """give_up_early: end a start that has lost a worker, where the server itself would wait.
+        credentials: see launch_credentials
+        """
         self._settings = settings
         self._installation = installation
         self._stop = stop
         self._ready_files = ready_files
         self._env = env
         self._give_up_early = give_up_early
+        self._credentials = credentials
         self.was_ready = False
         self.lost_worker = False
 
@@ -150,7 +156,7 @@ class _Run:
             contextlib.ExitStack() as held,
         ):
             ports = held.enter_context(reserved_ports(settings))
-            protection = Protection(settings.security)
+            protection = Protection(settings, Path(folder), self._credentials)
             process = ServerProcess(
                 settings, self._installation, ports, Path(folder), protection, self._env
             )
@@ -163,6 +169,7 @@ class _Run:
                 if service.wait_until_ready(self._give_up_early):
                     held.close()
                 if service.open_gateway():
+                    service.check_door()
                     service.announce()
                     self.was_ready = True
                     service.watch()
@@ -203,7 +210,9 @@ class Service:
         self._ports = ports
         self._stop = stop
         self._ready_files = ready_files
-        http = local_address(settings.hosts["http"], ports["http"])
+        self._sockets = {name: f"{UNIX}{path}" for name, path in protection.sockets.items()}
+        self._protection = protection
+        http = self._sockets.get("http") or local_address(settings.hosts["http"], ports["http"])
         self._client = TritonClient(http, protection.headers)
         self._watched: dict[int, str] = {}
         self._suspended: dict[int, float] = {}
@@ -238,9 +247,9 @@ class Service:
         """
         gateway = self._gateway
         if gateway is not None and self._stop.received is None:
-            found = addresses(self._settings, self._ports)
             repository = _absolute(self._settings.model_repository)
-            server = json.dumps({**found, "model_repository": repository})
+            facts = {**self._addresses(), **self._sockets, "model_repository": repository}
+            server = json.dumps(facts)
             atomic_write(Path(gateway.settings.ready[0]), server)
             gateway.start()
         while self._stop.received is None:
@@ -251,14 +260,33 @@ class Service:
             time.sleep(_POLL_SECONDS)
         return False
 
+    def _addresses(self) -> dict[str, str]:
+        """host:port of every interface, as clients use it."""
+        found = addresses(self._settings, self._ports)
+        return {**found, "grpc": self._protection.client_address(found["grpc"])}
+
+    def check_door(self) -> None:
+        """Of a server whose gateway has keys: they open it, and it answers nothing without one."""
+        if not self._settings.is_closed or self._stop.received is not None:
+            return
+        gateway, pids = self._gateway, self._process.members()
+        if gateway is not None:
+            check_key(self._openai, gateway.models[0], gateway.settings)
+        check_closed(pids, next(iter(self._client.models()), ""), self._ports.get(GATEWAY))
+
+    @property
+    def _openai(self) -> str:
+        """The base URL of the gateway, which has to listen."""
+        return openai_url(self._settings, gateway_host(self._settings), self._ports[GATEWAY])
+
     def announce(self) -> None:
         """Write the ready file, or the candidate's: from now on others may use the server."""
         statuses = self._check()
         self._watched = self._processes(statuses)
         self._process.hide_memory()
         facts: dict[str, Any] = {
-            **addresses(self._settings, self._ports),
-            "listens_on": self._settings.hosts,
+            **self._addresses(),
+            "listens_on": {**self._settings.hosts, **self._sockets},
             "models": sorted(self._client.models()),
             "model_repository": _absolute(self._settings.model_repository),
             "versions": {
@@ -271,8 +299,7 @@ class Service:
             "timeline": self._timeline(statuses),
         }
         if GATEWAY in self._ports:
-            host = gateway_host(self._settings)
-            facts["openai"] = openai_url(self._settings, host, self._ports[GATEWAY])
+            facts["openai"] = self._openai
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)
         if self._gateway is not None:

@@ -51,6 +51,8 @@ def start(settings: DeploySettings) -> None:
             flush=True,
         )
     if node_rank.serves:
+        if settings.is_closed:
+            check_packages("start_server", "cryptography")
         if settings.gateway is not None:
             check_packages("start_gateway", *GATEWAY_PACKAGES)
         check_text_models(settings.model_repository)

@@ -42,5 +42,5 @@ def test_a_server_without_gpus_says_nothing_of_them() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:80", "node7:http"])
 def test_a_server_that_is_gone_is_not_ready(address: str) -> None:
-    assert not is_ready(address)
+    assert not is_ready({"http": address})
     assert load(address) == Load()

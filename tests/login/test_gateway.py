@@ -63,6 +63,10 @@ def test_files_must_be_there_and_private(plan: Planner, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 2: carol has no value; .*deploy.gateway.api_keys"):
         plan(*given, f"{KEY}.api_keys={keys}")
     keys.write_text("somebody=secret-key")
+    keyed = f"{KEY}.api_keys={keys}"
+    for more in (f"{KEY}.port=0", f"{KEY}.port=null"):  # without a port it may have its own job
+        assert settings(plan, keyed, more).is_closed
+    assert not settings(plan, f"{KEY}.port=0").is_closed
     made = plan(*given, f"{KEY}.api_keys={keys}", "container=/images/x.sqsh")
     assert "chat_template of the gateway is not there" in "\n".join(made.absent)
     preview = made.preview()

@@ -77,6 +77,7 @@ def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert step.stop() == 0, step.err
         assert step.survivors() == []
         assert KEY not in step.out
+        assert not (step.settings.ready_file.parent / "credentials").exists()
         assert not step.settings.ready_file.exists()
 
 

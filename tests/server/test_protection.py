@@ -6,11 +6,13 @@ import http.client
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher_scripts.clients.connection import channel_arguments
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.config.gateway import DeployedGateway, GatewaySettings
 from launcher_scripts.config.security import (
     ClientTls,
     ServerSecurity,
@@ -18,8 +20,9 @@ from launcher_scripts.config.security import (
     read_keys,
     read_secrets,
 )
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway.service import serve
-from launcher_scripts.server.protection import TOKEN_HEADER, Protection
+from launcher_scripts.server.protection import TOKEN_HEADER, Protection, launch_credentials
 from tests.server.processes import running
 from tests.server.test_service import make_repository
 
@@ -75,17 +78,66 @@ def test_unknown_interfaces_and_half_certificates_are_refused() -> None:
         ClientTls("ca.pem", certificate="me.pem")
 
 
+def protection(security: ServerSecurity, **more: Any) -> Protection:
+    settings = DeploySettings("repository", "results", security=security, **more)
+    return Protection(settings, Path("/run"), Path("/c d.pem") if more else None)
+
+
 def test_arguments_and_addresses() -> None:
-    plain = Protection(ServerSecurity(restricted_apis=()))
+    plain = protection(ServerSecurity(restricted_apis=()))
     assert plain.arguments() == ["--model-control-mode=none"]
+    assert plain.client_address("node1:8001") == "node1:8001"
     tls = ServerSecurity(grpc_tls=ServerTls("c.pem", "k.pem"))
-    arguments = Protection(tls).arguments()
+    arguments = protection(tls).arguments()
     assert "--grpc-use-ssl=true" in arguments
     assert tls.hosts("0.0.0.0") == {"http": "127.0.0.1", "grpc": "0.0.0.0", "metrics": "127.0.0.1"}
     assert ServerSecurity().hosts("::")["http"] == "::"
-    first, second = (Protection(ServerSecurity()).arguments()[1] for _ in range(2))
+    first, second = (protection(ServerSecurity()).arguments()[1] for _ in range(2))
     assert first.startswith(f"--http-restricted-api=shared-memory,trace,logging:{TOKEN_HEADER}=")
     assert first != second
+
+
+def test_a_closed_server_opens_one_port_to_those_with_its_credentials() -> None:
+    closed = protection(ServerSecurity(), closed=True)
+    assert closed.arguments() == [
+        "--model-control-mode=none",
+        "--http-address=unix:/run/http.sock",
+        "--http-port=1",
+        "--metrics-address=unix:/run/metrics.sock",
+        "--metrics-port=2",
+        "--grpc-use-ssl-mutual=true",
+        "--grpc-server-cert=/c d.pem",
+        "--grpc-server-key=/c d.pem",
+        "--grpc-root-cert=/c d.pem",
+    ]
+    assert closed.client_address("node1:8001") == "node1:8001#/c%20d.pem"
+    with pytest.raises(ConfigError, match=r"cannot be read: only its owner .*got '/c d.pem'"):
+        channel_arguments("node1:8001#/c%20d.pem", None)
+
+
+def test_credentials_are_new_private_and_gone_at_the_end(tmp_path: Path) -> None:
+    settings = DeploySettings("repository", str(tmp_path / "results"), closed=True)
+    with launch_credentials(settings) as first, launch_credentials(settings) as second:
+        assert first is not None and second is not None
+        assert first.read_bytes() != second.read_bytes()
+        assert first.stat().st_mode & 0o777 == 0o600
+        assert first.parent.stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "results").iterdir()) == []
+    with launch_credentials(DeploySettings("repository", str(tmp_path))) as none:
+        assert none is None
+
+
+def test_settings_that_would_open_a_closed_server_are_refused() -> None:
+    half = ServerSecurity(http_host="0.0.0.0", grpc_tls=ServerTls("c.pem", "k.pem"))
+    with pytest.raises(ConfigError, match=r"client_ca(.|\n)*http_host"):
+        DeploySettings("repository", "results", security=half, closed=True)
+    inference = ServerSecurity(restricted_apis=("trace", "inference"))
+    with pytest.raises(ConfigError, match=r"got \['inference'\].*restricted_apis.*api_keys"):
+        DeploySettings("repository", "results", security=inference, gateway=DeployedGateway())
+    keyed = DeployedGateway(port=0, api_keys="keys")
+    DeploySettings("repository", "results", security=inference, gateway=keyed)
+    with pytest.raises(ConfigError, match="client_ca"):
+        DeploySettings("repository", "results", security=half, gateway=keyed)
 
 
 def certificates(folder: Path) -> dict[str, str]:
