@@ -74,7 +74,7 @@ def test_a_malicious_checkpoint(source: Path, tmp_path: Path) -> None:
     refused_export(
         edited(source, lambda state: {**state, "x": Evil(marker)}),
         tmp_path,
-        "asks for posix.system",
+        "names posix.system, which only an attack needs",
     )
     assert not marker.exists()
 

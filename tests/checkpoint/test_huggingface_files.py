@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats import pickles, safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, widened
 from launcher_scripts.common.errors import CheckpointError
@@ -108,6 +108,5 @@ class Malicious:
 
 def test_an_old_file_can_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(Malicious(), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"asks for __builtin__\.print"):
-        read(tmp_path, torch_file.load, "a.bin")
+    assert isinstance(read(tmp_path, torch_file.load, "a.bin"), pickles.Opaque)
     assert capsys.readouterr().out == ""

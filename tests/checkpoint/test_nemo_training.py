@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,15 @@ def test_damaged_hyperparameters(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_training_is_run(tmp_path: Path) -> None:
-    """Names of any class are read over, and none of them is called."""
+    """Objects of any class are inert; a name that is an attack is refused."""
     name = checkpoint_name(2.0, 3)
     stored = add_checkpoint(tmp_path / "t", small_config(), Variant(), name)
     file = tmp_path / "t" / "checkpoints" / f"{name}.ckpt"
     state = torch.load(file, weights_only=False)
-    torch.save({**state, "callbacks": Evil(tmp_path / "ran")}, file)
+    torch.save({**state, "callbacks": signal.SIGTERM}, file)
     check(export_folder(tmp_path / "t", tmp_path), stored)
+    torch.save({**state, "callbacks": Evil(tmp_path / "ran")}, file)
+    refused_export(tmp_path / "t", tmp_path / "b", "which only an attack needs")
     assert not (tmp_path / "ran").exists()
 
 

@@ -168,6 +168,11 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
     pieces: dict[str, list[Piece]] = {}
     objects: dict[str, Any] = {}
     try:
+        pickles.check_readable(metadata, origin)
+        for key in ("state_dict_metadata", "storage_data"):
+            for name, entry in metadata[key].items():
+                pickles.check_readable(name, f"a key of {key} in {origin}")
+                pickles.check_readable(entry, f"{name} in {key} of {origin}")
         shapes = {
             name: tuple(entry["size"])
             for name, entry in metadata["state_dict_metadata"].items()
@@ -239,24 +244,8 @@ _METADATA_GLOBALS: pickles.Globals = {
     (_METADATA_MODULE, "Metadata"): Record,
     (_METADATA_MODULE, "TensorStorageMetadata"): _TensorEntry,
     (_METADATA_MODULE, "BytesStorageMetadata"): Record,
-    (_METADATA_MODULE, "ChunkStorageMetadata"): Record,
-    (_METADATA_MODULE, "TensorProperties"): Record,
     (_METADATA_MODULE, "MetadataIndex"): _Index,
-    (_METADATA_MODULE, "StorageMeta"): Record,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
-    # The plans of those who saved, which say nothing of the tensors.
-    ("torch.distributed.checkpoint.planner", "SavePlan"): Record,
-    ("torch.distributed.checkpoint.planner", "WriteItem"): Record,
-    ("torch.distributed.checkpoint.planner", "WriteItemType"): pickles.Opaque,
-    ("torch.distributed.checkpoint.planner", "TensorWriteData"): Record,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): Record,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Record,
-    # How Python 3.11.0 to 3.11.3 pickle the member of an enumeration.
-    ("builtins", "getattr"): pickles.Opaque,
-    ("torch.serialization", "_get_layout"): pickles.Opaque,
     ("torch", "Size"): torch_file.shape_of,
-    ("pathlib", "PosixPath"): pickles.Opaque,
-    ("pathlib", "PurePosixPath"): pickles.Opaque,
-    **{("torch", name): dtype for name, dtype in torch_file.TORCH_DTYPES.items()},
 }

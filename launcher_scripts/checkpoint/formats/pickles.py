@@ -1,9 +1,13 @@
-"""A pickle reader that can only build what tensors are made of.
+"""A pickle reader that can only build plain data and tensors.
 
-A pickle names the callables it wants called. Here a name is looked up in a table of this
-project's own inert classes and functions, never imported; any other name is an error. What the
-pickle gets is a token of its own, which it can call and pass on, but neither read nor change. So a
-malicious pickle can do nothing but fail.
+A pickle names the callables that it wants called. Here a name is never imported and never called:
+
+- a name in a table stands for one of this project's own inert classes and functions;
+- a name that can only be an attack (`os.system`) is an error;
+- any other name, and whatever the pickle makes with it, is an Opaque.
+
+An Opaque harms nobody as long as no tensor and no setting depends on it. Readers therefore pass
+the values that they need to `check_readable`.
 
 Python's reader in Python is the base: its memo is a dictionary, where the one in C has as many
 places as the pickle says.
@@ -13,36 +17,102 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
+
+import numpy as np
 
 from launcher_scripts.common.errors import CheckpointError
 
 Globals = Mapping[tuple[str, str], Any]
 
+# Modules, and parts of modules, that a pickle only names to run something on the reader's machine.
+_ATTACK_MODULES = frozenset(
+    {
+        *("_posixsubprocess", "bdb", "code", "commands", "ctypes", "marshal", "pdb", "pty"),
+        *("runpy", "subprocess", "timeit", "webbrowser"),
+    }
+)
+_PROCESS_CALLS = (
+    *("_exit", "chmod", "chown", "execl", "execle", "execlp", "execv", "execve", "execvp"),
+    *("execvpe", "fork", "forkpty", "kill", "killpg", "link", "open", "popen", "popen2", "popen3"),
+    *("popen4", "posix_spawn", "posix_spawnp", "putenv", "remove", "removedirs", "rename"),
+    *("renames", "replace", "rmdir", "spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv"),
+    *("spawnve", "spawnvp", "spawnvpe", "startfile", "symlink", "system", "truncate", "unlink"),
+)
+_BUILTIN_CALLS = (
+    *("__import__", "apply", "breakpoint", "compile", "delattr", "eval", "exec", "execfile"),
+    *("globals", "input", "locals", "open", "setattr", "vars"),
+)
+_ATTACK_NAMES = frozenset(
+    {
+        *(f"{module}.{name}" for module in ("os", "posix", "nt") for name in _PROCESS_CALLS),
+        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in _BUILTIN_CALLS),
+        *("_io.FileIO", "_io.open", "io.FileIO", "io.open", "codecs.open"),
+        *("_pickle.load", "_pickle.loads", "pickle.load", "pickle.loads", "cloudpickle.loads"),
+        *("dill.loads", "joblib.load", "numpy.load", "torch.load", "hub.load"),
+        *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "cProfile.run"),
+        *("importlib.__import__", "importlib.import_module", "profile.run", "pip.main"),
+        *("shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.move", "shutil.rmtree"),
+        *("signal.alarm", "signal.pthread_kill", "signal.raise_signal", "sys.exit"),
+        *("requests.get", "requests.post", "socket.create_connection", "socket.socket"),
+        *("http.client", "httplib.HTTPConnection", "urllib.request", "urllib2.urlopen"),
+    }
+)
+_MAX_NAME = 200  # characters, in errors
+
 
 class Token:
-    """What a pickle gets for a name: `meaning` is what the name stands for."""
+    """Stands for a name that is in a table.  meaning: the table's value of it"""
 
-    __slots__ = ("meaning",)
+    __slots__ = ("meaning", "name")
 
-    def __init__(self, meaning: Any) -> None:
+    def __init__(self, meaning: Any, name: str) -> None:
         self.meaning = meaning
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def meaning(value: Any) -> Any:
-    """What a pickle's value stands for, if that is a token."""
+    """The table's value if `value` is a token, else `value`."""
     return value.meaning if isinstance(value, Token) else value
 
 
 class Opaque:
-    """Stands for an object that is carried along but never looked at."""
+    """Stands for a name that nothing here reads, and for every object that is made with it.
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    It can be called, filled and given a state like any object, and keeps nothing of that.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<an object of {self.name}>"
+
+    def __call__(self, *_: object, **__: object) -> Opaque:
+        return Opaque(self.name)
 
     def __setstate__(self, _: object) -> None:
+        pass
+
+    def __setitem__(self, _: object, __: object) -> None:
+        pass
+
+    def append(self, _: object) -> None:
+        pass
+
+    def extend(self, _: object) -> None:
+        pass
+
+    def add(self, _: object) -> None:
         pass
 
 
@@ -62,43 +132,67 @@ class Record:
         return self.state.get(name)
 
 
-class Ignored(Opaque):
-    """Stands for an object of any class: whatever is put into it is forgotten."""
-
-    def __call__(self, *_: object, **__: object) -> Ignored:
-        return self
-
-    def __setitem__(self, _: object, __: object) -> None:
-        pass
-
-    def append(self, _: object) -> None:
-        pass
-
-    def extend(self, _: object) -> None:
-        pass
-
-    def add(self, _: object) -> None:
-        pass
+def unreadable(value: Any) -> str | None:
+    """The name of a class in a setting's value that nothing here reads; None for plain values."""
+    if isinstance(value, (Opaque, Token)):
+        return value.name
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return next((name for name in map(unreadable, value) if name is not None), None)
+    return None if value is None or isinstance(value, _PLAIN) else type(value).__name__
 
 
-class AnyGlobal(dict[tuple[str, str], Any]):
-    """Allows every name, and gives none a meaning but that of the plainest containers.
-
-    For files that carry a training's state (optimizers, loops, hyperparameters) beside its weights.
-    """
-
-    def __init__(self) -> None:
-        kinds = {"dict": _mapping, "list": _sequence, "int": int}
-        super().__init__({("__builtin__", name): kind for name, kind in kinds.items()})
-
-    def __contains__(self, _: object) -> bool:
-        return True
-
-    def __missing__(self, _: tuple[str, str]) -> Any:
-        return Ignored
+_PLAIN = (str, bytes, int, float)
 
 
-def _sequence(items: Any = ()) -> list[Any]:
+def check_readable(value: Any, origin: str) -> None:
+    """Raise CheckpointError if a value that is needed is an object that nothing here reads."""
+    if isinstance(value, (Opaque, Token)):
+        raise CheckpointError(
+            f"{origin} is an object of {value.name}, which is not read here; it was not run"
+        )
+
+
+class _NumpyType(Opaque):
+    """numpy.dtype of plain numbers."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, code: object, *_: object) -> None:
+        super().__init__("numpy.dtype")
+        self.dtype = np.dtype(code) if code in _NUMPY_CODES else None
+
+    def __setstate__(self, state: object) -> None:
+        big = isinstance(state, tuple) and state[1:2] == (">",)
+        if big and self.dtype is not None:
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+_NUMPY_CODES = ("b1", *(f"{kind}{size}" for kind in "iu" for size in "1248"), "f2", "f4", "f8")
+
+
+def _numpy_scalar(dtype: Any, data: Any = b"") -> Any:
+    kind = dtype.dtype if isinstance(dtype, _NumpyType) else None
+    if kind is None or not isinstance(data, bytes) or len(data) != kind.itemsize:
+        return Opaque("numpy.generic")
+    return np.frombuffer(data, kind)[0].item()
+
+
+def _encoded(text: Any, encoding: Any = None) -> Any:
+    """_codecs.encode, as older protocols write bytes."""
+    if isinstance(text, str) and encoding == "latin1":
+        return text.encode("latin1")
+    return Opaque("_codecs.encode")
+
+
+def _reconstructed(kind: Any, *_: object) -> Any:
+    """copyreg._reconstructor, as the protocols before 2 make an object."""
+    made = meaning(kind)
+    return made() if made is not kind and callable(made) else Opaque(getattr(kind, "name", "?"))
+
+
+def _sequence(items: Any = (), *_: object) -> list[Any]:
     if not isinstance(items, (list, tuple, set, frozenset)):
         raise TypeError(f"a list of {type(items).__name__}")
     return list(items)
@@ -113,32 +207,45 @@ def _mapping(items: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict((_key(key), value) for key, value in pairs)
 
 
+def _default_mapping(_: object = None, items: Any = ()) -> OrderedDict[Any, Any]:
+    """collections.defaultdict, without its factory."""
+    return _mapping(items)
+
+
+_BUILTINS = {"dict": _mapping, "list": _sequence, "set": _set, "int": int}
 PLAIN_GLOBALS: Globals = {
     ("collections", "OrderedDict"): _mapping,
-    ("_io", "BytesIO"): Opaque,
-    ("io", "BytesIO"): Opaque,
-    ("_codecs", "encode"): Opaque,
-    ("builtins", "set"): _set,
-    ("__builtin__", "set"): _set,
+    ("collections", "Counter"): _mapping,
+    ("collections", "defaultdict"): _default_mapping,
+    ("collections", "deque"): _sequence,
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "dtype"): _NumpyType,
+    **{
+        (module, name): kind
+        for module in ("builtins", "__builtin__")
+        for name, kind in _BUILTINS.items()
+    },
+    **{(f"numpy.{core}.multiarray", "scalar"): _numpy_scalar for core in ("core", "_core")},
+    **{(module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")},
 }
 
 
 def load(
     data: bytes,
     origin: str,
-    allowed: Globals,
+    known: Globals,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Unpickle `data` with no globals but PLAIN_GLOBALS and `allowed`.
+    """Unpickle `data`; globals other than PLAIN_GLOBALS and `known` become Opaque.
 
     origin:     what the data is, for errors
-    allowed:    (module, name) -> what stands for it
+    known:      (module, name) -> what stands for it
     persistent: resolves persistent ids (torch's storages)
 
-    Raises CheckpointError for a forbidden name and for damaged data.
+    Raises CheckpointError for a name that is an attack and for damaged data.
     """
     try:
-        found = _Reader(data, origin, allowed, persistent).load()
+        found = _Reader(data, origin, known, persistent).load()
         _check_extent(found, _EXPANSION * len(data))
         return found
     except CheckpointError:
@@ -187,12 +294,20 @@ def _check_extent(found: Any, most: int) -> None:
     size(found, 0)
 
 
+def _is_attack(path: str) -> bool:
+    """True for a name below _ATTACK_MODULES or _ATTACK_NAMES, also one that a module imported."""
+    parts = path.split(".")
+    pairs = {".".join(pair) for pair in pairwise(parts)}
+    return parts[0] in _ATTACK_MODULES or not pairs.isdisjoint(_ATTACK_NAMES)
+
+
 class _Reader(pickle._Unpickler):
     """The opcodes that checkpoints need; all others are not part of `dispatch`."""
 
     # What the base class keeps while it loads.
     stack: list[Any]
     append: Callable[[Any], None]
+    read: Callable[[int], bytes]
     pop_mark: Callable[[], list[Any]]
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -201,7 +316,7 @@ class _Reader(pickle._Unpickler):
         if bytes([number])
         not in (
             *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID),
-            *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+            *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
         )
     }
 
@@ -209,22 +324,25 @@ class _Reader(pickle._Unpickler):
         self,
         data: bytes,
         origin: str,
-        allowed: Globals,
+        known: Globals,
         persistent: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._origin = origin
-        self._allowed = allowed
+        self._known = known
         self._persistent = persistent
 
-    def find_class(self, module: str, name: str) -> Token:
-        for table in (PLAIN_GLOBALS, self._allowed):
+    def find_class(self, module: str, name: str) -> Token | Opaque:
+        path = f"{module}.{name}"
+        for table in (PLAIN_GLOBALS, self._known):
             if (module, name) in table:
-                return Token(table[module, name])
-        raise CheckpointError(
-            f"{self._origin} asks for {module}.{name}, which no checkpoint of weights needs; "
-            "it was not run, and the checkpoint is refused"
-        )
+                return Token(table[module, name], path)
+        if _is_attack(path):
+            raise CheckpointError(
+                f"{self._origin} names {path[:_MAX_NAME]}, which only an attack needs; it was not "
+                "run, and the checkpoint is refused"
+            )
+        return Opaque(path[:_MAX_NAME])
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
@@ -232,15 +350,22 @@ class _Reader(pickle._Unpickler):
         return self._persistent(pid)
 
     def _call(self, called: Any, args: Any, named: Any = None) -> None:
-        """Call a token, or what was made of a class that is ignored."""
-        known = isinstance(called, (Token, Ignored)) and callable(meaning(called))
-        if not known or not isinstance(args, tuple):
+        """Call a token, or an opaque name or object."""
+        if (
+            not isinstance(called, (Token, Opaque))
+            or not callable(meaning(called))
+            or not isinstance(args, tuple)
+        ):
             raise TypeError(f"a call of {type(called).__name__}")
         self.append(meaning(called)(*args, **(named or {})))
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
         self._call(self.stack.pop(), args)
+
+    def load_bytearray8(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))  # the base class would allocate `size` first
 
     def load_newobj_ex(self) -> None:
         named, args = self.stack.pop(), self.stack.pop()
@@ -263,7 +388,7 @@ class _Reader(pickle._Unpickler):
 
     def _set_items(self, *items: Any) -> None:
         target = self.stack[-1]
-        if not isinstance(target, (dict, Ignored)):
+        if not isinstance(target, (dict, Opaque)):
             raise TypeError(f"items of {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[_key(key)] = value
@@ -276,7 +401,7 @@ class _Reader(pickle._Unpickler):
     def load_additems(self) -> None:
         items = self.pop_mark()
         target = self.stack[-1]
-        if not isinstance(target, (set, Ignored)):
+        if not isinstance(target, (set, Opaque)):
             raise TypeError(f"members of {type(target).__name__}")
         for item in items:
             target.add(_key(item))
@@ -289,6 +414,7 @@ class _Reader(pickle._Unpickler):
         pickle.REDUCE[0]: load_reduce,
         pickle.NEWOBJ[0]: load_reduce,
         pickle.NEWOBJ_EX[0]: load_newobj_ex,
+        pickle.BYTEARRAY8[0]: load_bytearray8,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,

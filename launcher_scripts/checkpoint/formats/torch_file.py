@@ -13,8 +13,7 @@ import io
 import math
 import struct
 import zipfile
-from collections import ChainMap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats import pickles, torch_legacy
 from launcher_scripts.checkpoint.formats.archive import Region
 from launcher_scripts.checkpoint.formats.checksums import Checksum
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
 from launcher_scripts.common.errors import CheckpointError, problem
 
 STORAGES: dict[str, np.dtype[Any]] = {
@@ -50,24 +49,48 @@ TORCH_DTYPES: dict[str, np.dtype[Any]] = {
     "int8": np.dtype("i1"),
     "uint8": np.dtype("u1"),
     "bool": np.dtype("?"),
+    "float8_e4m3fn": FLOAT8,
 }
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-def load(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
+def load(region: Region, origin: str, known: pickles.Globals | None = None) -> Any:
     """The object in a torch.save file; tensors are read-only arrays on the mapped file.
 
-    allowed: what else may stand in the file, as pickles.load wants it
+    Objects of other classes are pickles.Opaque; see pickles.check_readable.
 
-    Raises CheckpointError when the file is damaged, compressed, or asks for anything but tensors
-    and plain containers.
+    known: names that have a meaning besides those of tensors and plain containers
+
+    Raises CheckpointError when the file is damaged, compressed, or names an attack.
     """
-    # A ChainMap writes to its first map alone; the stubs ask for mutable ones everywhere.
-    names = ChainMap(_GLOBALS, {} if allowed is None else allowed)  # type: ignore[arg-type]
+    names = {**_GLOBALS, **(known or {})}
     magic = torch_legacy.MAGIC
     if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
         return torch_legacy.load(region, origin, names)
     return _TorchFile(region, origin).load(names)
+
+
+def load_state(region: Region, origin: str, known: pickles.Globals | None = None) -> dict[Any, Any]:
+    """The dictionary in a torch.save file; see load. Raises CheckpointError for another object."""
+    state = load(region, origin, known)
+    pickles.check_readable(state, origin)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{origin} holds no state dict")
+    return state
+
+
+def tensors_of(items: Iterable[tuple[Any, Any]], origin: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Name and values of the tensors among the items of a state dict.
+
+    Raises CheckpointError for one of a class that nothing here reads. A tensor's name has dots;
+    an object's without may be left out, and so may a module's `_extra_state`.
+    """
+    for key, value in items:
+        name = str(key)
+        if isinstance(value, np.ndarray):
+            yield name, value
+        elif "." in name and "_extra_state" not in name:
+            pickles.check_readable(value, f"{name} of {origin}")
 
 
 class _TorchFile:
@@ -128,9 +151,11 @@ class _TorchFile:
             found.checksums.add(noted)
         return found
 
-    def _storage(self, pid: Any) -> NDArray[Any]:
+    def _storage(self, pid: Any) -> NDArray[Any] | pickles.Opaque:
         """The flat array a persistent id ("storage", type, key, location, numel) stands for."""
         _, dtype, key, _, count = torch_legacy.checked_id(pid, self._origin)
+        if isinstance(dtype, pickles.Opaque):
+            return dtype
         return self._entry(f"data/{key}").array(dtype, int(count))
 
 
@@ -179,9 +204,18 @@ def _is_root(name: str) -> bool:
 
 
 def rebuild_tensor(
-    storage: NDArray[Any], offset: int, size: Iterable[int], stride: Iterable[int], *_: object
-) -> NDArray[Any]:
-    """torch._utils._rebuild_tensor_v2 on a numpy array: a view, its bounds checked."""
+    storage: NDArray[Any] | pickles.Opaque,
+    offset: int,
+    size: Iterable[int],
+    stride: Iterable[int],
+    *_: object,
+) -> NDArray[Any] | pickles.Opaque:
+    """torch._utils._rebuild_tensor_v2 on a numpy array: a view, its bounds checked.
+
+    Of a storage of a type that numpy lacks: that type, an Opaque.
+    """
+    if isinstance(storage, pickles.Opaque):
+        return storage
     shape, steps = tuple(size), tuple(stride)
     if storage.ndim != 1 or not storage.flags.c_contiguous:
         raise CheckpointError("a tensor is said to be the storage of another")
@@ -200,8 +234,33 @@ def rebuild_tensor(
     )
 
 
-def _rebuild_parameter(data: NDArray[Any], *_: object) -> NDArray[Any]:
+def _rebuild_typed_tensor(
+    storage: NDArray[Any] | pickles.Opaque,
+    offset: int,
+    size: Iterable[int],
+    stride: Iterable[int],
+    _gradient: object,
+    _hooks: object,
+    dtype: Any,
+    *_: object,
+) -> NDArray[Any] | pickles.Opaque:
+    """torch._utils._rebuild_tensor_v3: of types without a storage of their own, such as FP8."""
+    kind = pickles.meaning(dtype)
+    if isinstance(kind, np.dtype) and isinstance(storage, np.ndarray) and storage.ndim == 1:
+        return rebuild_tensor(storage.view(kind), offset, size, stride)
+    return kind if isinstance(kind, pickles.Opaque) else pickles.Opaque("torch._rebuild_tensor_v3")
+
+
+def _rebuild_parameter(data: Any, *_: object) -> Any:
     return data
+
+
+def _rebuild_from_type(function: Any, kind: Any, args: Any, *_: object) -> Any:
+    """torch._tensor._rebuild_from_type_v2: a tensor of a class, or one with Python attributes."""
+    build, name = pickles.meaning(function), getattr(kind, "name", "?")
+    if name not in _TENSOR_CLASSES or build not in _REBUILDERS or not isinstance(args, tuple):
+        return pickles.Opaque(name)
+    return build(*args)
 
 
 def shape_of(numbers: Iterable[int] = ()) -> tuple[int, ...]:
@@ -209,12 +268,16 @@ def shape_of(numbers: Iterable[int] = ()) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+_REBUILDERS = (rebuild_tensor, _rebuild_typed_tensor, _rebuild_parameter)
+_TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _GLOBALS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch", "Size"): shape_of,
-    ("torch", "device"): pickles.Opaque,
     ("torch.storage", "UntypedStorage"): STORAGES["UntypedStorage"],
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
     **{("torch", name): dtype for name, dtype in TORCH_DTYPES.items()},

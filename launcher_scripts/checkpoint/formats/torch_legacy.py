@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickletools
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,14 @@ from launcher_scripts.common.errors import CheckpointError, problem
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 PROTOCOL = 1001
+# A class with its source code, which old files keep of a model's modules.
+_MODULE = "module"
 _COUNT = struct.Struct("<q")
 # pickletools needs a file; the pickles before the storages are small beside them.
 _DESCRIPTION_BYTES = 1 << 26
 
 
-def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
+def load(region: Region, origin: str, known: pickles.Globals) -> Any:
     """The object in the file; tensors are read-only arrays on the mapped file.
 
     The object refers to storages by key only, and where a storage lies is known once the keys
@@ -46,34 +48,30 @@ def load(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     content = head[slice(*spans[3])]
     dtypes: dict[str, np.dtype[Any]] = {}
 
-    def note(pid: Any) -> NDArray[Any]:
+    def note(pid: Any) -> Any:
+        if pid[0] == _MODULE:
+            return pid[1]
         _, dtype, key, *_ = checked_id(pid, origin)
+        # Of another type, where the next storage starts would be unknown.
+        pickles.check_readable(dtype, origin)
         dtypes[str(key)] = dtype
         return np.empty(0, dtype)
 
-    pickles.load(content, origin, _NothingBuilt(allowed), note)
+    pickles.load(content, origin, _unbuilt(known), note)
     keys = pickles.load(head[slice(*spans[4])], origin, {})
     if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
         raise CheckpointError(f"{origin} is damaged: it does not list its storages")
     storages = _storages(region, spans[4][1], map(str, keys), dtypes, origin)
-    return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
+    return pickles.load(content, origin, known, lambda pid: _part(storages, pid, origin))
 
 
-class _NothingBuilt(Mapping[tuple[str, str], Any]):
-    """The names of a first pass, in which nothing is built: functions do nothing, dtypes stay."""
-
-    def __init__(self, allowed: pickles.Globals) -> None:
-        self._allowed = allowed
-
-    def __getitem__(self, name: tuple[str, str]) -> Any:
-        value = self._allowed[name]
-        return value if isinstance(value, np.dtype | type) else pickles.Opaque
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self._allowed)
-
-    def __len__(self) -> int:
-        return len(self._allowed)
+def _unbuilt(known: pickles.Globals) -> pickles.Globals:
+    """The names of a first pass, in which nothing is built: dtypes and classes keep their meaning,
+    functions have none."""
+    return {
+        name: value if isinstance(value, np.dtype | type) else pickles.Opaque(".".join(name))
+        for name, value in known.items()
+    }
 
 
 def _spans(data: bytes, origin: str, count: int) -> list[tuple[int, int]]:
@@ -106,16 +104,22 @@ def _storages(
 
 
 def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
-    """The persistent id ("storage", dtype, key, location, count, ...) of a storage."""
+    """The persistent id ("storage", dtype, key, location, count, ...) of a storage.
+
+    dtype is an Opaque for a type that numpy lacks.
+    """
     kind, dtype, key, *rest = pid
     found = (kind, pickles.meaning(dtype), key, *rest)
-    if kind != "storage" or not isinstance(found[1], np.dtype) or not isinstance(key, (str, int)):
+    plain = isinstance(found[1], np.dtype | pickles.Opaque) and isinstance(key, (str, int))
+    if kind != "storage" or not plain:
         raise CheckpointError(f"{origin} refers to something that is not a storage")
     return found
 
 
-def _part(storages: dict[str, NDArray[Any]], pid: Any, origin: str) -> NDArray[Any]:
-    """A storage, or the part of one that a view (key, offset, count) names."""
+def _part(storages: dict[str, NDArray[Any]], pid: Any, origin: str) -> Any:
+    """A storage, or the part of one that a view (key, offset, count) names; or a class."""
+    if pid[0] == _MODULE:
+        return pid[1]
     _, _, key, _, _, *view = checked_id(pid, origin)
     storage = storages[str(key)]
     if view and view[0] is not None:

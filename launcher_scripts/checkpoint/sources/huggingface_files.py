@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
@@ -183,11 +182,11 @@ def read_tensors(
     def triples() -> Iterator[tuple[str, str, SourceTensor]]:
         for file in files:
             for key, values in _state_dict(archive, file).items():
-                plain, modules = unwrapped(str(key))
+                plain, modules = unwrapped(key)
                 name = rename(plain)
-                if isinstance(values, np.ndarray) and name is not None:
+                if name is not None:
                     removed.update({modules} if modules else ())
-                    source = str(key) if len(files) == 1 else f"{key} ({file})"
+                    source = key if len(files) == 1 else f"{key} ({file})"
                     yield source, name, SourceTensor.whole(values)
 
     tensors = renamed(triples(), str(archive.path))
@@ -196,17 +195,15 @@ def read_tensors(
     return tensors
 
 
-def _state_dict(archive: Archive, file: str) -> Mapping[Any, NDArray[Any]]:
+def _state_dict(archive: Archive, file: str) -> dict[str, NDArray[Any]]:
     origin, region = f"{file} of {archive.path}", archive.region(file)
     if region.buffer[region.offset : region.offset + len(_LFS_POINTER)] == _LFS_POINTER:
         raise CheckpointError(
             f"{origin} is a pointer of git-lfs, not the weights; expected the file itself; "
             "run `git lfs pull` in the repository, or download it with huggingface-cli"
         )
-    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
-    loaded = load(region, origin)
-    if not isinstance(loaded, dict) or not any(
-        isinstance(values, np.ndarray) for values in loaded.values()
-    ):
+    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load_state
+    tensors = dict(torch_file.tensors_of(load(region, origin).items(), origin))
+    if not tensors:
         raise CheckpointError(f"{origin} holds no state dict")
-    return loaded
+    return tensors

@@ -285,17 +285,15 @@ def _read_tensors(archive: Archive) -> dict[str, SourceTensor]:
     if file is None:
         raise CheckpointError(problem(f"{archive.path} holds no weights", choices=WEIGHT_FILES))
     origin = f"{file} of {archive.path}"
-    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load
+    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load_state
     loaded = load(archive.region(file), origin)
-    if not isinstance(loaded, dict) or not all(
-        isinstance(values, np.ndarray) for values in loaded.values()
-    ):
+    stored = dict(torch_file.tensors_of(loaded.items(), origin))
+    if len(stored) < len(loaded):
         raise CheckpointError(f"{origin} holds no state dict")
-    for name, values in loaded.items():
+    for name, values in stored.items():
         archive.check(values, name)
     named = (
-        (str(name), unwrapped(str(name))[0], SourceTensor.whole(values))
-        for name, values in loaded.items()
+        (name, unwrapped(name)[0], SourceTensor.whole(values)) for name, values in stored.items()
     )
     return renamed(named, origin)
 

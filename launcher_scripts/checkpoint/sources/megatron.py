@@ -52,8 +52,6 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _VERSIONS = {0: ("nemo_legacy",), 1: ("megatron_innermost",), 2: (), 3: ()}
 # The last stage's copy of a tied table, and heads that generate nothing.
 _IGNORED = ("word_embeddings_for_head", "lm_head.", "rotary_pos_emb.", "_extra_state")
-# Modules whose objects may lie beside the weights; they are never looked at.
-_INERT_MODULES = ("megatron", "numpy", "apex", "deepspeed", "transformer_engine", "torch.optim")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class MegatronCheckpoint(TensorShards):
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
-        args = first["args"].state if isinstance(first.get("args"), Namespace) else {}
+        args = arguments(first, f"{files[0][0]} of {archive.path}") or {}
         virtual = args.get("virtual_pipeline_model_parallel_size")
         ranks = [[_chunks(archive, name, loaded[name]) for name in stage] for stage in files]
         shards = merged_stages(in_layer_order(archive, ranks, virtual))
@@ -172,27 +170,32 @@ class Namespace(pickles.Record):
     """argparse.Namespace: the training's arguments."""
 
 
-class _InertGlobals(Mapping[tuple[str, str], Any]):
-    """Names of _INERT_MODULES: whatever is called, nothing is imported and nothing happens."""
+# Classes that hold the training's arguments.
+NAMESPACES: pickles.Globals = {
+    ("argparse", "Namespace"): Namespace,
+    ("types", "SimpleNamespace"): Namespace,
+}
 
-    def __getitem__(self, name: tuple[str, str]) -> Any:
-        if name == ("argparse", "Namespace"):
-            return Namespace
-        if name[0].split(".")[0] in _INERT_MODULES or name[0].startswith(_INERT_MODULES):
-            return pickles.Opaque
-        raise KeyError(name)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(())
+def arguments(loaded: Mapping[str, Any], origin: str) -> Mapping[str, Any] | None:
+    """The training's arguments in a file, None if it has none.
 
-    def __len__(self) -> int:
-        return 0
+    Raises CheckpointError for an object that nothing here reads.
+    """
+    args = loaded.get("args")
+    pickles.check_readable(args, f"args of {origin}")
+    if isinstance(args, Namespace):
+        return args.state
+    return args if isinstance(args, dict) else None
 
 
 def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, _InertGlobals())
-    if not isinstance(loaded, dict) or not _models(loaded):
+    loaded = torch_file.load_state(archive.region(name), origin, NAMESPACES)
+    for key, value in loaded.items():
+        if re.fullmatch(r"model\d*", str(key)):
+            pickles.check_readable(value, f"{key} of {origin}")
+    if not _models(loaded):
         raise CheckpointError(f"{origin} holds no model")
     return loaded
 

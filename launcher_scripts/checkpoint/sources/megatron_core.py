@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 from launcher_scripts.checkpoint.formats import distributed, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import Stored
-from launcher_scripts.checkpoint.formats.pickles import AnyGlobal
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.repository import tokenizer_files
 from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
 from launcher_scripts.checkpoint.sources.megatron import (
-    Namespace,
+    NAMESPACES,
+    arguments,
     the_latest,
     training_arguments,
 )
@@ -46,14 +46,6 @@ COMMON_OBJECT = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
 CONTEXT = "context/model.yaml"
 WEIGHTS = "weights/"
-
-
-class _CommonGlobals(AnyGlobal):
-    """Objects of any class may stand beside the training's arguments, and mean nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self[("argparse", "Namespace")] = Namespace
 
 
 @dataclass(frozen=True)
@@ -246,16 +238,15 @@ def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any]
     """Megatron-LM's arguments in the common state: a file, or since core 0.19 an object."""
     if root + COMMON in archive.names():
         origin = f"{root}{COMMON} of {archive.path}"
-        common = torch_file.load(archive.region(root + COMMON), origin, _CommonGlobals())
+        common = torch_file.load(archive.region(root + COMMON), origin, NAMESPACES)
     else:
         origin = f"{COMMON_OBJECT} of {archive.path}"
         region = stored.find_object(COMMON_OBJECT)
         if region is None:
             return None
-        items = torch_file.load(region, origin, _CommonGlobals())
+        items = torch_file.load(region, origin, NAMESPACES)
         common = items[0] if isinstance(items, list) and items else None
-    args = common.get("args") if isinstance(common, dict) else None
-    return args.state if isinstance(args, Namespace) else None
+    return arguments(common, origin) if isinstance(common, dict) else None
 
 
 def holds_adapter(path: Path) -> bool:

@@ -134,7 +134,7 @@ def _read_training(
         tensors = distributed.read_tensors(archive, f"{training.name}/")
         return merged_stages([[stripped(tensors, str(archive.path))]])
     files = rank_files(archive, "", f"{training.name}.ckpt")
-    return merged_stages(chunked_stages(archive, files, training.raw, lightning=True))
+    return merged_stages(chunked_stages(archive, files, training.raw))
 
 
 def _gpt(

@@ -10,11 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from launcher_scripts.checkpoint.formats import distributed, torch_file
+from launcher_scripts.checkpoint.formats import distributed, pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.pickles import AnyGlobal
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
 from launcher_scripts.checkpoint.sources.renaming import renamed
@@ -99,26 +96,21 @@ def chunked_stages(
     archive: Archive,
     files: Sequence[Sequence[str]],
     raw: Mapping[str, Any],
-    *,
-    lightning: bool = False,
 ) -> list[list[StateDict]]:
     """The state dicts in the order of the layers they hold, [stage of a chunk][rank].
 
-    files:     names, [pipeline stage][tensor-parallel rank]
-    raw:       the hyperparameters
-    lightning: the files are PyTorch Lightning's, which also hold what only a training needs
+    files: names, [pipeline stage][tensor-parallel rank]
+    raw:   the hyperparameters
     """
-    ranks = [[_chunks(archive, name, lightning) for name in stage] for stage in files]
+    ranks = [[_chunks(archive, name) for name in stage] for stage in files]
     virtual = raw.get("virtual_pipeline_model_parallel_size") or 1
     return in_layer_order(archive, ranks, virtual if len(files) > 1 else None)
 
 
-def _chunks(archive: Archive, name: str, lightning: bool) -> list[StateDict]:
+def _chunks(archive: Archive, name: str) -> list[StateDict]:
     """What one file holds: one state dict, or one for every virtual stage."""
     origin = f"{name} of {archive.path}"
-    loaded = torch_file.load(archive.region(name), origin, AnyGlobal() if lightning else None)
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{origin} holds no state dict")
+    loaded = torch_file.load_state(archive.region(name), origin)
     numbers = {
         int(match[1]): key for key in loaded if (match := _CHUNK.fullmatch(str(key))) is not None
     }
@@ -127,14 +119,21 @@ def _chunks(archive: Archive, name: str, lightning: bool) -> list[StateDict]:
         chunks = [dict(flattened({"model": loaded[numbers[n]]})) for n in sorted(numbers)]
         return [_state_dict(chunk, origin) for chunk in chunks]
     state = loaded.get("state_dict", loaded)
+    pickles.check_readable(state, f"state_dict of {origin}")
     if not isinstance(state, dict):
         raise CheckpointError(f"{origin} holds no state dict")
     return [_state_dict(state, origin)]
 
 
 def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
-    tensors = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
-    others = [str(key) for key in state if key not in tensors and not _IGNORED.fullmatch(str(key))]
+    tensors = dict(torch_file.tensors_of(state.items(), origin))
+    others = [
+        str(key)
+        for key, value in state.items()
+        if str(key) not in tensors
+        and not _IGNORED.fullmatch(str(key))
+        and not isinstance(value, pickles.Opaque)
+    ]
     if others:
         raise CheckpointError(
             problem(
@@ -143,5 +142,5 @@ def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
                 got=others[:3],
             )
         )
-    whole = {str(key): SourceTensor.whole(value) for key, value in tensors.items()}
+    whole = {name: SourceTensor.whole(values) for name, values in tensors.items()}
     return stripped(whole, origin)

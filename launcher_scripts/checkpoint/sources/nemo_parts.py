@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from launcher_scripts.checkpoint.formats import torch_file
+from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.nemo_config import section
@@ -141,15 +139,14 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
         stage = []
         for name in names:
             origin = f"{name} of {archive.path}"
-            loaded = torch_file.load(archive.region(name), origin)
-            if not isinstance(loaded, dict):
-                raise CheckpointError(f"{origin} holds no state dict")
+            loaded = torch_file.load_state(archive.region(name), origin)
+            state = loaded.get("state_dict", loaded)
+            pickles.check_readable(state, f"state_dict of {origin}")
             stage.append(
                 _named(
                     (
-                        (name, SourceTensor.whole(value))
-                        for name, value in flattened(loaded.get("state_dict", loaded))
-                        if isinstance(value, np.ndarray)
+                        (name, SourceTensor.whole(values))
+                        for name, values in torch_file.tensors_of(flattened(state), origin)
                     ),
                     origin,
                 )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher_scripts.checkpoint.formats import pickles
 from launcher_scripts.checkpoint.sources.huggingface_raw import irrelevant
 from launcher_scripts.common.errors import CheckpointError, Problems
 
@@ -137,9 +138,16 @@ class TrainingOptions:
     asked: set[str] = field(default_factory=set)
 
     def get(self, key: str) -> Any:
-        """The value as it stands there, None where there is none."""
+        """The value as stored, None if it is missing. One that is an object is noted."""
+        first = key not in self.asked
         self.asked.add(key)
-        return self.raw.get(key)
+        value = self.raw.get(key)
+        kind = pickles.unreadable(value)
+        if kind is None:
+            return value
+        if first:
+            self.problems.add(f"{key} depends on {kind}, which is not read here", got=value)
+        return None
 
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1; `default`, if any, where there is none."""
@@ -198,7 +206,8 @@ class TrainingOptions:
         unread = {
             key: value
             for key, value in self.raw.items()
-            if key not in self.asked and value and not irrelevant(key, IRRELEVANT)
+            if key not in self.asked and not irrelevant(key, IRRELEVANT)
+            if pickles.unreadable(value) is not None or value
             if not (dense and key.startswith("moe_"))
         }
         for key, value in unread.items():
