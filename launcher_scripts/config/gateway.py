@@ -45,7 +45,7 @@ class GatewayOptions:
         None, "file with lines NAME=key, readable by its owner only", metavar="FILE"
     )
     chat_template: ConfigPath | None = option(
-        None, "Jinja chat template, for models whose checkpoint has none", metavar="FILE"
+        None, "Jinja chat template, instead of the checkpoints' own", metavar="FILE"
     )
     max_running: int = option(512, "most rows that the servers work on at the same time", least=1)
     max_waiting: int = option(
@@ -67,6 +67,9 @@ class GatewayOptions:
     )
     trusted_proxies: tuple[str, ...] = option(
         (), "addresses or networks of proxies whose X-Forwarded-For is believed", metavar="ADDRESS"
+    )
+    keep_alive_timeout: int = option(
+        75, "seconds until a connection without requests is closed", least=1
     )
     tls_certificate: ConfigPath | None = option(None, "PEM certificate for HTTPS", metavar="FILE")
     tls_key: SecretPath | None = option(None, "PEM private key of the certificate", metavar="FILE")

@@ -104,9 +104,9 @@ class Gateway:
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
-        return JSONResponse(
-            {"object": "list", "data": [model.card() for model in self.models.listed]}
-        )
+        cards = [model.card() for model in self.models.listed]
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": cards, **ends})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/<name>"""
@@ -355,7 +355,6 @@ def make_app(
         middleware=middleware,
         exception_handlers={HTTPException: _no_route},
     )
-    # A redirect would name the address and the scheme that this process sees, not the proxy's.
     app.router.redirect_slashes = False
     app.state.gateway = gateway
     return app

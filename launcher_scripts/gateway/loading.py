@@ -129,14 +129,15 @@ def adapters_in(folder: Path) -> tuple[str, ...]:
 def _template(
     files: Mapping[str, bytes], tokens: Mapping[str, str], other: str | None = None
 ) -> ChatTemplate | None:
-    """The checkpoint's own, else that of the file `other`, if any."""
-    templates = chat_templates(files)
-    if not templates and other is not None:
-        templates = {DEFAULT: Path(other).read_text(encoding="utf-8")}
+    """Return the template of the file `other`, else the checkpoint's, if it has one."""
+    if other is None:
+        source, templates = "the chat template", chat_templates(files)
+    else:
+        source, templates = other, {DEFAULT: Path(other).read_text(encoding="utf-8")}
     try:
         return ChatTemplate(templates, tokens) if templates else None
     except ValueError as error:
-        raise ValueError(f"the chat template is damaged: {error}") from error
+        raise ValueError(f"{source} is not a valid Jinja template: {error}") from error
 
 
 def _token_names(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, str]:

@@ -176,6 +176,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # A redirect would name the address and the scheme that this process sees, not the proxy's.
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -239,7 +241,7 @@ class RequestMiddleware:
 async def read_body(request: Request, most: int) -> dict[str, Any]:
     """The JSON object of a request's body. Raises ApiError for one that is none or too large."""
     coding = request.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
+    if coding.strip().lower() not in ("", "identity"):
         message = f"the body must not be compressed; got Content-Encoding {coding[:50]!r}"
         raise ApiError(400, message, code="unsupported_encoding")
     too_large = ApiError(

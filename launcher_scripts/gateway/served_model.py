@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from pydantic_core import from_json
@@ -143,15 +144,22 @@ class ServedModel:
         ]
 
     def card(self) -> dict[str, Any]:
-        """The entry of /v1/models."""
+        """Return the entry of /v1/models for OpenAI's and for Anthropic's clients."""
+        created = datetime.fromtimestamp(self.created, timezone.utc)
         return {
             "id": self.name,
             "object": "model",
+            "type": "model",
+            "display_name": self.name,
+            "lifecycle": "active",
             "created": self.created,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
             "owned_by": "deployment",
             "root": self.parent or self.name,
             "parent": self.parent,
             "max_model_len": self.max_len,
+            "max_input_tokens": self.max_len,
+            "max_tokens": self.max_len,
         }
 
 

@@ -73,6 +73,7 @@ def uvicorn_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=_LAST_SECONDS,
+        timeout_keep_alive=settings.keep_alive_timeout,
     )
 
 

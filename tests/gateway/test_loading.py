@@ -116,21 +116,24 @@ def test_the_checkpoints_template_and_defaults_count(repository: Path, tmp_path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     generation = {"temperature": 0.6, "top_k": 50, "eos_token_id": [0], "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    (tmp_path / "other.jinja").write_text(CHATML)
-    (model,) = load(tmp_path, chat_template=str(tmp_path / "other.jinja"), max_model_len=50)
+    (model,) = load(tmp_path, max_model_len=50)
     assert model.template is not None
     assert model.template.render([{"role": "user", "content": "a"}]) == "own <s>"
     assert model.defaults == {"temperature": 0.6, "top_k": 50}
     assert model.max_len == 50
 
 
-def test_models_without_a_template_get_the_gateways(repository: Path, tmp_path: Path) -> None:
+def test_the_gateways_template_replaces_the_models(repository: Path, tmp_path: Path) -> None:
+    (folder,) = repository.glob("tiny/1/*-gpu")
+    own = [{"name": "default", "template": "own"}, {"name": "tool_use", "template": "own"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": own}))
     (tmp_path / "other.jinja").write_text(CHATML)
     (model,) = load(tmp_path, chat_template=str(tmp_path / "other.jinja"))
     assert model.template is not None
     assert model.template.text == CHATML
+    assert model.template.render([], tools=[{}], add_generation_prompt=False) == ""
     (tmp_path / "other.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match="chat template is damaged: line 1"):
+    with pytest.raises(ConfigError, match=r"other\.jinja is not a valid Jinja template: line 1"):
         load(tmp_path, chat_template=str(tmp_path / "other.jinja"))
     assert repository.is_dir()
 

@@ -234,3 +234,14 @@ def test_wrong_parameters_are_named(body: dict[str, Any], param: str, words: str
     assert answer.status_code == 400 and answer.json()["type"] == "error"
     error = answer.json()["error"]
     assert error["param"] == param and words in error["message"]
+
+
+def test_models_as_anthropics_client_lists_them() -> None:
+    backend = FakeBackend()
+    models = [served(backend, "org/one", lora_names=("sql",)), served(backend, "two")]
+    with listening(client_of(*models).app) as address:
+        client = anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0)
+        assert [model.id for model in client.models.list(limit=1)] == ["org/one", "two", "sql"]
+        model = client.models.retrieve("org/one")
+    assert (model.type, model.display_name, model.created_at.timestamp()) == ("model", "org/one", 1)
+    assert anthropic.types.ModelInfo.model_validate(model.to_dict()) == model

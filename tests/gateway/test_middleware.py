@@ -17,7 +17,7 @@ from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.service import DrainingServer
+from launcher_scripts.gateway.service import DrainingServer, uvicorn_config
 from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, listening, served, until
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
@@ -285,13 +285,6 @@ def test_a_wrong_method_is_told_the_right_one() -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_a_path_with_a_slash_too_many_is_no_redirect() -> None:
-    """Behind a proxy it would lead to another address, or to no TLS."""
-    answer = client_of(served(FakeBackend())).post("/v1/completions/", json=BODY)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["code"] == "not_found"
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_answer_has_its_time(streams: bool) -> None:
     backend = FakeBackend(waits=True)
@@ -464,3 +457,24 @@ def test_a_second_signal_ends_at_once() -> None:
         await running.task
 
     asyncio.run(signals())
+
+
+def test_a_slash_at_the_end_of_a_path_and_an_empty_encoding_change_nothing() -> None:
+    client = client_of(served(FakeBackend()), keys=KEYS)
+    client.headers["Authorization"] = f"Bearer {KEYS['alice']}"
+    for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/ready//"):
+        assert client.get(path, follow_redirects=False).status_code == 200, path
+    for encoding in ("", " identity "):
+        headers = {"Content-Encoding": encoding}
+        answer = client.post("/v1/completions/", json=BODY, headers=headers)
+        assert answer.status_code == 200, answer.text
+    headers = {"Content-Encoding": "gzip"}
+    assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 400
+    assert client.post("/health/").status_code == 405
+
+
+def test_connections_stay_open_for_longer_than_clients_pools() -> None:
+    """OpenAI's client keeps an idle connection for 5 s, proxies for 60 s."""
+    assert uvicorn_config(Starlette(), SETTINGS).timeout_keep_alive == 75
+    settings = replace(SETTINGS, keep_alive_timeout=5)
+    assert uvicorn_config(Starlette(), settings).timeout_keep_alive == 5
