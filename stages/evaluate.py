@@ -129,6 +129,9 @@ class Evaluate(Stage):
     def joins(self, server: Job) -> bool:
         return self.block.in_deploy_job and self.uses(server)
 
+    def stops(self, server: Job) -> bool:
+        return self.block.stop_server and self.uses(server)
+
     def uses(self, server: Job | None) -> bool:
         """Whether it is this server's ready file that the evaluation waits for."""
         ready_file = server.service.first_file if server and server.service else None

@@ -76,6 +76,8 @@ class Plan:
                 if client is not None and self.cluster.hosts_clients:
                     stages.remove(client)
                     job = replace(job, client=client.job(folder_of(client), job))
+                first = server or job
+                job = replace(job, ends_with_client=any(each.stops(first) for each in stages))
                 server = job if server is None else replace(server, gateway=job)
             made.append(job)
             yield job

@@ -127,6 +127,10 @@ class Stage(ABC):
         """Whether the stage's steps run in the job of this server."""
         return False
 
+    def stops(self, server: Job) -> bool:  # noqa: ARG002
+        """Whether the stage's job stops this server at its end."""
+        return False
+
     def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
         """The settings with what is only known of a certain job."""
         return self.settings

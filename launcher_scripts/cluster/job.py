@@ -111,6 +111,16 @@ class JobFolder:
         return self.root / ID_FILE
 
     @property
+    def client_file(self) -> Path:
+        """Of a server's job: the id of the job that it ends with."""
+        return self.root / "client_job_id"
+
+    @property
+    def results_dir(self) -> Path:
+        """The folder with the results of all runs."""
+        return self.root.parents[1]
+
+    @property
     def log_stem(self) -> str:
         """The log's path up to `_<job id>.out`."""
         return str(self.root / f"log-{self.name}")
@@ -155,6 +165,8 @@ class Job:
     stops_server: whether that server is stopped when this job ends
     promotes:     whether that server goes on all the same when this job succeeds
     client:       a job that runs beside this service, on the same nodes; its result is the job's
+    ends_with_client: whether a later job of the same command line stops this service: it ends
+                  with that job, also where that job cannot stop it
     gateway:      the job of the gateway that the same command line puts before this server
     replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
     first_replica: the number of the array's first task
@@ -174,6 +186,7 @@ class Job:
     stops_server: bool = False
     promotes: bool = False
     client: Job | None = None
+    ends_with_client: bool = False
     gateway: Job | None = None
     replicas: int = 0
     first_replica: int = 0

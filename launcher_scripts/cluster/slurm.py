@@ -16,7 +16,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from launcher_scripts.cluster import slurm_queue
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Job, Submitted
-from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.cluster.record import JobRecord, write_text
 from launcher_scripts.cluster.slurm_options import SlurmOptions
 from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
@@ -145,6 +145,9 @@ class SlurmCluster(Cluster[SlurmOptions]):
         self._submitted.append(submitted)
         self._handing_over = None
         submitted.write_record(self.type)
+        if job.stops_server and job.server is not None:
+            for service in filter(None, (job.server, job.server.gateway)):
+                write_text(service.folder.client_file, f"{submitted.job_id}\n")
         _check_reason(submitted)
         print(f"{job.stage}: submitted {job.name} as Slurm job {submitted.job_id}")
         print(f"  job folder: {job.folder.root}")

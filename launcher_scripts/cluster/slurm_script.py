@@ -11,7 +11,8 @@ from typing import Any
 from launcher_scripts.cluster.containers import EnrootImage, check_mounts, enroot_mount
 from launcher_scripts.cluster.job import Job, Step
 from launcher_scripts.cluster.slurm_options import SlurmOptions, file_pattern
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.cluster.state import RUNNING, WAITING
+from launcher_scripts.common.exit_codes import ERROR, VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import render
 
 # They would change how the script finds Slurm's programs, and neither enroot nor pyxis takes
@@ -38,8 +39,11 @@ class Variables:
         return cls({name: env[name] for name in env if name not in given}, given)
 
 
-# How often a client's job asks for the state of its server's job.
+# Seconds between two queries of a client's job about its server's, and of a server's about its
+# client's.
 _CHECK_SECONDS = 5
+_WATCH_SECONDS = 20
+_LIVING = "|".join(sorted(RUNNING | WAITING))
 
 
 def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> str:
@@ -56,6 +60,9 @@ def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> 
         options=options,
         starts=_starts,
         server_log=file_pattern(job.folder.server_log_stem),
+        error_code=ERROR,
+        living=_LIVING,
+        watch_seconds=_WATCH_SECONDS,
         enroot=_enroot(job, options, exported),
         beside=_beside(job),
     )
@@ -93,6 +100,9 @@ def _beside(job: Job) -> str:
     return render(
         "beside_server.sh.j2",
         error_code=ERROR,
+        verdicts=VERDICTS,
+        verdict_file=(job.client or job).folder.results_dir / VERDICT_FILE,
+        living=_LIVING,
         job=job,
         server_log_stem=job.folder.server_log_stem,
         check_seconds=1 if job.client is not None else _CHECK_SECONDS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.exit_codes import VERDICTS
+from launcher_scripts.common.exit_codes import VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.ladder import LadderRung
 from launcher_scripts.evaluation.report_content import harness_tasks
@@ -63,7 +63,7 @@ def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
         for metric, values in task["metrics"].items()
     }
     speed, first = _speed([each for each in sections if "rows" in each or "runs" in each])
-    verdict = _read(path.with_name("verdict.json")).get("verdict")
+    verdict = _read(path.with_name(VERDICT_FILE)).get("verdict")
     return LadderRow(rung.name, metrics, weight_bytes, speed, first, verdict, str(path))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.ladder import LadderSettings
 from launcher_scripts.config.load import LoadSettings
@@ -64,7 +65,7 @@ class Report:
 
     @property
     def verdict_file(self) -> Path:
-        return self.results_dir / "verdict.json"
+        return self.results_dir / VERDICT_FILE
 
     @property
     def html_file(self) -> Path:

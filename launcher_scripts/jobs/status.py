@@ -21,10 +21,10 @@ from launcher_scripts.cluster.record import (
 from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
 from launcher_scripts.common.errors import ClusterError
+from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.metrics import Load, is_ready, load
 
-VERDICT_FILE = "verdict.json"
 _ROUNDED_SECONDS = 1.0  # a verdict's date has whole seconds
 
 

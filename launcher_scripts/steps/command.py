@@ -8,12 +8,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.processes import process_name, signal_when_parent_dies
-from launcher_scripts.config.settings import Settings, read_settings
+from launcher_scripts.config.settings import ExportSettings, Settings, read_settings
 from launcher_scripts.steps.flags import FlagTable
 
 
@@ -51,6 +52,14 @@ def run_step(
         return 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def resumed(settings: ExportSettings) -> ExportSettings:
+    """Settings with `reuse` in a job that Slurm started again: its first start may have finished
+    this step.
+    """
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    return replace(settings, reuse=True) if restarts else settings
 
 
 def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> argparse.Namespace:

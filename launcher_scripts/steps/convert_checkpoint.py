@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
-from launcher_scripts.steps.command import run_step
+from launcher_scripts.steps.command import resumed, run_step
 from launcher_scripts.steps.flags import FlagTable, Values
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(settings: ExportSettings) -> None:
-    folder = export(settings, _compare)
+    folder = export(resumed(settings), _compare)
     print(f"checkpoint {folder}", flush=True)
 
 

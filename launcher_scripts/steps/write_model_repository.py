@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.steps.command import run_step
+from launcher_scripts.steps.command import resumed, run_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(settings: ExportSettings) -> None:
     repository = ModelRepository(settings.model_repository)
-    models = repository.write(settings)
+    models = repository.write(resumed(settings))
     print(f"model repository {repository.root}: {', '.join(models)}")
 
 

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from launcher_scripts.checkpoint.convert import tasks
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.steps import convert_checkpoint
+from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.checkpoint.exporting import export_folder, refused_export, weight_bytes
 from tests.checkpoint.test_torch_file import Evil
 from tests.checkpoint_maker import Variant, make_nemo, small_config
@@ -320,3 +321,16 @@ def test_the_step(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "100%" in output.err
     assert convert_checkpoint.main(["--settings", str(settings)]) == 1
     assert "already exists" in capfd.readouterr().err
+
+
+def test_a_job_that_slurm_starts_again_goes_on_after_the_step_that_was_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, folder = tmp_path / "settings.yaml", str(tmp_path / "models" / "tiny")
+    settings = ExportSettings("tiny", "gpt3", str(source), folder, Parallelism(), processes=1)
+    write_settings(replace(settings, tokenizer=TokenizerSettings(source="none")), file)
+    for step in (convert_checkpoint, write_model_repository):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+        assert step.main(["--settings", str(file)]) == 0
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert step.main(["--settings", str(file)]) == 0

@@ -38,6 +38,7 @@ if os.environ["VERDICT"] == "0":
     Path(settings["server_job_folder"], "promotion.json").touch()
     while not Path(settings["published_as"]).exists():
         time.sleep(0.05)
+Path(settings["results_dir"], "verdict.json").write_text("{}")
 sys.exit(int(os.environ["VERDICT"]))
 """
 

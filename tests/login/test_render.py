@@ -68,8 +68,9 @@ print([os.getcwd(), *sys.argv[1:], *(os.environ[n] for n in sys.argv if n.starts
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=lambda cluster: cluster.type)
 def test_scripts_hand_every_value_to_the_step_unchanged(
-    calls: Path, tmp_path: Path, cluster: Cluster
+    calls: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     root = tmp_path / "a $(touch pwned) 'folder'"
     root.mkdir()
     env = {f"NASTY_{number}": value for number, value in enumerate(NASTY)}

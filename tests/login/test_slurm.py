@@ -30,8 +30,10 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
     assert (record["job_id"], record["after"]) == ("102", "101")
     assert record["log"] == "log-deploy_tiny_102.out"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"deploy_tiny_hydra.yaml", "deploy_tiny_submission.sh", "job.json", "job_id"}
+    own = {"deploy_tiny_hydra.yaml", "deploy_tiny_submission.sh", "job.json", "job_id"}
+    assert names == {*own, "client_job_id"}
     assert (folder / "job_id").read_text() == "102\n"
+    assert (folder / "client_job_id").read_text() == "103\n"
     assert "--mpi=pmix" in Path(f"{calls}.2.sh").read_text()
 
 

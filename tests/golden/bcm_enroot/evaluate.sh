@@ -11,6 +11,10 @@
 # The first command that fails ends the job, and its exit code is the job's.
 set -euo pipefail
 
+# For a launcher that was killed before it could write the id, and as the time of this start.
+echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/evaluate/job_id || true
+echo "$SLURM_JOB_ID" > /mount/results/jobs/deploy/client_job_id || true
+
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp2_pp1_auto_auto/matplotlib_cache
@@ -77,13 +81,16 @@ in_container() {
 }
 export -f in_container remove_leftovers
 
-# The server is a job of its own, which must run as long as it is measured.
-server=$(cat /mount/results/jobs/deploy/job_id)
+# The server is a separate job, which must run as long as it is measured.
+server=$(cat /mount/results/jobs/deploy/job_id) || {
+    echo "error: the job id of the server is missing: "/mount/results/jobs/deploy/job_id >&2
+    exit 3
+}
 server_log=/mount/results/jobs/deploy/log-deploy_gpt3_126m_"$server".out
 server_state() {
     local shown
-    if shown=$(scontrol --oneliner show job "$server" 2>&1); then
-        sed 's/.* JobState=\([A-Z_]*\).*/\1/' <<< "$shown"
+    if shown=$(scontrol show job "$server" 2>&1); then
+        sed -n 's/^ *JobState=\([A-Z_]*\).*/\1/p' <<< "$shown"
     elif [[ $shown == *"Invalid job id"* ]]; then
         echo FORGOTTEN
     else
@@ -97,32 +104,59 @@ signal_server() {
         scancel --quiet --signal="$1" "$server" || true
     fi
 }
-living='^(RUNNING|PENDING|CONFIGURING|COMPLETING|SUSPENDED|REQUEUED|UNKNOWN)$'
+living='^(COMPLETING|CONFIGURING|PENDING|REQUEUED|REQUEUE_HOLD|RESIZING|RUNNING|SIGNALING|STAGE_OUT|STOPPED|SUSPENDED|UNKNOWN)$'
 server_lives() {
     server_state | grep -qE "$living"
 }
 server_ended() {
     server_state | grep -qvE "$living"
 }
-# What is said comes last, and below the client's own words where those are the reason.
-explain() {
-    if server_ended; then
-        echo "the end of the server's log $server_log:"
-        tail -n 20 "$server_log" | sed 's/^/  | /'
+# A handler runs to its end: none of its commands decides the exit code.
+stop_client() {
+    set +e
+    if [ -n "$client" ]; then
+        kill "$client" 2> /dev/null
+        wait "$client"
     fi
-    echo "error: $1 (server: $(server_state | xargs); its log: $server_log)"
+    client=
+}
+# Print why the job fails, as its last words: below those of the client where it has failed.
+explain() {
+    set +e
+    local log
+    if server_ended; then
+        for log in "$server_log"; do
+            if [ -e "$log" ]; then
+                echo "the end of the server's log $log:"
+                tail -n 20 "$log" | sed 's/^/  | /'
+            else
+                echo "the server has not started: there is no log $log"
+            fi
+        done
+    fi
+    echo "error: $1 (server: $(echo $(server_state)); its log: $server_log)"
 } >&2
+# True if this run of the job has reached a verdict: the exit codes 1 and 2 of a program that
+# failed are none.
+has_verdict() {
+    [ /mount/results/verdict.json -nt /mount/results/jobs/evaluate/job_id ]
+}
 
 # Run a command while the server runs; the server's end is the end of the command as well.
 client=
 beside_server() {
     local checked=$SECONDS code=0
+    if server_ended; then
+        explain "the server ended before the evaluation started"
+        exit 3
+    fi
     "$@" &
     client=$!
     while kill -0 "$client" 2> /dev/null; do
         if ((SECONDS - checked >= 5)); then
             checked=$SECONDS
             if server_ended && kill -0 "$client" 2> /dev/null; then
+                stop_client
                 explain "the server ended before the evaluation did"
                 exit 3
             fi
@@ -133,14 +167,27 @@ beside_server() {
     client=
     if [ "$code" != 0 ]; then
         explain "the evaluation ended with exit code $code"
+        if ((code <= 2)) && ! has_verdict; then
+            echo "error: it reached no verdict" >&2
+            exit 3
+        fi
         exit "$code"
     fi
 }
 
+# True if Slurm is about to start this job again, which then continues with the same server.
+is_requeued() {
+    local restarts
+    restarts=$(scontrol show job "$SLURM_JOB_ID" 2> /dev/null | sed -n 's/^ *Requeue=[01] Restarts=\([0-9]*\).*/\1/p')
+    ((${restarts:-0} > ${SLURM_RESTART_COUNT:-0}))
+}
+
 # At the end, whatever the reason: no client is left, and the server is stopped in order.
 clean_up() {
+    set +e
     trap '' USR1 TERM
-    if [ -n "$client" ]; then kill "$client" 2> /dev/null || true; fi
+    if [ -n "$client" ]; then kill "$client" 2> /dev/null; fi
+    if is_requeued; then return; fi
     signal_server TERM
     local deadline=$((SECONDS + 110))
     while server_lives && ((SECONDS < deadline)); do

@@ -15,6 +15,9 @@
 # The first command that fails ends the job, and its exit code is the job's.
 set -euo pipefail
 
+# For a launcher that was killed before it could write the id, and as the time of this start.
+echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/deploy/job_id || true
+
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
@@ -23,6 +26,33 @@ export TRANSFORMERS_OFFLINE=1
 # The server runs in the background because only a shell that waits hears a signal.
 signalled=
 trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 TERM
+
+# The server ends with the evaluation that it was started for, also if that was cancelled or killed.
+client_ended() {
+    local shown client
+    client=$(cat /mount/results/jobs/deploy/client_job_id 2> /dev/null) || return
+    shown=$(scontrol show job "$client" 2>&1) || {
+        [[ $shown == *"Invalid job id"* ]]
+        return
+    }
+    ! grep -qE '^ *JobState=(COMPLETING|CONFIGURING|PENDING|REQUEUED|REQUEUE_HOLD|RESIZING|RUNNING|SIGNALING|STAGE_OUT|STOPPED|SUSPENDED)\b' <<< "$shown"
+}
+watch_client() {
+    while :; do
+        if client_ended; then
+            echo "the evaluation has ended: the server is stopped" >&2
+            kill -USR1 $$
+        fi
+        read -rt 20 <> <(:) || true  # a pause without a process
+    done
+}
+if client_ended; then
+    echo "error: the evaluation has ended: the server is not started" >&2
+    exit 3
+fi
+watch_client &
+watcher=$!
+trap 'kill "$watcher" 2> /dev/null || true' EXIT
 
 # Step 1 of 1: start_server
 srun \

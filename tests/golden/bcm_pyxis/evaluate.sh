@@ -16,6 +16,9 @@
 # The first command that fails ends the job, and its exit code is the job's.
 set -euo pipefail
 
+# For a launcher that was killed before it could write the id, and as the time of this start.
+echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/gpt3_126m/jobs/001/job_id || true
+
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export MPLCONFIGDIR=/mount/results/gpt3_126m/evaluate_tp16_pp1_auto_auto/matplotlib_cache

@@ -13,7 +13,9 @@ with Path("ran").open("a") as ran:
     ran.write("convert_checkpoint\n")
 if "EXPORT_WAITS" in os.environ:
     Path(os.environ["EXPORT_WAITS"]).write_text(str(os.getpid()))
-    time.sleep(60)
+    deadline = time.monotonic() + 60
+    while Path(os.environ["EXPORT_WAITS"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
 fails_for = os.environ.get("EXPORT_FAILS_FOR", settings["weight_data_type"])
 if settings["weight_data_type"] == fails_for:
     sys.exit(int(os.environ.get("EXPORT_EXITS", "0")))
