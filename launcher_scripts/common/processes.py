@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The umask of processes whose files and shared memory nobody else may open.
+PRIVATE = 0o077
 # <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

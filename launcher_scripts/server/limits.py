@@ -1,9 +1,12 @@
-"""Limits of the operating system that a server is started with."""
+"""What a server inherits of the operating system: limits, and whose its files are."""
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Mapping
+
+from launcher_scripts.common.processes import PRIVATE
 
 # Triton's JSON parser calls itself once per bracket, 80 bytes each: a thread of the usual 8 MiB
 # dies of a body of 110,000 of them. Threads get the limit's size, but 2 MiB where there is none.
@@ -19,7 +22,12 @@ def server_limits() -> Mapping[int, tuple[int, int]]:
 
 
 def set_limits(limits: Mapping[int, tuple[int, int]]) -> None:
-    """Set the limits of this process; programs that it starts inherit them."""
+    """Set the limits of this process, and keep the files that it makes to its user.
+
+    Programs that it starts inherit both. Triton makes the memory through which its processes pass
+    prompts readable for everybody whom the umask does not shut out.
+    """
+    os.umask(PRIVATE)
     for kind, values in limits.items():
         resource.setrlimit(kind, values)
 

@@ -180,6 +180,15 @@ for path, use in [(path, open) for path in {files}] + [
 
 
 @pytest.mark.usefixtures("tritonserver")
+def test_nobody_else_may_open_what_the_server_makes(closed: RunningStep) -> None:
+    """Triton's shared memory has prompts, and its name from the start until the server is ready."""
+    children = [pid for pid, _ in closed.survivors() if pid != closed.process.pid]
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in children]
+    assert len(statuses) >= 3  # the server, its workers and the gateway
+    assert all("\nUmask:\t0077\n" in status for status in statuses)
+
+
+@pytest.mark.usefixtures("tritonserver")
 def test_our_own_clients_come_in_by_the_ready_file(closed: RunningStep, tmp_path: Path) -> None:
     file = closed.settings.ready_file
     settings = EvaluateSettings(

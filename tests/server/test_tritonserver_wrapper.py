@@ -74,6 +74,11 @@ def test_a_repository_that_triton_s_shell_would_break_is_refused(
         wrapper.become(installation, options)
 
 
+def test_nobody_else_may_open_what_a_server_by_hand_makes(installation: Installation) -> None:
+    installation.executable.write_text("#!/bin/sh\numask\n")
+    assert started(installation, "--model-repository=/a") == ["0077"]
+
+
 def test_what_is_given_is_not_added(installation: Installation, temporary: Path) -> None:
     options = ["--backend-directory=/b", "--disable-auto-complete-config"]
     assert started(installation, *options) == options

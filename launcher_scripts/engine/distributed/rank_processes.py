@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from launcher_scripts.common.processes import (
+    PRIVATE,
     is_suspended,
     own_environment,
     own_python,
@@ -45,6 +46,7 @@ class RankProcess:
             [own_python(), "-m", WORKER, "--parent", str(os.getpid())],
             env=own_environment(),
             stdin=subprocess.PIPE,
+            umask=PRIVATE,
         )
         # The token is in nobody's command line or environment.
         if self._process.stdin is not None:
