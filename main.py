@@ -33,6 +33,7 @@ try:
         check_keys,
         with_names_of_today,
     )
+    from stages.defaults import fill_in
     from stages.gateway import register_deployed_gateway
     from stages.ladder import configurations
     from stages.plan import Plan, make_plan
@@ -58,6 +59,7 @@ def register() -> None:
 
 def read(config: DictConfig) -> Plan:
     """Everything that will be done, checked."""
+    fill_in(config)
     try:
         values: list[Any] = [
             OmegaConf.to_container(each, resolve=True, throw_on_missing=True)

@@ -169,9 +169,7 @@ class Export(Stage):
         checks = self.launch.checks
         path, source = checks.on_host(self.settings.checkpoint_path), self.settings.source
         try:
-            model: Any = random_config(path) if source == "random" else nemo_config.read_sizes(path)
-            if model is None and source in ("auto", "huggingface"):
-                model = huggingface_architectures.read_sizes(path)
+            model = read_sizes(path, source)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)
             return
@@ -180,6 +178,19 @@ class Export(Stage):
         if self.settings.tokenizer.source == "auto" and source != "random":
             with checks.problems.collecting():
                 check_tokenizer(path)
+
+
+def read_sizes(path: Path, source: str = "auto") -> Any:
+    """Returns what decides how a checkpoint can be divided; None if it cannot be known here.
+
+    Raises CheckpointError for a damaged checkpoint.
+    """
+    if source == "random":
+        return random_config(path)
+    model: Any = nemo_config.read_sizes(nemo_config.find_checkpoint(path))
+    if model is None and source in ("auto", "huggingface"):
+        model = huggingface_architectures.read_sizes(path)
+    return model
 
 
 def _tokenizer(value: str | Mapping[str, Any] | None) -> TokenizerSettings:

@@ -85,7 +85,9 @@ class ModelOptions:
     )
     processes: int = option(16, "most processes", least=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
-    reuse: bool = option(False, "keep an earlier export of the same checkpoint and settings")
+    reuse: bool = option(
+        True, "keep the weights of an earlier export of the same checkpoint and settings"
+    )
     source: str = option("auto", "format of the checkpoint", choices=SOURCES)
     num_attention_heads: int | None = option(
         None, "attention heads, for a checkpoint that does not say how many"

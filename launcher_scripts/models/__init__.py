@@ -1,5 +1,7 @@
 """The model families: one row each."""
 
+import math
+
 from launcher_scripts.models import agm, bart, gpt, t5, t5_weights
 from launcher_scripts.models.family import Family, ModelConfig
 
@@ -14,3 +16,13 @@ FAMILIES = {
 def family_of(config: ModelConfig) -> Family:
     """The row whose hyperparameters these are."""
     return next(row for row in FAMILIES.values() if row.config_type is type(config))
+
+
+def value_count(config: ModelConfig, tp_size: int = 1) -> int:
+    """Returns the number of values in all weight files of `tp_size` ranks together."""
+    return sum(
+        math.prod(spec.shape_on(config, tp_size))
+        * len(spec.layer_numbers(config))
+        * len(spec.tp_ranks(tp_size))
+        for spec in family_of(config).weights(config)
+    )

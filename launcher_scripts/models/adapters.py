@@ -66,6 +66,8 @@ LORA_TARGETS = {
         LoRATarget("mlp.dense_4h_to_h", "ffn_size", "hidden_size", Partition.ROW_PARALLEL),
     )
 }
+LORA_FIELDS = ("lora_names", "lora_targets")  # of Adapters, with lora_rank
+_LORA_FILE = re.compile(r"\.lora_(in|out)\.weight(\.\d+)?\.bin")
 LORA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -253,6 +255,11 @@ def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSp
     if parts.lora_names:
         specs += [spec for stem in parts.lora_targets for spec in _lora(LORA_TARGETS[stem])]
     return specs
+
+
+def is_lora_file(name: str) -> bool:
+    """True if a file of an export holds LoRA adapters that requests choose."""
+    return _LORA_FILE.search(name) is not None
 
 
 def ia3_keys(site: IA3Site, tasks: int) -> tuple[str, ...]:

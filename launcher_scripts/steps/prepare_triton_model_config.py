@@ -151,6 +151,7 @@ def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportS
         tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
         **serving,
         overwrite=given.overwrite,
+        reuse=False,
     )
 
 

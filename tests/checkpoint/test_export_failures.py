@@ -158,7 +158,7 @@ def test_existing_output(source: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in folder.iterdir())
     (folder / "stray").write_text("from before")
     with pytest.raises(CheckpointError, match=r"already exists.*overwrite"):
-        export_folder(source, tmp_path)
+        export_folder(source, tmp_path, reuse=False)
     export_folder(source, tmp_path, overwrite=True)
     assert sorted(path.name for path in folder.iterdir()) == before
     assert [path.name for path in folder.parent.iterdir()] == ["1-gpu"]
@@ -167,23 +167,23 @@ def test_existing_output(source: Path, tmp_path: Path) -> None:
 def test_an_earlier_export_is_kept_if_it_is_the_same(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = export_folder(source, tmp_path, reuse=True)
+    folder = export_folder(source, tmp_path)
     written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert "is kept" not in capfd.readouterr().out
-    assert export_folder(source, tmp_path, reuse=True) == folder
+    assert export_folder(source, tmp_path) == folder
     assert f"the earlier export is the same and is kept: {folder}" in capfd.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
     with pytest.raises(
         CheckpointError, match=r"of other settings; change export\.model\.overwrite"
     ):
-        export_folder(source, tmp_path, reuse=True, data_type="fp16")
+        export_folder(source, tmp_path, data_type="fp16")
     weights = next(folder.glob("*.weight*.bin"))
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is too short"):
-        export_folder(source, tmp_path, reuse=True)
+        export_folder(source, tmp_path)
     source.touch()  # it may hold other weights now
     with pytest.raises(CheckpointError, match="it is of another checkpoint"):
-        export_folder(source, tmp_path, reuse=True)
+        export_folder(source, tmp_path)
 
 
 def test_a_failed_overwrite_keeps_what_was_there(source: Path, tmp_path: Path) -> None:
@@ -319,8 +319,8 @@ def test_the_step(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
     FTCheckpoint.open(tmp_path / "m" / "1" / "1-gpu")
     output = capfd.readouterr()
     assert "100%" in output.err
-    assert convert_checkpoint.main(["--settings", str(settings)]) == 1
-    assert "already exists" in capfd.readouterr().err
+    assert convert_checkpoint.main(["--settings", str(settings)]) == 0
+    assert "the earlier export is the same and is kept" in capfd.readouterr().out
 
 
 def test_a_job_that_slurm_starts_again_goes_on_after_the_step_that_was_done(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,16 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.contract.requests import GenerateRequest
 from tests.checkpoint.engine_answers import answers
-from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.exporting import (
+    export_folder,
+    open_weights,
+    refused_export,
+    weight_bytes,
+)
 from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.peft_maker import PeftMaker
 from tests.checkpoint.test_peft import LINEAR, MODELS
@@ -73,6 +81,32 @@ def test_the_engine_answers_as_with_merged_weights(tmp_path: Path, tp: int) -> N
         folder = export_folder(tmp_path / "base", tmp_path / f"{number}", adapter_checkpoints=paths)
         (expected,) = prompt_logits(folder, (None,))
         np.testing.assert_allclose(logits[number], expected, rtol=0, atol=2e-4)
+
+
+def test_another_list_of_adapters_keeps_the_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS["llama"].save(tmp_path / "base")
+    sql, law = (peft(tmp_path / name, model, CASES["llama"][0], 2) for name in ("sql", "law"))
+    folder = export_folder(tmp_path / "base", tmp_path / "out")
+    plain = inodes(folder)
+    for adapters in ((sql,), (sql, law), ()):
+        assert export_folder(tmp_path / "base", tmp_path / "out", lora_checkpoints=adapters)
+        assert "only LoRA adapters differ" in capfd.readouterr().out
+        assert plain.items() <= inodes(folder).items()
+        fresh = export_folder(tmp_path / "base", tmp_path / "new", lora_checkpoints=adapters)
+        assert weight_bytes(folder) == weight_bytes(fresh)
+        FTCheckpoint.open(folder)
+        shutil.rmtree(fresh)
+    (tmp_path / "base" / "config.json").touch()
+    with pytest.raises(CheckpointError, match="it is of another checkpoint"):
+        export_folder(tmp_path / "base", tmp_path / "out", lora_checkpoints=(sql,))
+    assert inodes(folder) == plain
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    """Name -> inode of every weight: another one is a file that was written again."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*.bin")}
 
 
 def prompt_logits(folder: Path, adapters: tuple[int | None, ...], tp: int = 1) -> list[Any]:

@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import main as entry
+from stages.defaults import fill_in
 from stages.plan import Plan
 from tests.forked_launchers import ForkedLaunchers
 
@@ -60,7 +61,9 @@ def hydra_config(composed: Callable[..., DictConfig]) -> Compose:
     """The composed configuration with its values filled in."""
 
     def filled(*overrides: str) -> dict[str, Any]:
-        values = OmegaConf.to_container(composed(*overrides), resolve=True)
+        config = composed(*overrides)
+        fill_in(config)
+        values = OmegaConf.to_container(config, resolve=True)
         assert isinstance(values, dict)
         return values
 

@@ -202,17 +202,18 @@ def test_an_earlier_export_is_not_replaced(
 ) -> None:
     folder = tmp_path / "the results/tiny/export_tp2_pp1_auto_auto/model_repo/tiny/1/2-gpu"
     folder.mkdir(parents=True)
-    (found,) = problems()
+    (found,) = problems("export.model.reuse=False")
     assert str(folder) in found
     assert "export.model.overwrite=True" in found
     assert "without its config.pbtxt" in found
     assert "write_model_repository --settings" in found and "export_tiny_hydra.yaml" in found
     (folder.parents[1] / "config.pbtxt").touch()
-    (found,) = problems()
+    (found,) = problems("export.model.reuse=False")
     assert "overwrite=True to replace it, or export.model.reuse=True" in found
     assert "write_model_repository" not in found
     for key in ("overwrite", "reuse"):
         assert plan(LOCAL, *arguments, f"export.model.{key}=True").stages
+    assert plan(LOCAL, *arguments).stages
 
 
 def test_the_folder_has_the_name_of_the_model(problems: Finder) -> None:

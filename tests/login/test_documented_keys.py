@@ -82,7 +82,7 @@ BCP_ARGUMENTS = (
 )
 
 # Keys whose default is a word for the checkpoint's own value (docs/compatibility.md).
-AUTOMATIC = {"weight_data_type", "data_type"}
+AUTOMATIC = {"tensor_model_parallel_size", "weight_data_type", "data_type"}
 
 NODES = [
     (1, 1, 1, "0"),

@@ -35,7 +35,7 @@ def test_help(checkout: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "cluster_type: bcm, bcp, interactive" in result.stdout
     assert "dry_run=True" in result.stdout
-    assert "tensor_model_parallel_size: 8" in result.stdout
+    assert "tensor_model_parallel_size: auto" in result.stdout
 
 
 def test_the_configuration_can_be_shown(run: Run, checkout: Path) -> None:

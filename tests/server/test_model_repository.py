@@ -268,7 +268,7 @@ def test_an_existing_repository_is_refused_and_left_alone(tmp_path: Path) -> Non
     settings = export(tmp_path)
     before = tree(settings.model_repository)
     with pytest.raises(CheckpointError, match=r"export\.model\.overwrite") as caught:
-        ModelRepository(settings.model_repository).write(settings)
+        ModelRepository(settings.model_repository).write(replace(settings, reuse=False))
     for name in ("tiny/config.pbtxt", *TEXT_MODELS):
         assert str(settings.model_repository / name) in str(caught.value)
     assert tree(settings.model_repository) == before
@@ -337,7 +337,7 @@ def test_a_failure_leaves_the_repository_as_it_was(
 
 
 def test_the_step_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = export_settings(tmp_path)
+    settings = export_settings(tmp_path, reuse=False)
     write_weights(settings)
     write_settings(settings, tmp_path / "settings.yaml")
     arguments = ["--settings", str(tmp_path / "settings.yaml")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,15 @@ from typing import Any, Protocol
 from launcher_scripts.checkpoint.convert.data_types import checkpoint_type, range_notes
 from launcher_scripts.checkpoint.convert.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.convert.journal import identity
-from launcher_scripts.checkpoint.convert.manifest import TOOL_VERSION, check_files, read_manifest
+from launcher_scripts.checkpoint.convert.manifest import (
+    TOOL_VERSION,
+    FileEntry,
+    check_files,
+    read_manifest,
+)
 from launcher_scripts.checkpoint.convert.output_folder import partial_folder, refuse_existing
 from launcher_scripts.checkpoint.convert.progress import Progress
-from launcher_scripts.checkpoint.convert.tasks import make_plan, refuse_unfit, write_all
+from launcher_scripts.checkpoint.convert.tasks import Task, make_plan, refuse_unfit, write_all
 from launcher_scripts.checkpoint.convert.verification import verify_export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
@@ -41,6 +46,7 @@ from launcher_scripts.common.errors import (
 )
 from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
 from launcher_scripts.models.family import ModelConfig, check_division
 
 
@@ -65,8 +71,9 @@ SOURCES: dict[str, SourceFormat] = {
     "gguf": GGUFCheckpoint,
     "random": RandomCheckpoint,
 }
-# What the manifest calls the digest of everything that makes an export what it is.
-IDENTITY = "identity"
+# What the manifest calls the digest of everything that makes an export what it is, and of
+# everything except the LoRA adapters beside the weights.
+IDENTITY, BASE_IDENTITY = "identity", "base_identity"
 # Compares an exported folder with its source in another way; what the manifest says about it.
 Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
@@ -96,37 +103,38 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
             backend_model_type(settings.model_type, config)
         check_serving(settings, config)
         tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
-        stored, is_t5 = checkpoint_type(tasks), family_of(config).name == "t5"
-        notes = [*checkpoint.notes, *tokenizer_files.missing_files(files)]
-        notes += range_notes(settings, stored, is_t5=is_t5)
-        for note in notes:
-            print(f"note: {note}", flush=True)
+        stored = checkpoint_type(tasks)
+        notes = _notes(settings, checkpoint, files, stored)
         if settings.weight_data_type == AUTO:
             settings = replace(settings, weight_data_type=stored)
         if adapted:
             tasks = adapted.fold(tasks)
-    name = _name(settings, checkpoint, config, path)
+    files |= checkpoint.extra_files()
+    name = _identity(settings, checkpoint.describe(), config, path)
+    base_name = _identity(*_without_lora(settings, base, checkpoint, config), path)
+    weights: dict[str, FileEntry] = {}
     if settings.reuse and not settings.overwrite and target.exists():
-        _check_same(target, name, files | checkpoint.extra_files())
-        if settings.verify:
-            verify_export(target, tasks, settings.processes)
-        print(f"the earlier export is the same and is kept: {target}", flush=True)
-        return target
-    total = _check_space(settings, config, target)
-    source, free = checkpoint.describe()["format"], _free_space(target)
-    print(Forecast.of(source, family_of(config).name, tasks, total, free), flush=True)
+        weights = _base_weights(target, name, base_name)
+        if not weights:
+            return _kept(settings, name, files, tasks)
+        print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
+    total = _check_space(settings, config, target, weights)
+    family, free = family_of(config).name, _free_space(target)
+    print(Forecast.of(base.format, family, tasks, total, free), flush=True)
+    facts = {IDENTITY: name, BASE_IDENTITY: base_name, **({"notes": notes} if notes else {})}
     writer = FTWriter(
         target,
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe() | {IDENTITY: name} | ({"notes": notes} if notes else {}),
-        overwrite=settings.overwrite,
+        source=checkpoint.describe() | facts,
+        overwrite=settings.overwrite or bool(weights),
         name=name,
+        earlier=weights,
     )
     with writer:
-        for name, content in (files | checkpoint.extra_files()).items():
-            writer.copy(content, name)
+        for file_name, content in files.items():
+            writer.copy(content, file_name)
         progress = Progress(f"exporting {path.name}", total)
         unfit = write_all(tasks, writer, archive, progress, settings)
         progress.close()
@@ -138,6 +146,18 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
             if twin is not None:
                 writer.annotate("twin", twin(writer.partial, settings))
     return target
+
+
+def _notes(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, files: Mapping[str, bytes], stored: str
+) -> list[str]:
+    """Returns what a user should know about the export, which is also printed."""
+    is_t5 = family_of(checkpoint.config).name == "t5"
+    notes = [*checkpoint.notes, *tokenizer_files.missing_files(files)]
+    notes += range_notes(settings, stored, is_t5=is_t5)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    return notes
 
 
 @contextmanager
@@ -178,12 +198,12 @@ def _with_token_ids(
     )
 
 
-def _name(
-    settings: ExportSettings, checkpoint: SourceCheckpoint, config: ModelConfig, path: Path
+def _identity(
+    settings: ExportSettings, source: Mapping[str, Any], config: ModelConfig, path: Path
 ) -> str:
-    """What this export is, so that a later one can go on with its files."""
+    """Returns what this export is, so that a later one can go on with its files."""
     values = {
-        "source": checkpoint.describe(),
+        "source": source,
         "config": repr(config),
         "tp_size": settings.parallelism.tp_size,
         "weight_data_type": settings.weight_data_type,
@@ -198,6 +218,54 @@ def _name(
         *settings.lora_checkpoints,
     )
     return identity(values, [path, *map(Path, parts)])
+
+
+def _kept(
+    settings: ExportSettings, name: str, files: Mapping[str, bytes], tasks: Sequence[Task]
+) -> Path:
+    """Returns the folder of an earlier export, which must be the same.
+
+    files: those beside the weights, by name
+    """
+    target = settings.checkpoint_dir
+    _check_same(target, name, files)
+    if settings.verify:
+        verify_export(target, tasks, settings.processes)
+    print(f"the earlier export is the same and is kept: {target}", flush=True)
+    return target
+
+
+def _without_lora(
+    settings: ExportSettings, base: SourceCheckpoint, checkpoint: SourceCheckpoint, config: Any
+) -> tuple[ExportSettings, Mapping[str, Any], ModelConfig]:
+    """Returns the settings, the description and the config of an export without its LoRA list."""
+    adapters = checkpoint.describe().get("adapters", {})
+    merged = {kind: paths for kind, paths in adapters.items() if paths and kind != "lora"}
+    if settings.lora_checkpoints:
+        none: dict[str, Any] = {**dict.fromkeys(LORA_FIELDS, ()), "lora_rank": 0}
+        config = replace(config, parts=replace(config.parts, **none))
+    return replace(settings, lora_checkpoints=()), base.describe() | merged, config
+
+
+def _base_weights(target: Path, name: str, base_name: str) -> dict[str, FileEntry]:
+    """Returns the weights of an earlier export that differs in its LoRA adapters alone.
+
+    Empty if it is the same export, another one, or not complete.
+    """
+    manifest = read_manifest(target)
+    if manifest is None or manifest.source.get(IDENTITY) == name:
+        return {}
+    if manifest.source.get(BASE_IDENTITY) != base_name:
+        return {}
+    entries = {
+        entry.name: entry
+        for entry in manifest.files
+        if entry.dtype is not None and not is_lora_file(entry.name)
+    }
+    problems = Problems(f"the earlier export {target}")
+    check_files(target, entries, problems, digests=False)
+    problems.raise_if_any(CheckpointError)
+    return entries
 
 
 def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> None:
@@ -272,13 +340,15 @@ def check_serving(settings: ExportSettings, config: ModelConfig) -> None:
     problems.raise_if_any(ConfigError)
 
 
-def _check_space(settings: ExportSettings, config: ModelConfig, target: Path) -> int:
-    """Bytes of all files to write, which must fit the disk."""
+def _check_space(
+    settings: ExportSettings, config: ModelConfig, target: Path, kept: Mapping[str, FileEntry]
+) -> int:
+    """Returns the bytes of all weights; those that are not kept must fit the disk."""
     total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
-    free = _free_space(target)
-    if total > free:
+    needed, free = total - sum(entry.bytes for entry in kept.values()), _free_space(target)
+    if needed > free:
         raise CheckpointError(
-            problem(f"{target} needs {total} bytes", got=f"{free} bytes free on that disk")
+            problem(f"{target} needs {needed} bytes", got=f"{free} bytes free on that disk")
         )
     return total
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from launcher_scripts.checkpoint.convert.tasks import Task
 from launcher_scripts.checkpoint.fastertransformer.folder import DTYPES
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.models import family_of
+from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig
 
 # What two processors and an ordinary disk write, layouts and digests included
@@ -65,9 +64,4 @@ def _count(tensor: SourceTensor) -> int:
 
 def weight_bytes(config: ModelConfig, tp_size: int, weight_data_type: str) -> int:
     """Size of all .bin files together."""
-    return DTYPES[weight_data_type].itemsize * sum(
-        math.prod(spec.shape_on(config, tp_size))
-        * len(spec.layer_numbers(config))
-        * len(spec.tp_ranks(tp_size))
-        for spec in family_of(config).weights(config)
-    )
+    return DTYPES[weight_data_type].itemsize * value_count(config, tp_size)

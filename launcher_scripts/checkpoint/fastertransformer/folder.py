@@ -186,6 +186,8 @@ class FTWriter:
     Use as a context manager; leaving it by an exception removes what was written. With a `name`
     (see journal.identity) an interruption leaves the finished files in place instead, and the next
     writer of that name goes on. `write_file` may be called by several processes at once.
+
+    earlier: weights of the folder that is replaced, by name, which stay as they are
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class FTWriter:
         source: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         name: str = "",
+        earlier: Mapping[str, FileEntry] | None = None,
     ) -> None:
         if tp_size not in config.tp_sizes():
             raise CheckpointError(
@@ -218,6 +221,7 @@ class FTWriter:
         self.overwrite = overwrite
         self.partial = partial_folder(self.folder)
         self.name = name
+        self._earlier = dict(earlier or {})
         self._journal: Journal | None = None
         self._sealed = False
         self._entries: dict[str, FileEntry] = {}
@@ -233,6 +237,8 @@ class FTWriter:
             if self.name:
                 self._journal = Journal(self.partial, self.name)
                 self._entries = self._journal.restart()
+            for entry in self._earlier.values():
+                self._keep(entry)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -246,6 +252,18 @@ class FTWriter:
                 self._journal.close(remove=not keep)
             if not keep:
                 self._remove()
+
+    def _keep(self, entry: FileEntry) -> None:
+        """Take over a weight of the folder that is replaced, without a copy if the disk can."""
+        if entry.name in self._entries:
+            return
+        source, target = self.folder / entry.name, self.partial / entry.name
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+        self.add(entry)
 
     def holds(self, file: WeightFile) -> bool:
         """Whether an interrupted run has already written this file."""
