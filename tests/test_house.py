@@ -66,7 +66,10 @@ COPIED_PACKAGE = "launcher_scripts.common.tokenizer"
 # dependency -> the only places that may import it
 DOORS = {
     "submitit": ("launcher_scripts/cluster/slurm.py",),
-    "jinja2": ("launcher_scripts/common/rendering.py", "launcher_scripts/gateway/chat_template.py"),
+    "jinja2": (
+        "launcher_scripts/common/rendering.py",
+        "launcher_scripts/gateway/template_rendering.py",
+    ),
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),
     "triton_python_backend_utils": ("launcher_scripts/backends/",),

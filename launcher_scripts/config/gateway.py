@@ -55,6 +55,9 @@ class GatewayOptions:
     max_model_len: int | None = option(
         None, "most tokens of prompt and answer; by default the model's positions", least=0
     )
+    max_prompt_chars: int | None = option(
+        None, "most characters of a prompt; by default 32 for each token that fits", least=1
+    )
     chat_tokens: int = option(1024, "tokens of an answer if a chat request sets no limit", least=1)
     request_timeout: float | None = option(
         None, "seconds until an answer must be complete, unless the request sets a timeout", least=0

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from launcher_scripts.gateway.api_errors import busy
+
+Item = TypeVar("Item")
+# Of the places that other clients leave, one client has so many at most. So there are some for the
+# next one, however many a few clients want.
+CLIENT_SHARE = 0.75
+
+
+class ClientQueues(OrderedDict[str, dict[Item, None]]):
+    """Client -> what waits. Clients take turns; what leaves is not kept."""
+
+    def add(self, client: str, item: Item) -> None:
+        self.setdefault(client, {})[item] = None
+
+    def remove(self, client: str, item: Item) -> None:
+        del self[client][item]
+        if not self[client]:
+            del self[client]
+
+    def take(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, Item] | None:
+        """The first item of the client whose turn it is, of those that `may`."""
+        client = next(filter(may, self), None)
+        if client is None:
+            return None
+        item = next(iter(self[client]))
+        self.remove(client, item)
+        if client in self:
+            self.move_to_end(client)
+        return client, item
 
 
 class Admission:
@@ -23,12 +52,18 @@ class Admission:
         self.most = max_running + max_waiting
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._queues: OrderedDict[str, deque[QueuedRow]] = OrderedDict()
+        self._rows: Counter[str] = Counter()
+        self._queues: ClientQueues[QueuedRow] = ClientQueues()
+
+    @property
+    def max_rows(self) -> int:
+        """Maximum number of rows of one client, while there are no others."""
+        return self._share(0)
 
     def reserve(self, client: str, rows: int) -> list[QueuedRow]:
         """A place for every row; they must be taken or left.
 
-        Raises ApiError where too many wait.
+        Raises ApiError where too many wait, or where the client would have more than its share.
         """
         free = max(0, self._max_running - self.running) if not self.waiting else 0
         if self.waiting + max(0, rows - free) > self._max_waiting:
@@ -36,30 +71,50 @@ class Admission:
                 f"{self.running} rows are running and {self.waiting} are waiting; this request has "
                 f"{rows}, and at most {self._max_waiting} may wait"
             )
-        places = [QueuedRow(self) for _ in range(rows)]
-        self._queues.setdefault(client, deque()).extend(places)
+        own = self._rows[client]
+        share = self._share(self.running + self.waiting - own)
+        if own + rows > share:
+            raise busy(
+                f"{own} rows of this client are running or waiting; this request has {rows}, and "
+                f"one client has at most {share} now"
+            )
+        places = [QueuedRow(self, client) for _ in range(rows)]
+        for place in places:
+            self._queues.add(client, place)
+        self._rows[client] += rows
         self.waiting += rows
         self.advance()
         return places
 
+    def leave(self, place: QueuedRow) -> None:
+        """Take a row out, running or waiting."""
+        self._rows[place.client] -= 1
+        if not self._rows[place.client]:
+            del self._rows[place.client]
+        if place.let_in.is_set():
+            self.running -= 1
+        else:
+            self.waiting -= 1
+            self._queues.remove(place.client, place)
+        self.advance()
+
     def advance(self) -> None:
         """Let rows in while there is room, one of each client in turn."""
-        while self._queues and self.running < self._max_running:
-            client, queue = self._queues.popitem(last=False)
-            place = queue.popleft()
-            if queue:
-                self._queues[client] = queue
-            if place.left:
-                continue
+        while self.running < self._max_running and (item := self._queues.take()):
             self.waiting -= 1
             self.running += 1
-            place.let_in.set()
+            item[1].let_in.set()
+
+    def _share(self, others: int) -> int:
+        """Maximum number of rows of a client beside so many of others."""
+        return max(1, int(CLIENT_SHARE * (self.most - others)))
 
 
 class QueuedRow:
     """One row's place."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, client: str) -> None:
+        self.client = client
         self.let_in = asyncio.Event()
         self.left = False
         self._admission = admission
@@ -75,11 +130,6 @@ class QueuedRow:
 
     def leave(self) -> None:
         """Make room; more than once does nothing."""
-        if self.left:
-            return
-        self.left = True
-        if self.let_in.is_set():
-            self._admission.running -= 1
-        else:
-            self._admission.waiting -= 1
-        self._admission.advance()
+        if not self.left:
+            self.left = True
+            self._admission.leave(self)

@@ -20,6 +20,7 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
+from launcher_scripts.gateway.client_threads import ClientThreads, ThreadsOfClient
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
 from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.log_probs import token_names
@@ -46,7 +47,7 @@ from launcher_scripts.gateway.schemas import (
     TokenizeBody,
     TokenizeChatBody,
 )
-from launcher_scripts.gateway.served_model import Models, ServedModel, aside
+from launcher_scripts.gateway.served_model import Models, ServedModel
 from launcher_scripts.gateway.validation import validated
 
 VERSION = "0.1.0"
@@ -64,7 +65,9 @@ class Gateway:
         self._replicas = replicas
         self.life = Lifecycle()
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self._limits = Limits(self.admission, settings.request_timeout, settings.chat_tokens)
+        self._limits = Limits(
+            self.admission, ClientThreads(), settings.request_timeout, settings.chat_tokens
+        )
         self._max_body = settings.max_body
         self.routes = self._routes()
         self.metrics = Metrics(route.path.partition("{")[0] for route in self.routes)
@@ -93,8 +96,8 @@ class Gateway:
         values = await read_body(request, self._max_body)
         body = validated(ConversationBody, values, request.state.record.warnings)
         model = self.models.find(body.model)
-        size = len(body.model_dump_json())
-        return JSONResponse({"input_tokens": await aside(size, lambda: count_tokens(model, body))})
+        tokens = await count_tokens(model, body, self._threads(request))
+        return JSONResponse({"input_tokens": tokens})
 
     async def embeddings(self, _: Request) -> Response:
         """POST /v1/embeddings"""
@@ -115,19 +118,22 @@ class Gateway:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
         values = await read_body(request, self._max_body)
+        threads = self._threads(request)
         body: TokenizeBody | TokenizeChatBody
         if values.get("messages") is not None:
             body = validated(TokenizeChatBody, values, request.state.record.warnings)
             model = self.models.find(body.model)
-            text = model.chat_text(body)
+            text = await model.chat_text(body, threads)
         else:
             body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
-        (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
+        (ids,) = await model.encode_aside([text], threads, special_tokens=body.add_special_tokens)
         names = None
         if body.return_token_strs:
-            names = await aside(len(ids), lambda: list(map(token_names(model.tokenizer), ids)))
+            names = await threads.run(
+                lambda: list(map(token_names(model.tokenizer), ids)), len(ids)
+            )
         return JSONResponse(
             {
                 "count": len(ids),
@@ -142,7 +148,9 @@ class Gateway:
         body = validated(DetokenizeBody, await read_body(request, self._max_body))
         model = self.models.find(body.model)
         try:
-            text = await aside(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
+            text = await self._threads(request).run(
+                lambda: model.tokenizer.decode(body.tokens), len(body.tokens)
+            )
         except BaseException as error:
             if not is_of_library(error):
                 raise
@@ -188,6 +196,10 @@ class Gateway:
     async def version(self, _: Request) -> Response:
         """GET /version"""
         return JSONResponse({"version": VERSION})
+
+    def _threads(self, request: Request) -> ThreadsOfClient:
+        """Threads for the work of the request's client."""
+        return self._limits.threads.of(request.state.record.client)
 
     def _routes(self) -> list[Route]:
         post, get = ["POST"], ["GET"]

@@ -1,41 +1,25 @@
-"""Chats as the text that a model was trained on, by its Jinja template.
-
-The environment is the one in which transformers renders templates (its documentation "Writing a
-chat template"): an immutable sandbox, blocks trimmed, loop controls, and the functions
-raise_exception and strftime_now. Templates come with checkpoints: they are a stranger's programs.
-"""
+"""Chats as the text that a model was trained on, by its Jinja template."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from functools import cache
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
+from launcher_scripts.gateway.client_threads import NUM_THREADS
 from launcher_scripts.gateway.harmony import writes_harmony
+from launcher_scripts.gateway.template_rendering import FAILURE, REFUSAL, SYNTAX, TEXT
 
+# Of one text: templates of real models take milliseconds.
+LIMITS = WorkLimits(cpu_seconds=2.0, seconds=30.0, memory_mib=256)
+MAX_CHARS = 16 << 20
 # Stands at the end of a message that is to be continued; the text is cut there.
 _MARK = "\ue000the-end-of-what-is-continued\ue000"
 _PROBE = "a part of a message"
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks what training learns from; it changes nothing of the text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -46,13 +30,15 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """templates: name -> text, the usual one `default`; special_tokens: bos_token, ..."""
-        environment = _environment()
-        try:
-            self._templates = {
-                name: environment.from_string(text) for name, text in templates.items()
-            }
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"line {error.lineno}: {error.message}") from error
+        self._templates = dict(templates)
+        self._processes = _processes()
+        for text in templates.values():
+            try:
+                result = self._processes.call({"template": text})
+            except WorkLimitError as error:
+                raise ValueError(str(error)) from error
+            if SYNTAX in result:
+                raise ValueError(result[SYNTAX])
         self.text = templates.get(DEFAULT, next(iter(templates.values())))
         self._special_tokens = dict(special_tokens)
         self.takes_parts = self._takes_parts()
@@ -67,7 +53,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text. Raises ApiError with what the template refuses.
+        """The chat as text; blocks until a process has rendered it.
+
+        Raises ApiError with what the template refuses, and for one that exceeds its limits.
 
         more: further values for the template
         """
@@ -82,14 +70,21 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            text = template.render(**{**values, **given})
-        except jinja2.TemplateError as error:
-            raise bad_request(f"the chat template refuses this: {error}", "messages") from error
-        except Exception as error:
-            message = f"the chat template cannot render this: {type(error).__name__}: {error}"
-            raise bad_request(message, "messages") from error
+        text = self._text(template, {**values, **given})
         return _until_mark(text) if continue_final_message else text
+
+    def _text(self, template: str, values: Mapping[str, Any]) -> str:
+        item = {"template": template, "values": values, "max_chars": MAX_CHARS}
+        try:
+            result = self._processes.call(item)
+        except WorkLimitError as error:
+            result = {FAILURE: str(error)}
+        if REFUSAL in result:
+            raise bad_request(f"the chat template refuses this: {result[REFUSAL]}", "messages")
+        if FAILURE in result:
+            message = f"the chat template cannot render this: {result[FAILURE]}"
+            raise bad_request(message, "messages")
+        return str(result[TEXT])
 
     def _takes_parts(self) -> bool:
         """Whether a message's content may be a list of parts, rather than one text."""
@@ -103,31 +98,12 @@ class ChatTemplate:
         return _PROBE in text and not any(each in text for each in quoted)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+@cache
+def _processes() -> LimitedProcesses:
+    """One for each thread that may wait for a text; most are never started."""
+    return LimitedProcesses(
+        "launcher_scripts.gateway.template_rendering:make_renderer", None, LIMITS, NUM_THREADS
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, with the characters of HTML as they are."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

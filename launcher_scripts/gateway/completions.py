@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from launcher_scripts.gateway.answer_text import AnswerText
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
+from launcher_scripts.gateway.client_threads import ThreadsOfClient
 from launcher_scripts.gateway.generation import (
     Generation,
     GenerationOptions,
@@ -25,7 +26,7 @@ from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_nam
 from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import Piece
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
-from launcher_scripts.gateway.served_model import ServedModel, aside
+from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.tool_calls import ToolCall
 
 # OpenAI's default for completions.
@@ -173,7 +174,7 @@ class Completion(Answering):
         rows = body.n if body.best_of is None else body.best_of
         check_rows(len(body.prompt), rows, limits.admission)
         model = model.between(body.source_language, body.target_language)
-        prompts = await _prompts(model, body)
+        prompts = await _prompts(model, body, limits.threads.of(record.client))
         options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
         return cls(model, body, Generation(model, body, prompts, options, record, limits))
 
@@ -212,8 +213,9 @@ class Chat(Answering):
         if model.encodes:
             raise unsupported("messages", f"{model.name} is an encoder-decoder: no chat model")
         check_rows(1, body.n, limits.admission)
-        text = model.chat_text(body)
-        (ids,) = await model.encode_aside([text], special_tokens=body.add_special_tokens)
+        threads = limits.threads.of(record.client)
+        text = await model.chat_text(body, threads)
+        (ids,) = await model.encode_aside([text], threads, special_tokens=body.add_special_tokens)
         asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         if body.max_completion_tokens not in (None, asked):
             message = f"max_tokens is another name for it; got {body.max_completion_tokens} and "
@@ -346,15 +348,17 @@ class ReadChat(Chat):
         return {"finish_reason": "tool_calls"} if ended else {}
 
 
-async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:
+async def _prompts(
+    model: ServedModel, body: CompletionBody, threads: ThreadsOfClient
+) -> list[Prompt]:
     """The prompts of a body, which are texts or ids."""
     texts = [each for each in body.prompt if isinstance(each, str)]
     if texts:
-        encoded = await model.encode_aside(texts, special_tokens=body.add_special_tokens)
+        encoded = await model.encode_aside(texts, threads, special_tokens=body.add_special_tokens)
         return list(map(Prompt, encoded, texts))
     rows = [tuple(each) for each in body.prompt if not isinstance(each, str)]
     decode = model.tokenizer.decode if body.echo else lambda _: ""
-    texts = await aside(sum(map(len, rows)), lambda: list(map(decode, rows)))
+    texts = await threads.run(lambda: list(map(decode, rows)), sum(map(len, rows)))
     return list(map(Prompt, rows, texts))
 
 

@@ -16,6 +16,7 @@ from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Increment, RowRequest
+from launcher_scripts.gateway.client_threads import ClientThreads
 from launcher_scripts.gateway.merging import merged
 from launcher_scripts.gateway.reasoning import Reasoning
 from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
@@ -68,11 +69,13 @@ class Record:
 class Limits:
     """What one gateway has for all requests.
 
+    threads:     for templates and tokenizers
     timeout:     seconds, unless a request says one
     chat_tokens: of a chat that does not say how many; the engine keeps room for all of them
     """
 
     admission: Admission
+    threads: ClientThreads
     timeout: float | None = None
     chat_tokens: int = 1024
 
@@ -270,10 +273,10 @@ class _Shown:
 
 
 def check_rows(prompts: int, rows: int, admission: Admission) -> None:
-    """Raises ApiError for more answers than can ever run and wait: `rows` for each prompt."""
-    if prompts * rows > admission.most:
+    """Raises ApiError for more answers than one client may have: `rows` for each prompt."""
+    if prompts * rows > admission.max_rows:
         raise bad_request(
-            f"a request has at most {admission.most} answers; got {prompts} prompts "
+            f"a request has at most {admission.max_rows} answers; got {prompts} prompts "
             f"and {rows} for each",
             "prompt" if prompts > 1 else "n",
         )

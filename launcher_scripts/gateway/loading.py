@@ -29,6 +29,8 @@ from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.ini_text import FILE_NAME
 
+# A prompt with more characters has too many tokens, unless most of it is white space.
+CHARS_PER_TOKEN = 32
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -88,6 +90,7 @@ def _served(
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
     special = SpecialIds.of(found.text_parameters)
+    max_len = settings.max_model_len or max_len
     return ServedModel(
         name=name,
         backend=backend,
@@ -100,7 +103,8 @@ def _served(
             for key in _SAMPLING
             if isinstance(generation.get(key), int | float) and generation[key] >= 0
         },
-        max_len=settings.max_model_len or max_len,
+        max_len=max_len,
+        max_chars=settings.max_prompt_chars or (max_len and max_len * CHARS_PER_TOKEN),
         encodes=GENERATING[parameter(found.config, "model_type") or "GPT"],
         token_names=tokens,
         lora_names=lora_names,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow
+from launcher_scripts.gateway.client_threads import ThreadsOfClient
 from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.messages_schemas import (
     ConversationBody,
@@ -74,10 +75,11 @@ def chat_body(body: ConversationBody) -> ChatBody:
     return validated(ChatBody, values)
 
 
-def count_tokens(model: ServedModel, body: ConversationBody) -> int:
+async def count_tokens(model: ServedModel, body: ConversationBody, threads: ThreadsOfClient) -> int:
     """Of the prompt. Raises ApiError."""
-    text = model.chat_text(chat_body(body))
-    return len(model.encode(text, special_tokens=False))
+    text = await model.chat_text(chat_body(body), threads)
+    (ids,) = await model.encode_aside([text], threads, special_tokens=False)
+    return len(ids)
 
 
 def _function(tool: Tool) -> dict[str, Any]:

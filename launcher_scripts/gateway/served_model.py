@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -17,20 +17,11 @@ from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.client_threads import ThreadsOfClient
 from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
 
 _DEVELOPER = "developer"  # what OpenAI's clients call the system's role
-_LONG = 1 << 14  # characters or tokens, of which a tokenizer takes some milliseconds
-Result = TypeVar("Result")
-
-
-async def aside(size: int, work: Callable[[], Result]) -> Result:
-    """What `work` gives; much work is done in a thread, and holds up nobody's answer meanwhile.
-
-    size: characters or tokens that it is about
-    """
-    return work() if size <= _LONG else await asyncio.to_thread(work)
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,7 @@ class ServedModel:
     end_ids:     what ends an answer; the first one is the engine's end_id
     defaults:    of the sampling, from the checkpoint's generation_config.json
     max_len:     tokens of prompt and answer; None: not known
+    max_chars:   of a prompt, before it is tokenized; None: any number
     encodes:     an encoder-decoder, whose prompt is the encoder's input
     token_names: bos_token and the like, for /tokenizer_info
     lora_names:  its LoRA adapters, in the order of their numbers
@@ -55,6 +47,7 @@ class ServedModel:
     end_ids: tuple[int, ...] = ()
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_len: int | None = None
+    max_chars: int | None = None
     encodes: bool = False
     token_names: Mapping[str, str] = field(default_factory=dict)
     lora_names: tuple[str, ...] = ()
@@ -68,12 +61,23 @@ class ServedModel:
         return self.special.around(ids) if special_tokens else ids
 
     async def encode_aside(
-        self, texts: Sequence[str], *, special_tokens: bool = True
+        self, texts: Sequence[str], threads: ThreadsOfClient, *, special_tokens: bool = True
     ) -> list[tuple[int, ...]]:
-        """As encode, of each text."""
-        return await aside(
-            sum(map(len, texts)) + len(texts),
+        """The ids of each prompt, by a thread if they are long. Raises ApiError for one that is
+        longer than `max_chars`.
+        """
+        longest = max(map(len, texts), default=0)
+        if self.max_chars is not None and longest > self.max_chars:
+            raise bad_request(
+                f"This model's maximum context length is {self.max_len} tokens. However, your "
+                f"prompt has {longest} characters, more than {self.max_chars}. Please reduce the "
+                "length of the prompt, or change --max-prompt-chars of the gateway.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        return await threads.run(
             lambda: [tuple(self.encode(text, special_tokens=special_tokens)) for text in texts],
+            sum(map(len, texts)) + len(texts),
         )
 
     def between(self, source: str | None, target: str | None) -> ServedModel:
@@ -96,8 +100,8 @@ class ServedModel:
             raise bad_request(f"{self.name} knows no language {name!r}", f"{role}_language")
         return found
 
-    def chat_text(self, chat: ChatPrompt) -> str:
-        """The messages as the model's template writes them. Raises ApiError."""
+    async def chat_text(self, chat: ChatPrompt, threads: ThreadsOfClient) -> str:
+        """The messages as the model's template writes them, by a thread. Raises ApiError."""
         if self.template is None:
             raise bad_request(
                 f"{self.name} has no chat template: ask /v1/completions, or start the gateway with "
@@ -122,13 +126,15 @@ class ServedModel:
             messages = harmony.conversation(messages)
         if _DEVELOPER not in self.template.text:
             messages = [_as_system(message) for message in messages]
-        return self.template.render(
+        render = partial(
+            self.template.render,
             messages,
             tools=chat.tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             more=chat.template_values,
         )
+        return await threads.run(render)
 
     def adapters(self) -> list[ServedModel]:
         """Its LoRA adapters as models, called <its name>:<adapter>."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimits
+from launcher_scripts.gateway import chat_template
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.chat_template import LIMITS, ChatTemplate
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -126,6 +130,46 @@ def test_a_template_of_its_own_for_tools() -> None:
 def test_a_template_cannot_leave_its_sandbox(text: str) -> None:
     with pytest.raises(ApiError, match="chat template"):
         ChatTemplate({"default": text}, {}).render([USER])
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+FILL = "{% set n = namespace(t='x' * 999) %}{% for i in range(99) %}{% set n.t = n.t * 2 %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (LOOP, "more than 0.5 s of a processor"),
+        (f"{FILL}{{% endfor %}}", "more than 256 MiB of memory"),
+        ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "longer than 16777216 charac"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    ],
+)
+def test_a_template_is_limited_and_the_next_chat_is_not(monkeypatch, body, message) -> None:
+    limits = replace(LIMITS, cpu_seconds=0.5) if body == LOOP else LIMITS
+    monkeypatch.setattr(chat_template, "_processes", lambda: processes_with(limits))
+    text = f"{{% if messages[0].content == 'go' %}}{body}{{% endif %}}{{{{ messages[0].content }}}}"
+    template = ChatTemplate({"default": text}, {})
+    with pytest.raises(ApiError, match=message) as refused:
+        template.render([{"role": "user", "content": "go"}])
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+    assert template.render([USER]) == USER["content"]
+
+
+@pytest.mark.parametrize("text", [LOOP, "{{ 'x' * 9999999999 }}", "{{ " + "(" * 9999])
+def test_a_template_is_limited_when_it_is_loaded(monkeypatch, text) -> None:
+    limits = replace(LIMITS, cpu_seconds=0.5) if text == LOOP else LIMITS
+    monkeypatch.setattr(chat_template, "_processes", lambda: processes_with(limits))
+    try:
+        assert not ChatTemplate({"default": text}, {}).takes_parts
+    except ValueError as error:
+        assert str(error)
+
+
+@cache
+def processes_with(limits: WorkLimits) -> LimitedProcesses:
+    function = "launcher_scripts.gateway.template_rendering:make_renderer"
+    return LimitedProcesses(function, None, limits, count=1)
 
 
 def test_a_damaged_template_says_where() -> None:

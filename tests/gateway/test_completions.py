@@ -512,12 +512,12 @@ class CountingTokenizer:
 def test_too_many_prompts_are_refused_before_they_are_tokenized() -> None:
     tokenizer = CountingTokenizer()
     client = client_of(served(FakeBackend(), tokenizer=tokenizer))
-    most = SETTINGS.max_running + SETTINGS.max_waiting
+    most = (SETTINGS.max_running + SETTINGS.max_waiting) * 3 // 4
     error = refused(client, prompt=["a"] * (most + 1))
     assert (error["param"], error["code"]) == ("prompt", "invalid_value")
     assert f"at most {most} answers; got {most + 1} prompts" in error["message"]
     assert refused(client, prompt=["a"] * 13, n=128)["param"] == "prompt"
-    small = client_of(served(FakeBackend(), tokenizer=tokenizer), max_running=2, max_waiting=1)
+    small = client_of(served(FakeBackend(), tokenizer=tokenizer), max_running=2, max_waiting=2)
     assert refused(small, n=4)["param"] == "n"
     assert tokenizer.threads == []
 
@@ -527,8 +527,8 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized() -> None:
     [
         ("Hello", False),
         (["Hello"] * 2, False),
-        ("a" * 20_000, True),
-        (["Hello Hello"] * 1500, True),
+        ("a" * 5_000, True),
+        (["Hello Hello"] * 1000, True),
     ],
 )
 def test_much_text_is_tokenized_aside(prompt: Any, aside: bool) -> None:
@@ -538,6 +538,19 @@ def test_much_text_is_tokenized_aside(prompt: Any, aside: bool) -> None:
         loop = client.portal.call(threading.current_thread)
         ask(client, prompt=prompt, max_tokens=0)
     assert {thread is not loop for thread in tokenizer.threads} == {aside}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: str) -> None:
+    tokenizer = CountingTokenizer()
+    client = client_of(served(FakeBackend(), tokenizer=tokenizer, max_len=64, max_chars=2048))
+    answer = client.post(path, json={"prompt": "1" * 2049})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "maximum context length is 64 tokens" in error["message"]
+    assert tokenizer.threads == []
+    assert client.post("/tokenize", json={"prompt": "1" * 2048}).status_code == 200
 
 
 def test_a_long_text_is_a_prompt_like_others() -> None:

@@ -309,7 +309,7 @@ def test_the_gateways_own_time_holds_where_the_request_says_none() -> None:
 
 def test_too_many_rows_are_told_to_come_again() -> None:
     backend = FakeBackend(waits=True)
-    app = make_app([served(backend)], replace(SETTINGS, max_running=2, max_waiting=1))
+    app = make_app([served(backend)], replace(SETTINGS, max_running=2, max_waiting=2))
 
     async def crowd() -> None:
         first = Connection(app, {**BODY, "n": 3})
@@ -478,3 +478,32 @@ def test_connections_stay_open_for_longer_than_clients_pools() -> None:
     assert uvicorn_config(Starlette(), SETTINGS).timeout_keep_alive == 75
     settings = replace(SETTINGS, keep_alive_timeout=5)
     assert uvicorn_config(Starlette(), settings).timeout_keep_alive == 5
+
+
+def test_rows_that_leave_while_they_wait_are_not_kept() -> None:
+    async def run() -> None:
+        admission = Admission(4, 100)
+        running = admission.reserve("a", 4)
+        for _ in range(3):
+            for place in admission.reserve("b", 20):
+                place.leave()
+                place.leave()
+        assert (admission.waiting, len(admission._queues)) == (0, 0)
+        for place in running:
+            place.leave()
+        assert admission.running == 0
+
+    asyncio.run(run())
+
+
+def test_no_client_takes_the_places_of_the_next_one() -> None:
+    async def run() -> None:
+        admission = Admission(20, 80)
+        for client, most in (("a", 75), ("b", 18), ("c", 5), ("d", 1)):
+            with pytest.raises(ApiError, match=f"one client has at most {most} now") as refused:
+                admission.reserve(client, most + 1)
+            assert refused.value.status == 429
+            assert len(admission.reserve(client, most)) == most
+        assert admission.running + admission.waiting == 99
+
+    asyncio.run(run())
