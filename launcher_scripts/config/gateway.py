@@ -22,7 +22,9 @@ from launcher_scripts.config.security import ClientTls
 
 MIB = 1 << 20
 # Whoever asks whether the gateway is there need not have a key, nor does the page that asks for it.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics"})
+OPEN_PATHS = frozenset(
+    {"/", "/docs", "/health", "/metrics", "/openapi.json", "/ping", "/ready", "/version"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

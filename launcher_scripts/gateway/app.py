@@ -19,6 +19,7 @@ from launcher_scripts.common.tokenizer import is_of_library
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
+from launcher_scripts.gateway.api_description import openapi
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
 from launcher_scripts.gateway.client_threads import ClientThreads, ThreadsOfClient
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
@@ -35,7 +36,7 @@ from launcher_scripts.gateway.middleware import (
     read_body,
     refusal,
 )
-from launcher_scripts.gateway.page import show_page
+from launcher_scripts.gateway.page import show_docs, show_page
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.responses import Responding
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
@@ -44,6 +45,7 @@ from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    StrictBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -53,6 +55,18 @@ from launcher_scripts.gateway.validation import validated
 VERSION = "0.1.0"
 Result = TypeVar("Result")
 Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody)
+Rendered = TypeVar("Rendered", CompletionBody, ChatBody)
+_BODIES: dict[str, tuple[type[StrictBody], ...]] = {
+    "/v1/completions": (CompletionBody,),
+    "/v1/completions/render": (CompletionBody,),
+    "/v1/chat/completions": (ChatBody,),
+    "/v1/chat/completions/render": (ChatBody,),
+    "/v1/responses": (ResponsesBody,),
+    "/v1/messages": (MessagesBody,),
+    "/v1/messages/count_tokens": (ConversationBody,),
+    "/tokenize": (TokenizeBody, TokenizeChatBody),
+    "/detokenize": (DetokenizeBody,),
+}
 
 
 class Gateway:
@@ -90,6 +104,14 @@ class Gateway:
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages"""
         return await self._generate(request, MessagesBody, MessageAnswer.of)
+
+    async def render_completions(self, request: Request) -> Response:
+        """POST /v1/completions/render: the rows' requests, which are not generated."""
+        return JSONResponse(await self._render(request, CompletionBody, Completion.of))
+
+    async def render_chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions/render: a row's request, which is not generated."""
+        return JSONResponse((await self._render(request, ChatBody, Chat.of))[0])
 
     async def message_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
@@ -175,6 +197,17 @@ class Gateway:
         """GET /health: the process lives."""
         return JSONResponse({"status": "ok"})
 
+    async def load(self, _: Request) -> Response:
+        """GET /load: the number of rows that run or wait."""
+        running, waiting = self.admission.running, self.admission.waiting
+        return JSONResponse(
+            {"server_load": running + waiting, "running": running, "waiting": waiting}
+        )
+
+    async def openapi(self, _: Request) -> Response:
+        """GET /openapi.json: these routes."""
+        return JSONResponse(openapi(self.routes, _BODIES, VERSION))
+
     async def ready(self, _: Request) -> Response:
         """GET /ready: it takes work, and every model has a healthy server."""
         states = {
@@ -205,8 +238,12 @@ class Gateway:
         post, get = ["POST"], ["GET"]
         return [
             Route("/", show_page, methods=get),
+            Route("/docs", show_docs, methods=get),
+            Route("/openapi.json", self.openapi, methods=get),
             Route("/v1/completions", self.completions, methods=post),
+            Route("/v1/completions/render", self.render_completions, methods=post),
             Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/chat/completions/render", self.render_chat, methods=post),
             Route("/v1/responses", self.responses, methods=post),
             Route("/v1/messages", self.messages, methods=post),
             Route("/v1/messages/count_tokens", self.message_tokens, methods=post),
@@ -217,11 +254,25 @@ class Gateway:
             Route("/detokenize", self.detokenize, methods=post),
             Route("/tokenizer_info", self.tokenizer_info, methods=get),
             Route("/health", self.health, methods=get),
+            Route("/ping", self.health, methods=[*get, *post]),
+            Route("/load", self.load, methods=get),
             Route("/ready", self.ready, methods=get),
             Route("/servers", self.servers, methods=get),
             Route("/version", self.version, methods=get),
             Route("/metrics", self.show_metrics, methods=get),
         ]
+
+    async def _render(
+        self,
+        request: Request,
+        kind: type[Rendered],
+        answering_of: Callable[[ServedModel, Rendered, Record, Limits], Awaitable[Answering]],
+    ) -> list[dict[str, Any]]:
+        record: Record = request.state.record
+        body = validated(kind, await read_body(request, self._max_body), record.warnings)
+        answering = await answering_of(self.models.find(body.model), body, record, self._limits)
+        answering.generation.give_up()
+        return answering.generation.rendered()
 
     async def _generate(
         self,

@@ -28,6 +28,13 @@ from launcher_scripts.gateway.token_texts import token_texts
 _MOST_BEAMS = 64
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
+# Of a row's request, to show.
+_RENDERED = (
+    *_USUAL,
+    *("max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"),
+    *("end_id", "stop_ids", "beam_width", "length_penalty", "grammar", "num_speculative_tokens"),
+)
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -131,11 +138,11 @@ class Generation:
         Raises ApiError when a row cannot be generated, or when the request's time is over; the
         other rows are given up then, and when the generator is closed.
         """
-        given = self.body.seed
-        seed = random.getrandbits(62) if given is None else given
         rows = [
-            self._row(number, self._request(number, seed + number), place)
-            for number, place in enumerate(self._places)
+            self._row(number, request, place)
+            for number, (request, place) in enumerate(
+                zip(self.row_requests(), self._places, strict=True)
+            )
         ]
         try:
             async with aclosing(merged(rows, self._timeout)) as found:
@@ -147,6 +154,25 @@ class Generation:
                     yield choice, piece
         finally:
             self.give_up()
+
+    def row_requests(self) -> list[RowRequest]:
+        """Return the engine's requests, one for each row."""
+        given = self.body.seed
+        seed = random.getrandbits(62) if given is None else given
+        return [self._request(number, seed + number) for number in range(len(self._places))]
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """Return the rows' prompts and sampling as clients see them."""
+        return [
+            {
+                "request_id": request.request_id,
+                "model": self.model.name,
+                "prompt": self._prompt(number).text,
+                "token_ids": request.prompt_ids,
+                "sampling_params": {name: getattr(request, name) for name in _RENDERED},
+            }
+            for number, request in enumerate(self.row_requests())
+        ]
 
     def give_up(self) -> None:
         """Leave all places."""

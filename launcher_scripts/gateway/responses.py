@@ -13,8 +13,8 @@ from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
+    FunctionChoice,
     FunctionOutput,
-    NamedFunction,
     ReasoningItem,
     ResponsesBody,
 )
@@ -59,7 +59,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
 
 def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto"
+    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:

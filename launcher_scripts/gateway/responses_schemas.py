@@ -101,7 +101,7 @@ class TextOptions(StrictBody):
         return {"type": self.format.type, "json_schema": said}
 
 
-class NamedFunction(StrictBody):
+class FunctionChoice(StrictBody):
     """The function that must be called."""
 
     type: Literal["function"]
@@ -139,7 +139,7 @@ class ResponsesBody(StrictBody):
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextOptions = TextOptions()
     tools: list[dict[str, Any]] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False

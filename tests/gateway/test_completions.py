@@ -568,3 +568,23 @@ def test_a_grammar_that_is_too_long_is_refused_by_its_parameter() -> None:
     assert (error["param"], error["code"]) == ("response_format", "invalid_value")
     assert f"at most {MAX_GRAMMAR_BYTES}" in error["message"]
     assert not backend.requests
+
+
+def test_requests_are_rendered_and_not_generated() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend, max_len=1000))
+    body = {"prompt": ["Hello", "One two"], "max_tokens": 3, "temperature": 0.5, "n": 2, "seed": 7}
+    first, _, third, _ = client.post("/v1/completions/render", json=body).json()
+    assert (first["prompt"], third["prompt"]) == ("Hello", "One two")
+    assert (first["token_ids"], first["model"]) == (GPT2.encode("Hello"), "tiny")
+    assert first["sampling_params"]["temperature"] == 0.5
+    assert [each["sampling_params"]["seed"] for each in (first, third)] == [7, 9]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    one = client.post("/v1/chat/completions/render", json=chat).json()
+    assert one["prompt"] == GPT2.decode(one["token_ids"]) and "<|im_start|>user" in one["prompt"]
+    assert one["sampling_params"]["max_tokens"] == 4
+    assert client.post("/v1/completions/render", json={**body, "n": 0}).status_code == 400
+    assert backend.requests == []
+    load = client.get("/load").json()
+    assert load == {"server_load": 0, "running": 0, "waiting": 0}
+    assert client.get("/ping").status_code == client.post("/ping").status_code == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -192,3 +193,30 @@ def test_the_browser_has_nothing_to_complain_about(chromium: Browser, address: s
     # Those of the first questions, which have no key yet, and of an icon that is not there.
     expected = re.compile(r"status of 401|/favicon\.ico")
     assert [line for line in page.console() if not expected.search(line)] == []
+
+
+def test_every_route_is_described() -> None:
+    """Paths, methods and bodies; every reference leads to a schema."""
+    client = client_of(served(FakeBackend()), keys={"alice": KEY})
+    document = client.get("/openapi.json").json()
+    gateway = client.app.state.gateway
+    assert len(document["paths"]) == len(gateway.routes)
+    for route in gateway.routes:
+        operations = document["paths"][route.path.replace(":path", "")]
+        assert {name.upper() for name in operations} == route.methods - {"HEAD"}
+        assert all(operation["summary"] for operation in operations.values())
+    references = set(re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= document["components"]["schemas"].keys()
+    assert {"ChatBody", "MessagesBody", "ResponsesBody"} <= references
+    chat = document["components"]["schemas"]["ChatBody"]
+    assert chat["required"] == ["messages"] and chat["properties"]["n"]["maximum"] == 128
+    page = client.get("/docs")
+    assert page.status_code == 200 and not re.search(r"//\w|(?:src|href)\s*=|innerHTML", page.text)
+    assert client.get("/load").status_code == 401
+
+
+@needs_browser
+def test_the_described_routes_are_shown(chromium: Browser, address: str) -> None:
+    chromium.open(address + "docs")
+    chromium.wait_for("document.body.textContent.includes('max_completion_tokens')")
+    assert "/v1/chat/completions/render" in chromium.text("#paths")
