@@ -222,7 +222,6 @@ class _Row:
     def __init__(self, request: RowRequest) -> None:
         self.finished = False
         self._request = request
-        self._count = 0  # of tokens so far
         self._prompt_known = request.prompt_log_probs is None
         self.outputs = [
             *NEWS,
@@ -244,22 +243,18 @@ class _Row:
             beams = tuple(map(_new_ids, news)) if self.finished else ()
             return Increment(prompt_log_probs=prompt, finished=self.finished, beams=beams)
         ids = _new_ids(news[0])
-        start, self._count = self._count, self._count + len(ids)
         return Increment(
             token_ids=ids,
-            log_probs=self._log_probs(arrays, start, ids),
+            log_probs=self._log_probs(arrays, ids),
             prompt_log_probs=prompt,
             finished=self.finished,
         )
 
-    def _log_probs(
-        self, arrays: Mapping[str, Any], start: int, ids: Sequence[int]
-    ) -> tuple[TokenLogProb, ...]:
-        """Those of the tokens from `start` on: outputs [1, 1, generated], [1, 1, generated, K]."""
+    def _log_probs(self, arrays: Mapping[str, Any], ids: Sequence[int]) -> tuple[TokenLogProb, ...]:
+        """Those of the response's tokens, outputs [1, 1, n] and [1, 1, n, K]."""
         if self._request.log_probs is None:
             return ()
-        places = slice(start, start + len(ids))
-        found = {name: arrays[name][0, 0, places] for name in TOKEN_LOG_PROBS if name in arrays}
+        found = {name: arrays[name][0, 0, : len(ids)] for name in TOKEN_LOG_PROBS if name in arrays}
         return _entries(ids, *map(found.get, TOKEN_LOG_PROBS))
 
     def _prompt_log_probs(

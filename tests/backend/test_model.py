@@ -418,6 +418,39 @@ def test_every_response_of_a_stream_has_the_log_probabilities_so_far(streaming_m
     assert [value < 0 for value in prompts[0]] == [False, True, True]
 
 
+def test_a_response_with_news_has_the_log_probabilities_of_its_tokens_alone(streaming_model):
+    asked = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
+    asked.tensors["num_log_probs"] = torch.tensor([[2], [2]], dtype=torch.int32)
+    asked.tensors["num_prompt_log_probs"] = torch.tensor([[0], [0]], dtype=torch.int32)
+    asked.tensors["is_return_log_probs"] = torch.tensor([True, True])
+    outputs = ("token_log_probs", "token_ranks", "top_log_probs", "output_log_probs")
+    plain = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
+    plain.tensors = dict(asked.tensors)
+    plain.wanted = outputs
+    asked.tensors["is_return_progress"] = torch.tensor([True, True])
+    asked.wanted = ("news", "prompt_ranks", *outputs)
+    streaming_model.execute([plain])
+    assert plain.answered.wait(120)
+    streaming_model.execute([asked])
+    assert asked.answered.wait(120)
+    assert ["prompt_ranks" in answer.tensors for answer in asked.answers] == [
+        True,
+        *[False] * (len(asked.answers) - 1),
+    ]
+    for name in outputs:
+        complete = plain.answers[-1].tensors[name][:, 0]
+        for row, count in enumerate((2, 4)):
+            pieces = []
+            for answer in asked.answers:
+                total, prompt, first = answer.tensors["news"][row, 0, :3].tolist()
+                values = answer.tensors[name][row, 0]
+                new = total - max(first, prompt)
+                assert len(values) <= max(1, count)
+                pieces += values[:new].tolist()
+            assert pieces == complete[row, :count].tolist()
+    assert asked.answers[-1].tensors["token_ranks"].shape[2] == 1
+
+
 def test_a_row_that_cannot_run_ends_its_request(streaming_model):
     asked = request([[3, 4], [99, 0]], [2, 1], [[60], [2]])
     streaming_model.execute([asked])

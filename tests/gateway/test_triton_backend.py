@@ -179,25 +179,24 @@ def test_what_is_new_comes_in_increments() -> None:
     assert [increment.finished for increment in found] == [False, False, True]
 
 
-def test_log_probabilities_are_cut_to_what_is_new() -> None:
+def test_log_probabilities_are_those_of_the_new_tokens() -> None:
     first = {
         **news((4, 3, 0, False, [5, 6, 7, 10])),
-        "token_log_probs": np.array([[[-1.0, 0, 0, 0]]], np.float32),
-        "token_ranks": np.array([[[1, 0, 0, 0]]], np.int32),
-        "top_log_prob_ids": np.array([[[[10, 3], [0, 0], [0, 0], [0, 0]]]], np.int32),
-        "top_log_probs": np.array([[[[-1.0, -2.0], [0, 0], [0, 0], [0, 0]]]], np.float32),
+        "token_log_probs": np.array([[[-1.0, 0]]], np.float32),
+        "token_ranks": np.array([[[1, 0]]], np.int32),
+        "top_log_prob_ids": np.array([[[[10, 3], [0, 0]]]], np.int32),
+        "top_log_probs": np.array([[[[-1.0, -2.0], [0, 0]]]], np.float32),
         "prompt_log_probs": np.array([[0.0, -3.0, -4.0]], np.float32),
         "prompt_ranks": np.array([[0, 5, 6]], np.int32),
         "prompt_top_ids": np.array([[[0, 0], [1, 2], [3, 4]]], np.int32),
         "prompt_top_log_probs": np.array([[[0, 0], [-0.5, -1.5], [-0.25, -2.0]]], np.float32),
     }
     second = {
-        **first,
         **news((5, 3, 4, True, [2])),
-        "token_log_probs": np.array([[[-1.0, -7.0, 0, 0]]], np.float32),
-        "token_ranks": np.array([[[1, 9, 0, 0]]], np.int32),
-        "top_log_prob_ids": np.array([[[[10, 3], [8, 9], [0, 0], [0, 0]]]], np.int32),
-        "top_log_probs": np.array([[[[-1.0, -2.0], [-0.5, -4.0], [0, 0], [0, 0]]]], np.float32),
+        "token_log_probs": np.array([[[-7.0]]], np.float32),
+        "token_ranks": np.array([[[9]]], np.int32),
+        "top_log_prob_ids": np.array([[[[8, 9]]]], np.int32),
+        "top_log_probs": np.array([[[[-0.5, -4.0]]]], np.float32),
     }
     engine, server = backend(first, second)
     one, two = generate(engine, replace(ROW, log_probs=2, prompt_log_probs=2))

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -19,7 +20,7 @@ from launcher_scripts.backends.older_servers import FINAL, failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
 from launcher_scripts.engine.core.row import Snapshot, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 
@@ -47,11 +48,13 @@ class Answer:
         *,
         streams: bool,
         prompts: Sequence[Sequence[int]] = (),
+        increments: bool = False,
         forwarded: bool = False,
         seconds: float | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """prompts:   of each row, what its output_ids begin with
+        increments: each response has the log-probabilities of its `news` alone
         forwarded: the request is a text model's, which takes its tokens as `news`
         seconds:   how long the answer may take, None: as long as it takes
         """
@@ -63,6 +66,7 @@ class Answer:
         self._to_tensors = to_tensors
         self._streams = streams
         self._prompts = prompts
+        self._increments = increments
         self._forwarded = forwarded
         self._on_end = on_end
         self._deadline = None if seconds is None else time.monotonic() + seconds
@@ -165,8 +169,9 @@ class Answer:
             self._end(self._response(ended))
             return
         if tokens > self._sent:
+            first = self._sent if self._increments else 0
             outputs = [
-                _with_tokens(self._snapshots.get(row), last, tokens)
+                _with_tokens(self._snapshots.get(row), last, tokens, first)
                 for row, last in enumerate(self._last)
             ]
             self._sender.send(self._response(outputs))
@@ -186,7 +191,7 @@ class Answer:
         told = self._forwarded or "is_return_progress" in self._tensors
         tensors = {}
         if self._wanted != {"news"}:
-            tensors = self._to_tensors(outputs)
+            tensors = self._to_tensors(self._shown(outputs))
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
         if told and "news" in self._wanted:
@@ -202,6 +207,13 @@ class Answer:
                 if name in self._wanted
             ]
         )
+
+    def _shown(self, outputs: Sequence[GenerateOutput]) -> list[GenerateOutput]:
+        """The outputs, where the client takes increments without what it has."""
+        if not self._increments:
+            return list(outputs)
+        rows = zip(outputs, self._before(outputs), self._finished(outputs), strict=True)
+        return [_after(output, first) if end else output for output, first, end in rows]
 
     def _before(self, outputs: Sequence[GenerateOutput]) -> list[int]:
         """How many tokens of each row the responses so far held.
@@ -254,14 +266,28 @@ class Answer:
 
 
 def _with_tokens(
-    snapshot: Snapshot | None, last: GenerateOutput | None, tokens: int
+    snapshot: Snapshot | None, last: GenerateOutput | None, tokens: int, first: int
 ) -> GenerateOutput:
-    """A row when it had `tokens`, or as it ended before; of a beam search the newest."""
+    """A row when it had `tokens`, or as it ended before; of a beam search the newest.
+
+    first: see Snapshot.output
+    """
     if last is not None and (snapshot is None or len(last.output_ids) <= tokens):
         return last
     if snapshot is None:
         raise ValueError("the row has no tokens yet")
-    return snapshot.output(tokens)
+    return snapshot.output(tokens, first)
+
+
+def _after(output: GenerateOutput, first: int) -> GenerateOutput:
+    """A row that has ended, without the log-probabilities of what comes before `first`."""
+    scores = output.token_log_probs
+    return replace(
+        output,
+        output_log_probs=output.output_log_probs[first:],
+        token_log_probs=scores and ModelLogProbs(*(each[first:] for each in vars(scores).values())),
+        prompt_log_probs=None if first else output.prompt_log_probs,
+    )
 
 
 def error_response(error: BaseException) -> Any:

@@ -33,6 +33,7 @@ class Shape:
     dtype:           the model's compute type
     prompt_start_id: the model's first id that is a virtual token in rows with a prompt
     wanted:          the tensors that the client asked for
+    increments:      the axis `generated` of log-probabilities has the tokens of one response
     """
 
     padding: int
@@ -40,6 +41,7 @@ class Shape:
     dtype: torch.dtype
     prompt_start_id: int
     wanted: Collection[str]
+    increments: bool = False
 
 
 def gpt_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, Tensor]:
@@ -72,7 +74,7 @@ def gpt_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str,
             ids[row, : len(output.hypotheses), : len(prompt)] = prompt
             write_ids(ids[row], len(prompt), output)
         tensors["output_ids"] = torch.from_numpy(ids)
-    tensors.update(scores(requests, outputs, longest, shape.wanted))
+    tensors.update(scores(requests, outputs, longest, shape))
     if any(output.context_embeddings is not None for output in outputs):
         tensors["context_embeddings"] = context_embeddings(outputs, beams)
     return tensors
@@ -103,7 +105,7 @@ def t5_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, 
                 ids[row, 0, :longest] = ends[row]
             write_ids(ids[row], 0, output)
         tensors["output_ids"] = torch.from_numpy(ids)
-    tensors.update(scores(requests, outputs, width, shape.wanted))
+    tensors.update(scores(requests, outputs, width, shape))
     return tensors
 
 
@@ -169,19 +171,26 @@ def write_ids(ids: NDArray[Any], start: int, output: GenerateOutput) -> None:
         ids[beam, start : start + len(hypothesis.output_ids)] = hypothesis.output_ids
 
 
-def scores(
-    requests: Requests, outputs: Outputs, longest: int, wanted: Collection[str]
-) -> dict[str, Tensor]:
+def scores(requests: Requests, outputs: Outputs, longest: int, shape: Shape) -> dict[str, Tensor]:
     """Log-probabilities and context_logits that rows have asked for and that are wanted.
 
-    longest: tokens in the axis of what was generated
+    longest: tokens in the axis of what was generated, without increments
     """
+    wanted = shape.wanted
+    if shape.increments:
+        longest = max(1, *map(_num_log_probs, outputs))
     tensors = model_log_probs(outputs, longest, wanted)
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, longest, wanted))
     if "context_logits" in wanted:
         tensors.update(context_logits(outputs))
     return tensors
+
+
+def _num_log_probs(output: GenerateOutput) -> int:
+    """Tokens whose log-probabilities the output has."""
+    scores = output.token_log_probs
+    return max(len(output.output_log_probs), 0 if scores is None else len(scores.log_probs))
 
 
 def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:

@@ -239,7 +239,15 @@ class TritonPythonModel:
         """shown: the rows as the client sees them;  padding: see Shape"""
         forwarded = isinstance(sender, ChannelSender)
         wanted = frozenset(request.requested_output_names())
-        shape = self._shape(padding, wanted)
+        # What a text model or a client without `news` gets is all that there is so far.
+        increments = (
+            self._streams
+            and not forwarded
+            and "news" in wanted
+            and "is_return_progress" in tensors
+            and all(row.sampling.beam_width == 1 for row in rows)
+        )
+        shape = self._shape(padding, wanted, increments)
         answer = kind(
             self._answers,
             sender,
@@ -249,6 +257,7 @@ class TritonPythonModel:
             lambda outputs: self._to_tensors(shown, outputs, shape),
             streams=self._streams and (not forwarded or sender.streams),
             prompts=self._prompts(shown, shape) if "news" in wanted else (),
+            increments=increments,
             forwarded=forwarded,
             seconds=seconds_allowed(request),
             **more,
@@ -263,9 +272,9 @@ class TritonPythonModel:
             return [()] * len(rows)
         return [real_ids(row, shape.prompt_start_id) for row in rows]
 
-    def _shape(self, padding: int, wanted: Collection[str]) -> Shape:
+    def _shape(self, padding: int, wanted: Collection[str], increments: bool) -> Shape:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
-        return Shape(padding, config.end_id, dtype, prompt_start_id(config), wanted)
+        return Shape(padding, config.end_id, dtype, prompt_start_id(config), wanted, increments)
 
     def _lost(self, error: ServerError) -> None:
         """Tell who watches this server; one that nobody watches ends itself."""

@@ -38,11 +38,14 @@ class Snapshot(NamedTuple):
     tokens: int
     best: Sequence[Hypothesis] = ()
 
-    def output(self, tokens: int | None = None) -> GenerateOutput:
-        """The row at that time, or as it was when it had no more than `tokens`."""
+    def output(self, tokens: int | None = None, first: int = 0) -> GenerateOutput:
+        """The row at that time, or as it was when it had no more than `tokens`.
+
+        first: of the tokens before this one there are no log-probabilities, nor of the prompt's
+        """
         if self.best:
             return _best_output(self.row, self.best)
-        return _first_tokens(self.row, self.tokens if tokens is None else tokens)
+        return _first_tokens(self.row, self.tokens if tokens is None else tokens, first)
 
 
 SnapshotCallback = Callable[[Snapshot], None]
@@ -375,16 +378,16 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
     )
 
 
-def _first_tokens(row: Row, count: int) -> GenerateOutput:
+def _first_tokens(row: Row, count: int, first: int) -> GenerateOutput:
     asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
     number = row.request.num_log_probs
     return GenerateOutput(
         output_ids=tuple(row.tokens[:count]),
         cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
-        output_log_probs=tuple(candidates for _, candidates in log_probs) if asked else (),
+        output_log_probs=tuple(each for _, each in log_probs[first:]) if asked else (),
         context_embeddings=row.context_embeddings,
-        token_log_probs=model_log_probs(row.scores[:count], number) if number >= 0 else None,
-        prompt_log_probs=_prompt_log_probs(row),
+        token_log_probs=model_log_probs(row.scores[first:count], number) if number >= 0 else None,
+        prompt_log_probs=None if first else _prompt_log_probs(row),
     )
 
 
