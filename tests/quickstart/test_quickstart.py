@@ -6,7 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from omegaconf import OmegaConf
 
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build
 from launcher_scripts.evaluation import gate
@@ -110,6 +114,64 @@ def test_the_shipped_model_is_the_one_described() -> None:
 
 def test_the_launchers_exit_code_is_handed_on() -> None:
     assert quickstart.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+
+
+class _Gateway(BaseHTTPRequestHandler):
+    """Answers every chat; a model called otherwise is not found."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known = body["model"] == quickstart.MODEL_NAME and self.path == "/v1/chat/completions"
+        message = {"content": f"{body['messages'][0]['content']} Paris."}
+        answer = {"choices": [{"message": message}]} if known else {"error": "unknown"}
+        self.send_response(200 if known else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Gateway)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_chat_is_asked_when_the_server_is_ready_and_printed(
+    tmp_path: Path, gateway: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = quickstart.Chat(tmp_path / "ready.json")
+    program = f"import time, pathlib; ready = pathlib.Path({str(tmp_path / 'ready.json')!r})\n"
+    program += f"ready.write_text({json.dumps({'openai': gateway})!r})\n"
+    program += f"while not pathlib.Path({str(tmp_path / 'asked')!r}).exists(): time.sleep(0.01)"
+
+    def meanwhile() -> None:
+        chat.ask_once()
+        if chat.answer:
+            (tmp_path / "asked").touch()
+
+    code = quickstart.run([sys.executable, "-c", program], meanwhile)
+    assert chat.report(code) == 0
+    assert "assistant: What is the capital of France? Paris." in capsys.readouterr().out
+    assert chat.report(3) == 3
+
+
+def test_a_failed_chat_is_an_error(
+    tmp_path: Path, gateway: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quickstart.Chat(tmp_path / "ready.json").report(0) == ERROR
+    assert "did not appear" in capsys.readouterr().err
+    chat = quickstart.Chat(tmp_path / "ready.json")
+    (tmp_path / "ready.json").write_text(json.dumps({"openai": f"{gateway}/elsewhere"}))
+    chat.ask_once()
+    assert chat.report(0) == ERROR
+    assert "HTTP Error 404" in capsys.readouterr().err
 
 
 def test_a_signal_ends_the_launcher_too(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.convert.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.gpt import weights as gpt_weights
 from launcher_scripts.steps import quickstart
@@ -18,6 +20,7 @@ from tests.quickstart.tiny_gguf import (
     HEADS,
     HIDDEN,
     KV_HEADS,
+    TEMPLATE,
     hf_weights,
     write_gguf,
 )
@@ -64,6 +67,13 @@ def test_the_tokenizer_arrives_with_its_special_tokens(exported: FTCheckpoint) -
     assert tokenizer.encode("abba") == [2, 1, 0]
     assert (tokenizer.start_id, tokenizer.end_id) == (1, 2)
     assert (exported.config.start_id, exported.config.end_id) == (1, 2)
+
+
+def test_the_chat_template_and_the_defaults_arrive(exported: FTCheckpoint) -> None:
+    files = {path.name: path.read_bytes() for path in tokenizer_files(exported.folder)}
+    assert chat_templates(files) == {"default": TEMPLATE}
+    defaults = {"temperature": 0.5, "eos_token_id": [2, 3]}
+    assert json.loads(files["generation_config.json"]) == defaults
 
 
 def test_the_mlp_arrives(exported: FTCheckpoint) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB, LAYERS = 24, 6, 2, 4, 32, 10, 2
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOKENS = ["a", "b", "ab", "c", "d", "e", "f", "g", "h", "i"]
 
 
@@ -61,6 +62,9 @@ def write_gguf(
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_float32("general.sampling.temp", 0.5)
     writer.add_tensor("token_embd.weight", np.ones((VOCAB, HIDDEN), np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
     for layer in range(LAYERS):

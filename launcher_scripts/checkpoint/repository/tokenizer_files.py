@@ -15,8 +15,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.sources.huggingface_tokenizers import ADDED_TOKENS, unified
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import (
     ADVICE,
+    ARTIFACT,
+    COMPANIONS,
     KEY,
     ROLES,
     SOURCE_SETS,
@@ -33,6 +36,7 @@ from launcher_scripts.common.tokenizer import (
     TokenizerError,
     chat_templates,
     load_tokenizer,
+    special_tokens,
 )
 from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.settings import TokenizerSettings
@@ -91,6 +95,7 @@ def with_token_ids(
     said = None
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
+        check_special_tokens(tokenizer, files)
     if tokenizer is not None and not known:
         said = (rule or own_ids)(tokenizer)
     own = said or TokenIds(None, None, None)
@@ -168,6 +173,20 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
         )
 
 
+def check_special_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
+    """Refuse a tokenizer that reads a special token, written out, as other tokens than this one.
+
+    files: those of the tokenizer, which name the tokens and perhaps their ids
+    """
+    problems = Problems("the tokenizer's special tokens")
+    for token, token_id in special_tokens(files).items():
+        ids = tokenizer.encode(token)
+        if len(ids) != 1 or token_id not in (None, ids[0]):
+            expected = "one id" if token_id is None else f"[{token_id}]"
+            problems.add(f"{token!r} is read as", got=ids[:16], choices=[expected], change=ADVICE)
+    problems.raise_if_any(CheckpointError)
+
+
 def own_ids(tokenizer: Tokenizer) -> TokenIds:
     return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
 
@@ -206,18 +225,20 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
         except OSError as error:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
-        for companion in COMPANION_FILES:
+        # Of a slow form, the class and the tokens beside it are not read.
+        own = () if path.name == "tokenizer.json" else OPTIONAL_FILES
+        for companion in (name for name in COMPANION_FILES if name not in own):
             beside = path.with_name(companion)
-            if path.name == "tokenizer.json" and beside.is_file():
-                files[companion] = beside.read_bytes()
+            if beside.is_file():
+                files[companion] = read_plain(beside)
     if not files and not problems.messages:
         problems.add("no file is named", change=ADVICE)
     problems.raise_if_any(CheckpointError)
-    return files
+    return unified(files, {}) if "tokenizer.json" in files else files
 
 
 def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:
-    """The files that section `tokenizer` names.
+    """The files that section `tokenizer` names, with chat template and generation defaults.
 
     raw:    model_config.yaml
     origin: the checkpoint, for errors
@@ -227,10 +248,25 @@ def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, by
         ROLES[role][0] + PurePosixPath(name).suffix: content
         for role, (name, content) in named_files(raw, origin, find).items()
     }
-    special = raw["tokenizer"].get("special_tokens")
+    section = raw["tokenizer"]
+    for key, name in COMPANIONS.items():
+        value = section.get(key)
+        if isinstance(value, str) and value.startswith(ARTIFACT):
+            files[name] = _companion(value, f"tokenizer.{key} of {origin}", find)
+        elif isinstance(value, str) and name in CHAT_TEMPLATE_FILES:
+            files[name] = value.encode()  # NeMo's own key holds the text itself
+    special = section.get("special_tokens")
     if "tokenizer.json" in files and isinstance(special, dict):
         files[OPTIONAL_FILES[0]] = json.dumps(special).encode()
-    return files
+    return unified(files, {}) if "tokenizer.json" in files else files
+
+
+def _companion(value: str, key: str, find: Find) -> bytes:
+    """The content of an artifact. Raises CheckpointError where it is lost."""
+    found = find(value, PurePosixPath(value.removeprefix(ARTIFACT)).name)
+    if found is None:
+        raise CheckpointError(problem(f"{key} names a file that is not there", got=value))
+    return found[1]
 
 
 def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str, bytes] | None:
@@ -258,19 +294,28 @@ def has_plain(archive: Archive, root: str) -> bool:
 
 
 def plain_files(
-    archive: Archive, root: str = "", more: Sequence[Mapping[str, str]] = ()
+    archive: Archive,
+    root: str = "",
+    more: Sequence[Mapping[str, str]] = (),
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
     """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`.
 
-    more: sets that the model may have, too
+    Where they name the tokenizer's class, or transformers chooses it, they become one file.
+
+    more:   sets that the model may have, too
+    config: config.json; None for a folder that has none
     """
     names, sets = archive.names(), (*_PLAIN_SETS, *more)
     for wanted in sets:
         if all(root + name in names for name in wanted):
             files = {exported: archive.read(root + name) for name, exported in wanted.items()}
-            companions = [name for name in COMPANION_FILES if root + name in names]
+            usual = (*COMPANION_FILES, ADDED_TOKENS)
+            companions = [name for name in usual if root + name in names]
             files |= {name: archive.read(root + name) for name in companions}
-            return with_templates(files, archive, root + _TEMPLATE_FOLDER)
+            files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
+            whole = config is not None or OPTIONAL_FILES[1] in files
+            return unified(files, config or {}) if whole else files
     raise CheckpointError(
         problem(
             f"{archive.path} holds no tokenizer",

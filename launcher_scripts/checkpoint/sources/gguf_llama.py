@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
+from launcher_scripts.checkpoint.sources.nemo_tokenizer import ARTIFACT
 from launcher_scripts.checkpoint.sources.nemo_writer import Weight
 from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.common.errors import CheckpointError, problem
@@ -154,10 +156,12 @@ def _plain(config: GPTConfig) -> GPTConfig:
     )
 
 
-def nemo_config(llama: GGUFLlama, tokenizer: str, query_groups: int) -> dict[str, Any]:
+def nemo_config(
+    llama: GGUFLlama, artifacts: Mapping[str, str], query_groups: int
+) -> dict[str, Any]:
     """NeMo's model_config.yaml for the weights that `llama.weights(query_groups)` gives.
 
-    tokenizer: name of the artifact that holds tokenizer.json
+    artifacts: key of section `tokenizer` -> name of the artifact: `model`, and of COMPANIONS
     """
     shape = llama.shape
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
@@ -176,7 +180,7 @@ def nemo_config(llama: GGUFLlama, tokenizer: str, query_groups: int) -> dict[str
     }
     config["tokenizer"] |= {
         "library": "huggingface",
-        "model": f"nemo:{tokenizer}",
+        **{key: f"{ARTIFACT}{name}" for key, name in artifacts.items()},
         "special_tokens": special_tokens(llama.metadata),
     }
     config["data"]["seq_length"] = shape.max_positions

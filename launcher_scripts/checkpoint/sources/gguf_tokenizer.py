@@ -23,7 +23,7 @@ from launcher_scripts.checkpoint.sources.gguf_vocabularies import (
 )
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.tokenizer import is_of_library
+from launcher_scripts.common.tokenizer import GENERATION_FILE, is_of_library
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer.ggml."
 CHAT_TEMPLATE = "tokenizer.chat_template"
 MODEL_NAME = "general.name"
+SAMPLING = "general.sampling."
+# Defaults of sampling -> their names in generation_config.json.
+_DEFAULTS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Fields that name tokens which end an answer.
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 # tokenizer.ggml.model -> what makes the tokenizer, and the lists that it needs besides.
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], Tokenizer], dict[str, type]]] = {
@@ -50,12 +61,12 @@ _ROLES = {
 
 def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
     """Every `tokenizer.ggml.*` field of an open GGUF file, by its name without that prefix, and its
-    chat templates and the model's name by their whole keys."""
+    chat templates, sampling defaults and the model's name by their whole keys."""
     try:
         return {
             key.removeprefix(PREFIX): field.contents()
             for key, field in reader.fields.items()
-            if key.startswith((PREFIX, CHAT_TEMPLATE)) or key == MODEL_NAME
+            if key.startswith((PREFIX, CHAT_TEMPLATE, SAMPLING)) or key == MODEL_NAME
         }
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the GGUF file's tokenizer is not text: {error}") from error
@@ -74,11 +85,26 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     }
     if templates := _chat_templates(metadata):
         config["chat_template"] = templates
-    return {
+    files = {
         "tokenizer.json": tokenizer.to_str().encode(),
         "special_tokens_map.json": json.dumps(special).encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
     }
+    if defaults := generation_defaults(metadata):
+        files[GENERATION_FILE] = json.dumps(defaults).encode()
+    return files
+
+
+def generation_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's defaults of sampling, and its end tokens if it has several, as
+    generation_config.json has them."""
+    values = {
+        name: metadata[f"{SAMPLING}{key}"]
+        for key, name in _DEFAULTS.items()
+        if isinstance(metadata.get(f"{SAMPLING}{key}"), int | float)
+    }
+    ends = list(dict.fromkeys(metadata[key] for key in _ENDS if type(metadata.get(key)) is int))
+    return values | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:

@@ -49,7 +49,6 @@ from launcher_scripts.common.tokenizer import (
     BYT5,
     GENERATION_FILE,
     OPTIONAL_FILES,
-    PEGASUS,
     is_byt5,
 )
 from launcher_scripts.models.family import ModelConfig
@@ -154,11 +153,12 @@ class HuggingFaceCheckpoint(WholeTensors):
         own = {GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
         kind = self.raw.get("model_type")
         more = tokenizer_files.FAIRSEQ_SETS if kind == "mbart" else ()
-        name = PEGASUS if kind == "pegasus" else None
+        name = None
         there = TOKENIZER_CONFIG in self.archive.names()
         if there and is_byt5(self.raw, read_mapping(self.archive, TOKENIZER_CONFIG)):
             more, name = ({TOKENIZER_CONFIG: TOKENIZER_CONFIG},), BYT5
-        files = own | tokenizer_files.plain_files(self.archive, more=more)
+        whole = read_mapping(self.archive, CONFIG_NAME)
+        files = own | tokenizer_files.plain_files(self.archive, more=more, config=whole)
         return files if name is None else tokenizer_files.with_class(files, name)
 
     def details(self) -> dict[str, Any]:

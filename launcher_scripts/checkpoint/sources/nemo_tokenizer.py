@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.sources.nemo_config import folders, read_config, section
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_byt5
+from launcher_scripts.common.tokenizer import (
+    CHAT_TEMPLATE_FILES,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    is_byt5,
+)
 from launcher_scripts.common.untrusted import (
     open_plain,
     open_tar,
@@ -28,6 +33,13 @@ ROLES = {
     "vocab_file": ("vocab", "*vocab*"),
     "merge_file": ("merges", "*merge*.txt"),
 }
+# Further keys of section `tokenizer` that may name an artifact, as `nemo:<name>` -> exported file.
+COMPANIONS = {
+    "tokenizer_config": OPTIONAL_FILES[1],
+    "chat_template": CHAT_TEMPLATE_FILES[0],
+    "generation_config": GENERATION_FILE,
+}
+ARTIFACT = "nemo:"
 # Name in a folder of another tool -> exported name, best set first. The last one is an mBART's,
 # whose ids follow from it; XGLM's file of that name has other ids than the model.
 SOURCE_SETS: tuple[Mapping[str, str], ...] = (
@@ -76,7 +88,7 @@ def named_files(
 
 def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
     """The name meant by `value` among those beside model_config.yaml; a lost one by its kind."""
-    base = PurePosixPath(value.removeprefix("nemo:")).name
+    base = PurePosixPath(value.removeprefix(ARTIFACT)).name
     beside = [name for name in names if "/" not in name]
     for wanted in (base, f"*_{base}", pattern):
         found = [name for name in beside if fnmatch.fnmatchcase(name, wanted)]

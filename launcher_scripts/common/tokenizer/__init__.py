@@ -10,16 +10,19 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .base import OPTIONAL_FILES, Tokenizer, TokenizerError, tokenizer_config
+from .base import (
+    OPTIONAL_FILES,
+    Tokenizer,
+    TokenizerError,
+    tokenizer_class,
+    tokenizer_config,
+)
 from .fast import GPT2Tokenizer, HuggingFaceTokenizer
 from .pieces import (
-    PEGASUS,
     M2M100Tokenizer,
     MarianTokenizer,
-    MBartTokenizer,
     PieceTokenizer,
     SentencePieceTokenizer,
-    of_tokenizer_model,
 )
 from .translators import SpecialIds
 from .utf8 import BYT5, ByT5Tokenizer, is_byt5
@@ -31,7 +34,6 @@ __all__ = [
     "GENERATION_FILE",
     "KINDS",
     "OPTIONAL_FILES",
-    "PEGASUS",
     "PieceTokenizer",
     "SentencePieceTokenizer",
     "SpecialIds",
@@ -41,17 +43,17 @@ __all__ = [
     "is_byt5",
     "is_of_library",
     "load_tokenizer",
+    "special_tokens",
     "tokenizer_files",
 ]
 
 # What a folder may hold, best source first, and what is made of it.
 KINDS: dict[tuple[str, ...], Callable[[Path], Tokenizer]] = {
     ("tokenizer.json",): HuggingFaceTokenizer,
-    ("tokenizer.model",): of_tokenizer_model,
+    ("tokenizer.model",): SentencePieceTokenizer,
     ("vocab.json", "merges.txt"): GPT2Tokenizer,
     ("vocab.json", "source.spm"): MarianTokenizer,
     ("vocab.json", "sentencepiece.bpe.model"): M2M100Tokenizer,
-    ("sentencepiece.bpe.model",): MBartTokenizer,
     (OPTIONAL_FILES[1],): ByT5Tokenizer,  # which it must name
 }
 # How chats are written and texts are generated, under the names that transformers gives them.
@@ -101,6 +103,27 @@ def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     return {}
 
 
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, int | None]:
+    """Special token -> its id, None if the files beside a tokenizer name it without an id.
+
+    files: name -> content
+    """
+    result: dict[str, int | None] = {}
+    for name in OPTIONAL_FILES:
+        said = json.loads(files.get(name, b"{}"))
+        lists = (said.get(f"{kind}_special_tokens") for kind in ("additional", "extra"))
+        listed = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
+        roles = [said[role] for role in said if role.endswith("_token")]
+        for token in (*roles, *listed):
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str) and text:
+                result.setdefault(text, None)
+        for number, token in (said.get("added_tokens_decoder") or {}).items():
+            if token.get("special"):
+                result[str(token["content"])] = int(number)
+    return result
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer whose files lie in `folder`.
 
@@ -112,6 +135,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
         choices = ", ".join(" + ".join(names) for names in KINDS)
         raise TokenizerError(f"no tokenizer in {folder}; got {found}; choices: {choices}")
+    if KINDS[kind] in (SentencePieceTokenizer, GPT2Tokenizer):
+        _refuse_other_classes(folder, kind)
     try:
         return KINDS[kind](folder)
     except ImportError as error:
@@ -122,6 +147,19 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if not is_of_library(error):
             raise
         raise TokenizerError(f"cannot read the tokenizer in {folder}: {error}") from error
+
+
+def _refuse_other_classes(folder: Path, kind: tuple[str, ...]) -> None:
+    """Raise TokenizerError where the files beside the main one change the ids of a text.
+
+    The export makes a tokenizer.json of all of them.
+    """
+    said = tokenizer_config(folder)
+    if said.get("tokenizer_class") or said.get("added_tokens_decoder"):
+        raise TokenizerError(
+            f"{folder}: {' + '.join(kind)} of a {tokenizer_class(said)} cannot be read without the "
+            "files beside; choices: the folder of an export, which makes one tokenizer.json of all"
+        )
 
 
 def is_of_library(error: BaseException) -> bool:

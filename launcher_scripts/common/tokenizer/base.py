@@ -64,21 +64,14 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
+def added_tokens(said: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id of those that tokenizer_config.json adds."""
+    decoder = said.get("added_tokens_decoder") or {}
+    return {str(token["content"]): int(number) for number, token in decoder.items()}
+
+
 def tokenizer_class(said: Mapping[str, Any]) -> str:
     return str(said.get("tokenizer_class"))
-
-
-def said_around(
-    said: dict[str, Any], start_id: int | None, end_id: int | None
-) -> tuple[list[int], list[int]]:
-    """The ids that tokenizer_config.json puts before and after a text.
-
-    Its keys add_bos_token and add_eos_token count for files that say nothing themselves: beside a
-    tokenizer.json transformers does not look at them.
-    """
-    before = [] if start_id is None or not said.get("add_bos_token") else [start_id]
-    after = [] if end_id is None or not said.get("add_eos_token") else [end_id]
-    return before, after
 
 
 def named_special_tokens(folder: Path) -> dict[str, str] | None:

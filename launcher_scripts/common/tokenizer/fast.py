@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from .base import (
-    FAIRSEQ_TOKENS,
-    MASK,
     Tokenizer,
     named_special_tokens,
-    said_around,
-    tokenizer_class,
     tokenizer_config,
 )
 from .pieces import piece_bytes
@@ -56,7 +52,7 @@ class GPT2Tokenizer(_FastTokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt (NeMo's GPT2BPETokenizer).
 
     `<|endoftext|>` both starts and ends a sequence; a vocabulary without it gets it as last id.
-    There is no padding token. A vocabulary of fairseq's (BART, OPT) has its own tokens for them.
+    There is no padding token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,34 +67,14 @@ class GPT2Tokenizer(_FastTokenizer):
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()
         self.joined_bytes = partial(_joined_bytes, self._tokenizer)
-        special = [AddedToken(END_OF_TEXT, normalized=False)]
-        ids = [bpe.token_to_id(token) for token in FAIRSEQ_TOKENS]
-        fairseq = ids == list(range(len(ids)))
-        if fairseq:
-            special += [AddedToken(token, normalized=False) for token in FAIRSEQ_TOKENS]
-            special += [AddedToken(MASK, normalized=False, lstrip=True)]
-            special = [token for token in special if bpe.token_to_id(token.content) is not None]
-        self._tokenizer.add_special_tokens(special)
+        self._tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
         self.vocab_size = self._tokenizer.get_vocab_size()
-        self.start_id = self._tokenizer.token_to_id(END_OF_TEXT)
-        self.end_id = self.start_id
+        self.start_id = self.end_id = self._tokenizer.token_to_id(END_OF_TEXT)
         self.pad_id = None
-        if fairseq:
-            self.start_id, self.pad_id, self.end_id = ids[:3]
-        self._said = tokenizer_config(folder)
-        self._named = named_special_tokens(folder) or {}
 
     def around(self) -> tuple[list[int], list[int]]:
-        """BART's; around a GPT's prompts is what tokenizer_config.json says (OPT), or nothing."""
-        if tokenizer_class(self._said).startswith("GPT2"):
-            start, end = (
-                self._tokenizer.token_to_id(self._named.get(name, END_OF_TEXT))
-                for name in ("bos_token", "eos_token")
-            )
-            return said_around(self._said, start, end)
-        if self.start_id == self.end_id or self.start_id is None or self.end_id is None:
-            return [], []
-        return [self.start_id], [self.end_id]
+        """Nothing: NeMo's models saw none."""
+        return [], []
 
 
 class HuggingFaceTokenizer(_FastTokenizer):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .base import (
     FAIRSEQ_TOKENS,
-    MASK,
     Tokenizer,
-    said_around,
-    tokenizer_class,
+    added_tokens,
     tokenizer_config,
 )
-from .translators import around_of_translator, languages_of, translator_of
+from .translators import around_of_translator, languages_of
 
-PEGASUS = "Pegasus"
 BLANK = "\u2581"
 
 
@@ -43,7 +40,6 @@ class SentencePieceTokenizer(PieceTokenizer):
         self.start_id = _or_none(self._processor.bos_id())
         self.end_id = _or_none(self._processor.eos_id())
         self.pad_id = _or_none(self._processor.pad_id())
-        self._said = tokenizer_config(folder)
 
     def pieces(self) -> list[bytes]:
         return [self._piece(token) for token in range(self.vocab_size)]
@@ -70,8 +66,8 @@ class SentencePieceTokenizer(PieceTokenizer):
         return found if self._processor.id_to_piece(found) == token else None
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Pieces say nothing of it, but tokenizer_config.json may."""
-        return said_around(self._said, self.start_id, self.end_id)
+        """Pieces say nothing of it."""
+        return [], []
 
     def special_id(self, token: str) -> int | None:
         found = self.token_id(token)
@@ -79,41 +75,52 @@ class SentencePieceTokenizer(PieceTokenizer):
 
 
 class NumberedPieceTokenizer(PieceTokenizer):
-    """A SentencePiece model whose pieces have other ids. What looks like a special token is text.
+    """A SentencePiece model whose pieces have the ids of vocab.json, where some may be missing.
 
-    said: tokenizer_config.json
-    numbers: piece -> id;  special: special token -> id, with a language's name without marks, too
-    translator: a key of TRANSLATORS
+    The vocabulary may have pieces that the model lacks. Special tokens and those that
+    tokenizer_config.json adds are found in a text before it is cut into pieces.
     """
 
     translator: str | None = None
 
-    def __init__(
-        self,
-        processor: Any,
-        said: dict[str, Any],
-        numbers: Mapping[str, int],
-        special: Mapping[str, int],
-    ) -> None:
-        self._processor, self._said = processor, said
-        self._numbers, self._special = numbers, special
-        self._pieces = {number: piece for piece, number in numbers.items()}
-        for name, number in special.items():
+    def __init__(self, model: Path, tokens: Sequence[str], languages: Sequence[str] = ()) -> None:
+        """tokens: the special ones in the vocabulary; languages: their names, after it"""
+        self._processor, self._said = _sentencepiece(model), tokenizer_config(model.parent)
+        text = model.with_name("vocab.json").read_text(encoding="utf-8")
+        self._numbers: dict[str, int] = json.loads(text)
+        named = {token: self._numbers[token] for token in tokens}
+        after = list(enumerate(languages, start=len(self._numbers)))
+        named |= {f"__{name}__": number for number, name in after}
+        named |= (added := added_tokens(self._said))
+        self._special = {**named, **{name: number for number, name in after}}
+        self._parts = re.compile(f"({'|'.join(map(re.escape, sorted(named, key=len)[::-1]))})")
+        self._pieces = {number: piece for piece, number in self._numbers.items()}
+        for name, number in self._special.items():
             if self._pieces.get(number) == name:
                 del self._pieces[number]
-        self.vocab_size = 1 + max(*numbers.values(), *special.values())
-        self.start_id, self.pad_id, self.end_id = map(special.get, FAIRSEQ_TOKENS[:3])
+        decoder = self._said.get("added_tokens_decoder") or {}
+        texts = {name for name in added if not decoder[str(added[name])].get("special")}
+        self._pieces |= {added[name]: name for name in texts}
+        self.vocab_size = 1 + max(*self._numbers.values(), *self._special.values())
+        self.start_id, self.pad_id, self.end_id = map(self._special.get, FAIRSEQ_TOKENS[:3])
 
     def pieces(self) -> list[bytes]:
         return [piece_bytes(self._pieces.get(token, "")) for token in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in filter(None, self._parts.split(text)):
+            ids += [self._special[part]] if part in self._special else self._encode_part(part)
+        return ids
+
+    def _encode_part(self, text: str) -> list[int]:
+        """The ids of a text without special tokens."""
         pieces = self._processor.encode(text, out_type=str)
         return [self._numbers.get(piece, self._special["<unk>"]) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
-        pieces = [self._pieces[int(i)] for i in ids if int(i) in self._pieces]
-        return str(self._processor.decode(pieces))
+        text = "".join(self._pieces.get(int(i), "") for i in ids)
+        return text.replace(BLANK, " ").strip()
 
     def token_bytes(self, token_id: int) -> bytes:
         names = (name for name, number in self._special.items() if number == token_id)
@@ -129,89 +136,28 @@ class NumberedPieceTokenizer(PieceTokenizer):
         return self._special.get(token)
 
 
-class MBartTokenizer(NumberedPieceTokenizer):
-    """mBART's, numbered as fairseq does: first the special tokens, then the pieces from the fourth
-    on, one later than the model has them, the languages and the mask.
-
-    tokenizer_config.json says by `tokenizer_class` whether it is an mBART-50, which has more
-    languages, and by `src_lang` which one is the source's.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        processor = _sentencepiece(folder / "sentencepiece.bpe.model")
-        said, pieces = tokenizer_config(folder), _pieces_of(processor)
-        self.translator = translator_of(said) or "MBart"
-        after = (*languages_of(self.translator), MASK)
-        special = dict(zip(FAIRSEQ_TOKENS, range(len(FAIRSEQ_TOKENS)), strict=True))
-        special |= {token: len(pieces) + 1 + place for place, token in enumerate(after)}
-        numbers = {piece: place + 1 for place, piece in enumerate(pieces) if place > 2}
-        super().__init__(processor, said, numbers, special)
-
-
-class _VocabularyTokenizer(NumberedPieceTokenizer):
-    """One that vocab.json numbers, where there may be pieces that the model does not have."""
-
-    def __init__(
-        self,
-        model: Path,
-        said: dict[str, Any],
-        tokens: Sequence[str],
-        languages: Sequence[str] = (),
-    ) -> None:
-        text = model.with_name("vocab.json").read_text(encoding="utf-8")
-        numbers: dict[str, int] = json.loads(text)
-        special = {token: numbers[token] for token in tokens}
-        for marks in ("__", ""):
-            after = enumerate(languages, start=len(numbers))
-            special |= {f"{marks}{name}{marks}": number for number, name in after}
-        super().__init__(_sentencepiece(model), said, numbers, special)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return super().decode(ids).replace(BLANK, " ").strip()
-
-
-class M2M100Tokenizer(_VocabularyTokenizer):
-    """M2M-100's. Behind the vocabulary are the languages: `__fr__`, or `fr`."""
+class M2M100Tokenizer(NumberedPieceTokenizer):
+    """M2M-100's. After the vocabulary come the languages: `__fr__`, or `fr`."""
 
     translator = "M2M100"
 
     def __init__(self, folder: Path) -> None:
-        said = tokenizer_config(folder)
-        languages = languages_of(said.get("language_codes", "m2m100"))
-        super().__init__(folder / "sentencepiece.bpe.model", said, FAIRSEQ_TOKENS, languages)
+        languages = languages_of(tokenizer_config(folder).get("language_codes", "m2m100"))
+        super().__init__(folder / "sentencepiece.bpe.model", FAIRSEQ_TOKENS, languages)
 
 
-class MarianTokenizer(_VocabularyTokenizer):
+class MarianTokenizer(NumberedPieceTokenizer):
     """Marian's. A text may begin with the language to translate it into, as `>>fra<<`."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "source.spm", tokenizer_config(folder), FAIRSEQ_TOKENS[1:])
+        super().__init__(folder / "source.spm", FAIRSEQ_TOKENS[1:])
 
-    def encode(self, text: str) -> list[int]:
+    def _encode_part(self, text: str) -> list[int]:
         language = re.match(">>.*?<<", text, re.DOTALL)
         if language is None:
-            return super().encode(text)
+            return super()._encode_part(text)
         number = self._numbers.get(language[0], self._special["<unk>"])
-        return [number, *super().encode(text[language.end() :])]
-
-
-class PegasusTokenizer(NumberedPieceTokenizer):
-    """Pegasus', whose pieces are numbered behind tokens that only its training knew."""
-
-    def __init__(self, folder: Path) -> None:
-        processor, said = _sentencepiece(folder / "tokenizer.model"), tokenizer_config(folder)
-        offset = said.get("offset", 103)
-        of_training = ("<mask_1>", "<mask_2>", *(f"<unk_{place}>" for place in range(2, offset)))
-        tokens = ("<pad>", "</s>", *of_training, "<unk>")
-        pieces = enumerate(_pieces_of(processor))
-        numbers = {piece: place + offset for place, piece in pieces if place > 2}
-        special = {token: place for place, token in enumerate(tokens)}
-        super().__init__(processor, said, numbers, special)
-
-
-def of_tokenizer_model(folder: Path) -> Tokenizer:
-    pegasus = tokenizer_class(tokenizer_config(folder)).startswith(PEGASUS)
-    return (PegasusTokenizer if pegasus else SentencePieceTokenizer)(folder)
+        return [number, *super()._encode_part(text[language.end() :])]
 
 
 def piece_bytes(piece: str) -> bytes:
@@ -224,10 +170,6 @@ def _sentencepiece(model: Path) -> Any:
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_file=str(model))
-
-
-def _pieces_of(processor: Any) -> list[str]:
-    return [str(processor.id_to_piece(place)) for place in range(processor.vocab_size())]
 
 
 def _or_none(token_id: int) -> int | None:

@@ -114,6 +114,10 @@ class Model(Protocol):
         raise ConfigError(problem(what, change=REFERENCE_KEY))
 
 
+class NoReferenceError(ConfigError):
+    """No library computes the model, which is no fault of the checkpoint."""
+
+
 class Reference(ABC):
     """What computes the logits of an original, in this process.
 
