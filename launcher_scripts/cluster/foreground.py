@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -45,12 +45,13 @@ _LOG_TAIL_LINES = 20
 class Process:
     """A running job script: its process group, and how much of its log has been repeated."""
 
-    def __init__(self, submitted: Submitted) -> None:
+    def __init__(self, submitted: Submitted, env: Mapping[str, str]) -> None:
         self.submitted = submitted
         self.log = submitted.log
         with self.log.open("ab") as log:
             self._popen = subprocess.Popen(
                 ["bash", str(submitted.job.folder.script)],
+                env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -134,9 +135,9 @@ class Process:
 class ServiceProcess(Process):
     """A service: ready when one of its ready files names this run, and no other one."""
 
-    def __init__(self, submitted: Submitted, service: Service) -> None:
+    def __init__(self, submitted: Submitted, service: Service, env: Mapping[str, str]) -> None:
         self.service = service
-        super().__init__(submitted)
+        super().__init__(submitted, env)
 
     def ready(self) -> Path | None:
         """The file that says so; None: it is not ready."""
@@ -169,6 +170,10 @@ class ForegroundCluster(Cluster[Options]):
         self._services: list[ServiceProcess] = []
         self._awaits = False  # whether the newest service must get ready before anything else
 
+    def environment(self) -> Mapping[str, str]:
+        """The variables that the jobs' scripts inherit."""
+        return os.environ
+
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         """Run the job to its end; a service is started, and is ready before the next job runs."""
         job.write(self.render(job))
@@ -187,7 +192,7 @@ class ForegroundCluster(Cluster[Options]):
             self._run(submitted)
             self._awaits = job.promotes
         else:
-            self._services.append(ServiceProcess(submitted, job.service))
+            self._services.append(ServiceProcess(submitted, job.service, self.environment()))
             self._awaits = True
         return submitted
 
@@ -235,7 +240,7 @@ class ForegroundCluster(Cluster[Options]):
 
     def _run(self, submitted: Submitted) -> None:
         """Run a job to its end while the services live; raises when either fails."""
-        process = Process(submitted)
+        process = Process(submitted, self.environment())
         try:
             self._wait(process.ended, show=process, needs=self._services)
         finally:

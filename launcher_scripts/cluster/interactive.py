@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from launcher_scripts.cluster.environment import without_job
 from launcher_scripts.cluster.foreground import ForegroundCluster
 from launcher_scripts.cluster.job import Job
 from launcher_scripts.cluster.options import ClusterOptions
@@ -32,6 +35,10 @@ class InteractiveCluster(ForegroundCluster[InteractiveOptions]):
 
     def check(self, problems: Problems) -> None:
         """bash is all that it takes."""
+
+    def environment(self) -> Mapping[str, str]:
+        """The steps are alone, also in one of several tasks of a job of Slurm or MPI."""
+        return without_job(os.environ)
 
     def render(self, job: Job) -> str:
         return render("local.sh.j2", job=job)

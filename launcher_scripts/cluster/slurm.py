@@ -6,15 +6,16 @@ import os
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from submitit.core import utils
-from submitit.helpers import clean_env
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from launcher_scripts.cluster import slurm_queue
 from launcher_scripts.cluster.cluster import Cluster
+from launcher_scripts.cluster.environment import SubmissionEnvironment
 from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.record import JobRecord, write_text
 from launcher_scripts.cluster.slurm_options import SlurmOptions
@@ -48,15 +49,21 @@ class ScriptExecutor(SlurmExecutor):
         """Scripts can be rendered on a machine without Slurm; SlurmCluster.check looks for it."""
         return 1
 
+    def flags(self) -> dict[str, Any]:
+        """The options in the script's head, by their long names."""
+        parameters = dict(self.parameters)
+        parameters.update(parameters.pop("additional_parameters"))
+        return {name.replace("_", "-"): value for name, value in parameters.items()}
+
+    def environment(self) -> SubmissionEnvironment:
+        return SubmissionEnvironment.of(os.environ, self.flags())
+
     def script(self) -> str:
         """The text that sbatch is given."""
         return self._make_submission_file_text("", "")
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:  # noqa: ARG002
-        parameters = dict(self.parameters)
-        parameters.update(parameters.pop("additional_parameters"))
-        flags = {name.replace("_", "-"): value for name, value in parameters.items()}
-        return slurm_script(self.job, self.options, flags)
+        return slurm_script(self.job, self.options, self.flags())
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         dependency = []
@@ -67,7 +74,9 @@ class ScriptExecutor(SlurmExecutor):
     def submit_script(self) -> str:
         """Submit the script in the job folder; returns the job id."""
         command = self._make_submission_command(self.job.folder.script)
-        output = utils.CommandFunction(command, verbose=False, env=submission_environment())()
+        output = utils.CommandFunction(
+            command, verbose=False, env=dict(self.environment().variables)
+        )()
         return self._get_job_id_from_submission_command(output)
 
 
@@ -114,13 +123,15 @@ class SlurmCluster(Cluster[SlurmOptions]):
         """
         if not slurm_queue.answers():
             return None
+        executor = ScriptExecutor(job, self.options)
+        environment = executor.environment()
         tried = subprocess.run(
             ["sbatch", "--test-only"],
-            input=self.render(job),
+            input=executor.script(),
             capture_output=True,
             text=True,
             check=False,
-            env=submission_environment(),
+            env=environment.variables,
         )
         said = (tried.stderr or tried.stdout).strip()
         problems = Problems(f"the {job.stage} job")
@@ -128,16 +139,25 @@ class SlurmCluster(Cluster[SlurmOptions]):
             key = slurm_queue.refused_key(said)
             problems.add(f"sbatch would refuse the {job.stage} job: {said}", change=key)
         else:
-            if self.options.qos is None:  # a quality of service can lift the partition's limits
-                slurm_queue.check_partition(
-                    self.options.partition, job.resources, problems, job.stage
-                )
-            check_room(job, self.options, problems)
+            options = self._options(environment)
+            if options.qos is None:  # a quality of service can lift the partition's limits
+                slurm_queue.check_partition(options.partition, job.resources, problems, job.stage)
+            check_room(job, options, problems)
         problems.raise_if_any(ClusterError)
-        return said
+        return "\n# ".join([said, *environment.notes()])
+
+    def _options(self, environment: SubmissionEnvironment) -> SlurmOptions:
+        """The options with the defaults of the user's shell."""
+        names = {"partition", "qos", "constraint"} & environment.defaults.keys()
+        values: dict[str, Any] = {
+            name: environment.variables[environment.defaults[name]] or None for name in names
+        }
+        return replace(self.options, **values)
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
         executor = ScriptExecutor(job, self.options)
+        for note in executor.environment().notes() if not self._submitted else ():
+            print(f"note: {note}")
         job.write(executor.script())
         executor.dependency = _dependency(job, after)
         self._handing_over = job
@@ -237,17 +257,6 @@ def _check_reason(submitted: Submitted) -> None:
                 f"ever ({reason}): {slurm_queue.BLOCKING_REASONS[reason]}"
             )
         )
-
-
-def submission_environment() -> dict[str, str]:
-    """The environment of sbatch.
-
-    Variables of a job in which this process may run are kept from the new one; SLURM_CONF is none
-    of them: it says which cluster this is.
-    """
-    conf = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-    with clean_env():
-        return {**os.environ, **conf}
 
 
 def _dependency(job: Job, after: Submitted | None) -> str | None:

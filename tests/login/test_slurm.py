@@ -16,7 +16,7 @@ from tests.login.conftest import Planner, Run
 
 
 def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_path: Path) -> None:
-    result = run("stages=[export,deploy,evaluate]", *arguments, SLURM_NTASKS="4")
+    result = run("stages=[export,deploy,evaluate]", *arguments, SLURM_JOB_ID="9", SLURM_NTASKS="4")
     assert result.returncode == 0, result.stderr
     export, deploy, evaluate = calls.read_text().splitlines()
     assert export == str(tmp_path / "the results/tiny") + (
