@@ -15,6 +15,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ANCHOR = re.compile(r'<a id="([^"]+)">')
 MODULE = re.compile(r"`((?:\w+/)+\w+\.py)`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
 def anchors(document: Path) -> set[str]:
@@ -43,6 +44,17 @@ def broken(document: Path) -> list[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     assert broken(document) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_are_named_exist(document: Path) -> None:
+    missing = [
+        f"{file}::{test}"
+        for file, test in TEST.findall(document.read_text("utf-8"))
+        if not (ROOT / file).is_file()
+        or not re.search(rf"^(async )?def {test}\(", (ROOT / file).read_text("utf-8"), re.MULTILINE)
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

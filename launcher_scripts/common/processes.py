@@ -22,6 +22,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 CHECKOUT = Path(__file__).resolve().parents[2]
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: a forked child should do little
+_LIBC.signal.restype = ctypes.c_void_p
+_SIGNAL_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class Interruption:
@@ -95,6 +97,27 @@ def signal_when_parent_dies(number: int) -> None:
     A parent that has died before is not noticed: who may be late compares os.getppid() afterwards.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+@contextlib.contextmanager
+def bus_errors_as(message: str) -> Iterator[None]:
+    """Print one line and exit with 1 if the block reads a mapped file beyond its end.
+
+    The file was longer when it was mapped, or its disk fails. Python's own handlers run after the
+    instruction that failed, which would fail again without end; this one runs instead of it, and
+    nothing after it.
+    """
+
+    def exit_with_message(_number: int) -> None:
+        os.write(2, f"{message}\n".encode(errors="replace"))
+        os._exit(1)
+
+    handler = _SIGNAL_HANDLER(exit_with_message)
+    before = _LIBC.signal(signal.SIGBUS, ctypes.cast(handler, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        _LIBC.signal(signal.SIGBUS, ctypes.c_void_p(before))
 
 
 def adopt_orphans() -> None:

@@ -23,6 +23,8 @@ MOST_YAML_BYTES = 4 << 20
 _MOST_VALUES = 1 << 18
 # A member's name and attributes, where they do not fit the 512 bytes of its own header.
 _MOST_HEADER_BYTES = 1 << 13
+# A distributed checkpoint has up to some 100,000 files.
+_MAX_MEMBERS = 1 << 18
 _LONG_HEADERS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
@@ -133,7 +135,9 @@ def tar_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The members of an archive from open_tar, each behind the one before. Raises ValueError."""
     behind = 0
     with _tar_errors():
-        for member in archive:
+        for count, member in enumerate(archive):
+            if count >= _MAX_MEMBERS:
+                raise ValueError(f"it has more than {_MAX_MEMBERS} members")
             if member.size < 0 or member.offset_data <= behind:
                 raise ValueError("its members do not follow each other")
             behind = member.offset_data

@@ -18,6 +18,7 @@ import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
+from launcher_scripts.common import untrusted
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.checkpoint.exporting import refused_export
@@ -92,6 +93,15 @@ def test_a_harmful_archive(case: str, mode: str, tmp_path: Path) -> None:
     for message in (text, str(caught.value)):
         assert "Error:" not in message and "MemoryError" not in message
         assert len(message) < 2000
+
+
+def test_the_members_of_an_archive_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrusted, "_MAX_MEMBERS", 3)
+    path = tmp_path / "a.nemo"
+    path.write_bytes(b"".join(header(tarfile.REGTYPE, 0, str(n)) for n in range(4)) + END)
+    refused_export(path, tmp_path, "it has more than 3 members")
 
 
 def test_a_long_name_is_a_name(tmp_path: Path) -> None:
@@ -304,7 +314,7 @@ def zip_of(*entries: tuple[str, int, int]) -> bytes:
         rest = (len(sizes), 0, 0, 0, 0, 2**32 - 1)
         directory.write(struct.pack("<4s6H3L3H2HLL", *fixed, *rest) + name.encode() + sizes)
     content = directory.getvalue()
-    count = len(entries)
+    count = len(entries) & 0xFFFF
     return content + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, len(content), 0, 0)
 
 
@@ -313,6 +323,7 @@ ZIPS = {
     "2^63 bytes": zip_of(("a/data.pkl", 1 << 63, 0)),
     "a place beyond the file": zip_of(("a/data.pkl", 10, 1 << 40)),
     "two in one place": zip_of(("a/data.pkl", 10, 0), ("a/data/0", 10, 0)),
+    "200,000 entries": zip_of(*[(f"a/data/{key}", 0, 0) for key in range(200_000)]),
     "a name of 5,000 characters": zip_of((LONG, 10, 0)),
 }
 

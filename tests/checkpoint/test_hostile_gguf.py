@@ -56,6 +56,11 @@ FILES = {
     "2^62 fields": file(LLAMA, fields=EB4),
     "2^63 fields": file(LLAMA, fields=1 << 63),
     "2^62 tensors": file(LLAMA, fields=1, tensors=EB4),
+    "70,000 fields": file(*[number(str(key), 1) for key in range(70_000)]),
+    "70,000 tensors": file(
+        LLAMA, *[tensor(str(name).encode(), (0,)) for name in range(70_000)], tensors=70_000
+    ),
+    "300,000 axes": file(LLAMA, tensor(b"a", (EB4,) * 300_000), tensors=1),
     "arrays in arrays": file(array("a", ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 5000)),
     "an unknown type": file(field("a", 99, b"")),
     "a key that is not text": file(text(b"\xff\xfe") + struct.pack("<IB", U8, 0)),

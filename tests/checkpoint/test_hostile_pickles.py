@@ -73,6 +73,7 @@ HARMFUL = {
     "a tensor for a storage": tensor(EXPANDED, 0, (1 << 20,), (1,)),
     "a strided tensor for a storage": tensor(tensor(storage(), 0, (2, 2), (1, 2)), 1, (3,), (1,)),
     "more values than the storage has": EXPANDED,
+    "a tensor of 300,000 axes": tensor(storage(), 0, (1 << 62,) * 300_000, (1,) * 300_000),
     "a list of more values": name("collections", "OrderedDict") + b"(" + EXPANDED + b"tR",
     "4 EB of bytes": b"\x8e" + struct.pack("<Q", 1 << 62),
     "4 EB of changeable bytes": b"\x96" + struct.pack("<Q", 1 << 62),
@@ -125,7 +126,7 @@ def shared() -> Any:
 def test_a_harmful_pickle_is_refused(case: str, tmp_path: Path) -> None:
     file = region(b"\x80\x02" + HARMFUL[case] + b".", tmp_path / "f")
     before = shared()
-    with small_memory(), pytest.raises(CheckpointError, match=r"file|storage|shape") as caught:
+    with small_memory(), pytest.raises(CheckpointError, match=r"file|storage|shape|axes") as caught:
         torch_file.load(file, "file")
     assert "MemoryError" not in str(caught.value)
     assert len(str(caught.value)) < 1000

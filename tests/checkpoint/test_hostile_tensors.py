@@ -75,6 +75,12 @@ SAFETENSORS = {
     "a text": safetensors(a=entry(0, 4, ["4"])),
     "a list": safetensors(a=[]),
     "an unknown type": safetensors(a=entry(0, 4, [4], ["U8"])),
+    "300,000 axes": safetensors(a=entry(0, 4, [(1 << 63) - 1] * 300_000)),
+    "300,000 empty axes": safetensors(a=entry(0, 4, [(1 << 63) - 1] * 300_000 + [0])),
+    "300,000 tensors": safetensors(
+        **{str(number): entry(0, 0, [0]) for number in range(300_000)}, a=entry(0, 4, [4])
+    ),
+    "a header of 40 MB": struct.pack("<Q", 40 << 20) + b" " * (40 << 20),
     "a name of 5,000 characters": safetensors(**{"x" * 5000: entry(0, 4, [4])}),
 }
 
@@ -103,6 +109,7 @@ ZARRAYS: dict[str, dict[str, Any]] = {
     "no chunks": {"chunks": [0, 0, 0]},
     "broken": {"shape": [4.0, 32, 40]},
     "texts": {"shape": ["4", "32", "40"]},
+    "300,000 axes": {"shape": [1 << 62] * 300_000, "chunks": [1 << 61] * 300_000},
     "no list": {"shape": 4},
     "objects": {"dtype": "|O"},
     "values of 1 GB": {"dtype": "|V1000000000"},
@@ -176,6 +183,7 @@ METADATA: dict[str, Callable[[Any], None]] = {
     "no values": size(10**9, 0),
     "10^1000 values": size(10**1000, 32, 40),
     "texts": size("4", "32", "40"),
+    "300,000 axes": size(*[1 << 62] * 300_000),
     "no size": size(),
     "names that are lists": renamed,
 }
@@ -190,7 +198,7 @@ def test_harmful_torch_dist(case: str, tmp_path: Path) -> None:
     METADATA[case](metadata)
     path.write_bytes(pickle.dumps(metadata))
     with small_memory():
-        text = refused_export(tmp_path / "a", tmp_path, "metadata|place|shape|file|outside")
+        text = refused_export(tmp_path / "a", tmp_path, "metadata|place|shape|file|outside|axes")
     assert "MemoryError" not in text and len(text) < 5000
 
 

@@ -325,6 +325,7 @@ class _Work:
         except UnfitValues as error:
             take(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
         for values in task.views():
+            self.archive.check_size(values)
             self.archive.forget(values)
 
     def _write(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:

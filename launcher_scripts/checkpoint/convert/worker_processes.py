@@ -21,6 +21,7 @@ from launcher_scripts.common.processes import StopRequest, signal_when_parent_di
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+SHORTENED = "a file of the checkpoint became shorter, or its disk failed, while it was read"
 Take = Callable[[Result], None]
 
 
@@ -81,6 +82,7 @@ def _serve(
     signal_when_parent_dies(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGBUS, signal.SIG_DFL)  # so that the parent sees it
     try:
         while (turn := _next(turns)) < len(items):
             work(items[turn], results.send)
@@ -100,6 +102,8 @@ def _received(results: Connection, process: ForkProcess) -> Any:
         return results.recv()
     except EOFError:
         process.join()
+        if process.exitcode == -signal.SIGBUS:
+            raise CheckpointError(SHORTENED) from None
         raise CheckpointError(
             problem("a process of the export ended early, with an exit code", got=process.exitcode)
         ) from None

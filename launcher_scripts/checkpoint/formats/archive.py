@@ -53,6 +53,7 @@ class Region:
         return Region(self.buffer, self.offset + offset, size, self.checksums)
 
     def bytes(self) -> bytes:
+        self.checksums.check_size(self.offset + self.size)
         return self.buffer[self.offset : self.offset + self.size]
 
     def array(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -117,7 +118,7 @@ class Archive:
             if name not in self._files:
                 raise CheckpointError(problem(f"{self.path} has no such file", got=name))
             with _opened(self._files[name]) as file:
-                self._members[name] = _mapped(file)
+                self._members[name] = _mapped(file, self._files[name])
             insort(
                 self._mappings,
                 _Mapping.of(self._members[name].checksums),
@@ -134,12 +135,22 @@ class Archive:
 
         what: the tensor, for the error
 
-        Raises CheckpointError when they were altered after the file was written.
+        Raises CheckpointError if they were altered after the file was written, or are cut off.
         """
         found = self._place(values)
         if found is not None:
             checksums, first, last = found
+            checksums.check_size(last)
             checksums.check(first, last, what)
+
+    def check_size(self, values: NDArray[Any]) -> None:
+        """Raise CheckpointError if the file has become shorter than the end of a view.
+
+        The end of its last page reads as zeros, so this is also called after the values were read.
+        """
+        found = self._place(values)
+        if found is not None:
+            found[0].check_size(found[2])
 
     def forget(self, values: NDArray[Any]) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
@@ -170,10 +181,10 @@ def _opened(path: Path) -> IO[bytes]:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
 
 
-def _mapped(file: IO[bytes]) -> Region:
+def _mapped(file: IO[bytes], path: Path) -> Region:
     size = os.fstat(file.fileno()).st_size
     buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
-    return Region(buffer, 0, size, Checksums(buffer))
+    return Region(buffer, 0, size, Checksums(buffer, path))
 
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -226,7 +237,7 @@ def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:
 
 def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
     """The regular files of a tar archive, checked as a whole before any is read."""
-    whole = _mapped(file)
+    whole = _mapped(file, path)
     problems = Problems(f"the archive {path}")
     members: dict[str, Region] = {}
     file.seek(0)
@@ -257,7 +268,7 @@ def _ends_properly(whole: Region, end: int) -> bool:
     places = (end, end - _BLOCK)
     zeros = bytes(_BLOCK)
     return any(
-        place >= 0 and whole.buffer[place : place + _BLOCK] == zeros
+        place >= 0 and whole.part(place, _BLOCK).bytes() == zeros
         for place in places
         if place + _BLOCK <= whole.size
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import mmap
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from launcher_scripts.common.errors import CheckpointError, problem
 
@@ -32,12 +33,26 @@ class Checksum:
 class Checksums:
     """What is known of one mapped file. Every part is compared once, when it is first asked for.
 
+    path: the file, for errors
     Parts are added before threads ask.
     """
 
     buffer: mmap.mmap
+    path: Path
     _parts: list[Checksum] = field(default_factory=list)
     _sound: set[Checksum] = field(default_factory=set)
+
+    def check_size(self, last: int) -> None:
+        """Raise CheckpointError if the file has become shorter than `last` bytes."""
+        size = self.buffer.size() if last else 0  # an empty file has no mapping
+        if size < last:
+            raise CheckpointError(
+                problem(
+                    f"{self.path} became shorter while it was read",
+                    got=f"{size} bytes",
+                    choices=[f"at least {last} bytes"],
+                )
+            )
 
     def add(self, part: Checksum) -> None:
         at = bisect.bisect_left(self._parts, part)

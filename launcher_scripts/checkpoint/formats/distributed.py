@@ -23,7 +23,7 @@ from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive, Region
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.checkpoint.formats.pickles import Record
-from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor, check_axes
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup, problem
 from launcher_scripts.common.untrusted import parse_json
 
@@ -120,6 +120,7 @@ def _zarr_tensor(
 ) -> SourceTensor:
     values = parse_json(archive.read(path))
     shape, chunks = tuple(values["shape"]), tuple(values["chunks"])
+    check_axes(shape, name)
     for key, plain in (("compressor", None), ("filters", None), ("order", "C")):
         if values.get(key) != plain:
             raise ValueError(f"{key} {values[key]!r} is not supported, only {plain!r}")

@@ -5,6 +5,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from gguf import (
 )
 from numpy.typing import NDArray
 
+from launcher_scripts.checkpoint.formats.source_tensor import check_axes
 from launcher_scripts.common.errors import CheckpointError, problem
 
 # Items of all arrays of a file. The largest vocabularies have a few 100,000 tokens and merges, and
 # every item becomes an object of its own.
 _MOST_ITEMS = 1 << 22
+# Files have some 50 fields, and up to a few thousand tensors.
+_MAX_FIELDS = 1 << 16
+_MAX_TENSORS = 1 << 16
 
 
 class _BoundedReader(GGUFReader):
@@ -45,6 +50,16 @@ class _BoundedReader(GGUFReader):
             if self._items_left < 0:
                 raise ValueError(f"its arrays have more than {_MOST_ITEMS} items")
         return super()._get_field_parts(orig_offs, raw_type)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        if count > _MAX_FIELDS:
+            raise ValueError(f"it has {count} fields, more than {_MAX_FIELDS}")
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs: int, count: int) -> Any:
+        if count > _MAX_TENSORS:
+            raise ValueError(f"it has {count} tensors, more than {_MAX_TENSORS}")
+        return super()._build_tensor_info(offs, count)
 
     def _build_tensors(self, start_offs: int, fields: Any) -> None:
         if self.byte_order != "I":
@@ -76,14 +91,26 @@ def read_tensor(tensor: ReaderTensor, index: int | None = None) -> NDArray[Any]:
     index: the one that is wanted along the first axis; default: all
     """
     data = tensor.data if index is None else tensor.data[index]
-    return dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
+    values = dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
+    if tensor.data_offset + tensor.n_bytes > _file_size(tensor.data):
+        raise CheckpointError(f"the GGUF file became shorter while {tensor.name} was read")
+    return values
+
+
+def _file_size(values: NDArray[Any]) -> int:
+    """Bytes of the file that a view of a memory map belongs to, as long as it is."""
+    base: Any = values
+    while not isinstance(base, mmap.mmap):
+        base = base.base
+    return base.size()
 
 
 def _check_types(fields: Any) -> None:
     """Raise ValueError for tensors of types that cannot be read, the first of each by its name."""
     first: dict[int, str] = {}
     for field in fields:
-        _, name, _, _, kind, _ = field.parts
+        _, name, _, sizes, kind, _ = field.parts
+        check_axes(sizes, str(bytes(name), "utf-8"))
         first.setdefault(int(kind[0]), str(bytes(name), "utf-8"))
     readable = readable_types()
     names = {int(kind): kind.name for kind in GGMLQuantizationType}

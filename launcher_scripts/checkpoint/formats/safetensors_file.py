@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Region
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
+from launcher_scripts.checkpoint.formats.source_tensor import check_axes
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_json
 
@@ -30,6 +31,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+# DeepSeek V3 has 90,000 tensors in all of its files, each of some 120 bytes of header.
+MAX_TENSORS = 1 << 18
+MAX_HEADER_BYTES = 32 << 20
 _SIZE = struct.Struct("<Q")
 
 
@@ -44,9 +48,19 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
     (size,) = _SIZE.unpack(region.part(0, _SIZE.size).bytes())
     if size > region.size - _SIZE.size:
         raise CheckpointError(f"{origin} is not a safetensors file, or was cut short")
+    if size > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            problem(
+                f"the header of {origin} is too long",
+                got=f"{size} bytes",
+                choices=[f"at most {MAX_HEADER_BYTES}"],
+            )
+        )
     try:
         header = parse_json(region.part(_SIZE.size, size).bytes())
         header.pop("__metadata__", None)
+        if len(header) > MAX_TENSORS:
+            raise ValueError(f"it has {len(header)} tensors, more than {MAX_TENSORS}")
         start = _SIZE.size + size
         data = region.part(start, region.size - start)
         found = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
@@ -69,6 +83,7 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
 
 def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> NDArray[Any]:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
+    check_axes(shape, f"{name} of {origin}")
     first, last = entry["data_offsets"]
     if not all(type(number) is int for number in (*shape, first, last)):
         raise ValueError(f"{name} has sizes that are not whole numbers")

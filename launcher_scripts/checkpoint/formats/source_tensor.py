@@ -17,6 +17,18 @@ from launcher_scripts.common.errors import CheckpointError, problem
 _COMPARED_ROWS = 1024
 
 
+# More than any weight has, and than numpy can have.
+MAX_AXES = 32
+
+
+def check_axes(shape: Sequence[object], name: str) -> None:
+    """Raise CheckpointError for a shape so long that its product would take minutes."""
+    if len(shape) > MAX_AXES:
+        raise CheckpointError(
+            problem(f"{name} has too many axes", got=len(shape), choices=[f"at most {MAX_AXES}"])
+        )
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor: where it starts, and its values (a view of the checkpoint)."""
@@ -40,6 +52,7 @@ class SourceTensor:
     @classmethod
     def of_pieces(cls, shape: tuple[int, ...], pieces: Sequence[Piece], name: str) -> SourceTensor:
         """Checks that the pieces fill `shape`, each place once."""
+        check_axes(shape, name)
         dtypes = {piece.values.dtype for piece in pieces}
         if len(dtypes) != 1:
             raise CheckpointError(problem(f"{name} is stored in {len(dtypes)} data types"))

@@ -23,6 +23,7 @@ from launcher_scripts.checkpoint.formats import pickles, torch_legacy
 from launcher_scripts.checkpoint.formats.archive import Region
 from launcher_scripts.checkpoint.formats.checksums import Checksum
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
+from launcher_scripts.checkpoint.formats.source_tensor import check_axes
 from launcher_scripts.common.errors import CheckpointError, problem
 
 STORAGES: dict[str, np.dtype[Any]] = {
@@ -51,6 +52,8 @@ TORCH_DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype("?"),
     "float8_e4m3fn": FLOAT8,
 }
+# The largest files of torch have some 10,000 entries of 100 bytes.
+_MAX_DIRECTORY_BYTES = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -185,6 +188,8 @@ class _RegionFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         left = max(self._region.size - self._position, 0)
         size = left if size is None or size < 0 else min(size, left)
+        if size > _MAX_DIRECTORY_BYTES:  # zipfile reads its directory in one piece
+            raise ValueError(f"its directory has {size} bytes, more than {_MAX_DIRECTORY_BYTES}")
         data = self._region.part(min(self._position, self._region.size), size).bytes()
         self._position += size
         return data
@@ -217,6 +222,7 @@ def rebuild_tensor(
     if isinstance(storage, pickles.Opaque):
         return storage
     shape, steps = tuple(size), tuple(stride)
+    check_axes(shape, "a tensor")
     if storage.ndim != 1 or not storage.flags.c_contiguous:
         raise CheckpointError("a tensor is said to be the storage of another")
     if len(shape) != len(steps) or any(number < 0 for number in (*shape, *steps, offset)):

@@ -197,7 +197,7 @@ def read_tensors(
 
 def _state_dict(archive: Archive, file: str) -> dict[str, NDArray[Any]]:
     origin, region = f"{file} of {archive.path}", archive.region(file)
-    if region.buffer[region.offset : region.offset + len(_LFS_POINTER)] == _LFS_POINTER:
+    if region.part(0, min(region.size, len(_LFS_POINTER))).bytes() == _LFS_POINTER:
         raise CheckpointError(
             f"{origin} is a pointer of git-lfs, not the weights; expected the file itself; "
             "run `git lfs pull` in the repository, or download it with huggingface-cli"

@@ -15,6 +15,7 @@ from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.processes import bus_errors_as
 from launcher_scripts.common.quantization import Quantization, kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.kv_cache import (
@@ -293,7 +294,9 @@ def load_weights(
         lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
         quantization=settings.quantization,
     )
-    return loader.load()
+    shortened = f"a file of {checkpoint.folder} became shorter, or its disk failed, while loading"
+    with bus_errors_as(shortened):
+        return loader.load()
 
 
 def refuse_fp8(settings: EngineSettings, device: torch.device) -> None:
