@@ -115,6 +115,11 @@ class ModelOptions:
         "transformers (for Megatron-LM core's, megatron-core) is installed, its logits too",
     )
     allow_nonfinite: bool = option(False, "export NaN and infinite weights as they are")
+    allow_custom_code_config: bool = option(
+        False,
+        "export a Hugging Face model as the one of its model_type, although its config.json names "
+        "code or a class of its own",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Original:
         same = settings.checkpoint is None
         heads = config.num_heads if same and known.get("format") == "megatron" else None
         kind = str(known.get("format")) if same else "auto"
-        return cls(path, open_source(Archive(path), kind, Hints(heads, only, wanted)), heads)
+        return cls(path, open_source(Archive(path), kind, Hints(heads, only, wanted, True)), heads)
 
     @property
     def format(self) -> str:

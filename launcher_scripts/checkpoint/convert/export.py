@@ -96,9 +96,8 @@ def _export(settings: ExportSettings, twin: Twin | None) -> Path:
     target = settings.checkpoint_dir
     refuse_existing(target, settings.overwrite or settings.reuse)
     with _reading(settings.checkpoint_path):
-        path, wanted = _located(settings)
+        path, hints = _located(settings)
         archive = Archive(path, scratch=_existing_parent(target))
-        hints = Hints(settings.num_attention_heads, settings.encoder_only, wanted)
         base = open_source(archive, settings.source, hints)
         adapted = with_adapters(base, settings, _existing_parent(target))
         checkpoint: SourceCheckpoint = adapted or base
@@ -179,8 +178,8 @@ def _reading(path: str) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint {path} is damaged: {reason}") from error
 
 
-def _located(settings: ExportSettings) -> tuple[Path, str]:
-    """The checkpoint that is meant, and which one of a training's."""
+def _located(settings: ExportSettings) -> tuple[Path, Hints]:
+    """The checkpoint that is meant, and what the settings say about it."""
     path = Path(settings.checkpoint_path)
     if not path.exists():
         raise ConfigError(
@@ -190,7 +189,9 @@ def _located(settings: ExportSettings) -> tuple[Path, str]:
                 change=CHECKPOINT_KEY,
             )
         )
-    return nemo_training.locate(path, settings.training_checkpoint)
+    path, wanted = nemo_training.locate(path, settings.training_checkpoint)
+    allowed = settings.allow_custom_code_config
+    return path, Hints(settings.num_attention_heads, settings.encoder_only, wanted, allowed)
 
 
 def _with_token_ids(

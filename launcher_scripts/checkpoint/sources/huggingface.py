@@ -17,8 +17,10 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     HEAD,
     WEIGHT_FILES,
     architecture,
+    check_classes,
     described,
     has_own_head,
+    refuse_disobeyed,
 )
 from launcher_scripts.checkpoint.sources.huggingface_files import (
     read_mapping,
@@ -125,6 +127,8 @@ class HuggingFaceCheckpoint(WholeTensors):
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
             problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
+        refuse_disobeyed(values)
+        check_classes(values, whole, row.family, hints.allow_custom_code_config)
         dialects = row.dialects(values)
         try:
             config = row.read(values)

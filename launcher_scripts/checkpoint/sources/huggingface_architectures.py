@@ -150,6 +150,136 @@ def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
 
 
+@dataclass(frozen=True)
+class Obeyed:
+    """A row of OBEYED.
+
+    neutral: the value that changes nothing
+    by:      the model types whose classes in transformers read the key
+    """
+
+    neutral: Any
+    by: tuple[str, ...]
+
+
+# Keys that some classes of transformers read and their relatives do not, which other programs read
+# for these, too.
+OBEYED = {
+    "partial_rotary_factor": Obeyed(
+        1.0,
+        (
+            *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
+            *("solar_open", "stablelm"),
+        ),
+    ),
+    "attention_bias": Obeyed(
+        False,
+        (
+            *("arcee", "cohere", "cohere2", "dots1", "gemma", "gemma2", "gemma3_text", "glm"),
+            *("glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe"),
+            *("granitemoeshared", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
+            *("mellum", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"),
+            *("seed_oss", "smollm3", "solar_open", "t5gemma", "vaultgemma"),
+        ),
+    ),
+    "mlp_bias": Obeyed(
+        False,
+        (
+            *("arcee", "cwm", "granite", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
+            *("nemotron", "seed_oss", "smollm3"),
+        ),
+    ),
+    "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
+    "first_k_dense_replace": Obeyed(0, ("dots1", "exaone_moe", "glm4_moe")),
+}
+
+
+def refuse_disobeyed(raw: RawConfig) -> None:
+    """Note values of OBEYED that transformers' class of the model does not read."""
+    model_type = raw.raw["model_type"]
+    sections: list[Any] = [raw.raw]
+    for section in sections:
+        sections += [
+            value
+            for key, value in section.items()
+            if isinstance(value, Mapping) and (section is not raw.raw or key.startswith("rope_"))
+        ]
+    for key, row in OBEYED.items():
+        values = {str(section.get(key)): section.get(key) for section in sections}
+        for value in values.values():
+            if model_type not in row.by and value not in (None, row.neutral):
+                raw.unused(key)
+                raw.problems.add(
+                    f"{key}: transformers' class of {model_type} ignores it, and other programs "
+                    "obey it: logits differ",
+                    got=value,
+                    choices=[row.neutral],
+                    change="config.json: remove the key if the model was trained without it",
+                )
+
+
+# The ends of a class's name, after the model type without underscores, in small letters.
+_CLASSES = {
+    "gpt": ("forcausallm", "lmheadmodel"),
+    "t5": ("forconditionalgeneration", "withlmheadmodel", "encodermodel"),
+    "bart": ("forconditionalgeneration", "mtmodel"),
+}
+_BASES = ("model", "textmodel")
+# Model types whose own class transformers 5 has replaced by Llama's.
+_LLAMAS = ("internlm3", "iquestcoder")
+_ALLOW = "export.model.allow_custom_code_config=True"
+
+
+def check_classes(raw: RawConfig, whole: Mapping[str, Any], family: str, allowed: bool) -> None:
+    """Note classes of `architectures` and `auto_map` that are not transformers' language model of
+    the model type, and code beside the weights.
+
+    whole:   config.json, also of a model that reads images
+    allowed: they are taken for that model all the same
+    """
+    model_type = str(whole.get("model_type", raw.raw["model_type"]))
+    if model_type == "agm" or is_agm(whole):
+        return
+    ends = (*_CLASSES[family], "forconditionalgeneration") if model_type in MULTIMODAL else ()
+    known = (*(ends or _CLASSES[family]), *_BASES)
+    stem = _letters(model_type.removesuffix("_text"))
+    stems = (stem, "llama") if model_type in _LLAMAS else (stem,)
+
+    def is_one(name: str, ends: Sequence[str]) -> bool:
+        return _letters(name).removeprefix("fsdp") in {s + end for s in stems for end in ends}
+
+    architectures, auto_map = whole.get("architectures") or [], whole.get("auto_map") or {}
+    if isinstance(auto_map, str):  # the class of a configuration alone
+        auto_map = {"AutoConfig": auto_map}
+    if not isinstance(architectures, list) or not isinstance(auto_map, Mapping):
+        raw.problems.add("architectures must be a list, auto_map a mapping")
+        return
+    code = {str(name): str(value) for name, value in auto_map.items()}
+    models = [value for name, value in code.items() if name.startswith("AutoModel")]
+    strange = [str(name) for name in architectures if not is_one(str(name), known)]
+    strange += [value for value in models if not is_one(value.rpartition(".")[2], known)]
+    if strange and not allowed:
+        raw.problems.add(
+            f"architectures, or auto_map, names a class that is not transformers' language model "
+            f"of {model_type}: it may compute something else",
+            got=strange,
+            choices=[f"{model_type}'s own class"],
+            change=f"{_ALLOW} to export it as {model_type} all the same",
+        )
+    elif strange:
+        raw.notes.append(f"exported as {model_type}, although config.json names {strange}")
+    elif models:
+        raw.notes.append(f"auto_map: the code {models} is not read; exported as {model_type}")
+    bases = [name for name in map(str, architectures) if is_one(name, _BASES)]
+    if bases:
+        raw.notes.append(f"{bases[0]} has no output layer: exported with {model_type}'s own")
+
+
+def _letters(name: str) -> str:
+    """A name in small letters without underscores."""
+    return name.replace("_", "").lower()
+
+
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
 
 ARCHITECTURES = {
@@ -244,10 +374,14 @@ ARCHITECTURES = {
 }
 
 
+def is_agm(raw: Mapping[str, Any]) -> bool:
+    """True for a config.json of an Agm, a model of a fork of transformers."""
+    return "mup_scale" in raw or "position_bias_per_layer" in raw
+
+
 def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
-    """The row for a raw config.json. Agm calls itself bart, but has keys of its own."""
-    agm = "mup_scale" in raw or "position_bias_per_layer" in raw
-    name = "agm" if agm else raw.get("model_type")
+    """The row for a raw config.json. Agm calls itself bart."""
+    name = "agm" if is_agm(raw) else raw.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
             problem(

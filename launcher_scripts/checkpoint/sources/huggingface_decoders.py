@@ -150,7 +150,9 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     fields: Fields = {}
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
-    raw.unused("sliding_window", "layer_types")
+    elif raw("sliding_window", default=None) is not None:
+        raw.only(layer_types=["full_attention"] * layers)
+    raw.unused("layer_types")
     raw.defaults(rope_theta=2e6)
     raw.defaults(bos_token_id=128000, eos_token_id=128001, pad_token_id=128004)
     unrotated = layer_list(n for n in range(layers) if not turns[n])

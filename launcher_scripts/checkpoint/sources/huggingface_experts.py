@@ -142,7 +142,9 @@ def glm4_moe(raw: RawConfig) -> GPTConfig:
 
 
 def solar_open(raw: RawConfig) -> GPTConfig:
+    """Solar Open, all of whose layers have experts: intermediate_size is not used."""
     raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, norm_topk_prob=True)
+    raw.defaults(intermediate_size=raw.size("moe_intermediate_size"))
     experts = _biased_experts(raw)
     return decoder(raw, attention_dense_bias=False, mlp_bias=False, **experts)
 

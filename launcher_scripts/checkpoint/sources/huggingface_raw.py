@@ -36,8 +36,8 @@ PREDICTORS = (
 # Why the keys do not matter -> their names, as patterns.
 IRRELEVANT: dict[str, tuple[str, ...]] = {
     "names, versions and tools": (
-        "_name_or_path",
         "_num_labels",
+        "name_or_path",
         "*_version",
         "architectures",
         "author",
@@ -53,8 +53,10 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "*flash_att*",
         "attention_softmax_in_fp32",
         "attn_implementation",
+        "experts_implementation",
         "bias_dropout_fusion",
         "dtype",
+        "ep_size",
         "masked_softmax_fusion",
         "offset_alibi",
         "pretraining_tp",
@@ -72,8 +74,10 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "*initializer*",
         "*layerdrop",
         "*pdrop",
-        "gradient_checkpointing",
+        "gradient_checkpointing*",
         "init_std",
+        "loss_type",
+        "neftune_noise_alpha",
         "replacing_rate",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -114,14 +118,21 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
     ),
     "texts and the form of the answer": (
         "chunk_size_feed_forward",
+        "bos_token",
+        "eos_token",
         "force_bos_token_to_be_generated",
         "is_decoder",
         "is_encoder_decoder",
         "max_sequence_length",
+        "model_max_length",
         "output_*",
+        "pad_token",
+        "padding_side",
         "prefix",
         "return_dict*",
         "tokenizer_class",
+        "truncation_side",
+        "unk_token",
         "use_cache",
     ),
     "the tensors say it": ("tie_word_embeddings",),
@@ -282,7 +293,7 @@ class RawConfig:
         """
         off = []
         for key, value in self.raw.items():
-            if key in self.asked or value is None or irrelevant(key):
+            if key in self.asked or value is None or irrelevant(key) or _is_internal(key, value):
                 continue
             if not _is_off(value):
                 self.problems.add(f"{prefix}{key} is not known here", got=value, change=_ADVICE)
@@ -312,6 +323,14 @@ def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 def unknown_keys(said: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """The other keys whose values say something, sorted."""
     return [key for key in sorted(said.keys() - set(known)) if said[key] not in _NOTHING]
+
+
+def _is_internal(key: str, value: Any) -> bool:
+    """True for a note of a tool to itself: a name that begins with `_`, and a text or a switch.
+
+    Sizes and lists of such names, and those that a reader asks for, are values of the network.
+    """
+    return key.startswith("_") and isinstance(value, (str, bool))
 
 
 def _is_off(value: Any) -> bool:

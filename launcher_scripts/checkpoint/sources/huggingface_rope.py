@@ -31,6 +31,7 @@ def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
         kind = "longrope"  # the first Phi-3 called it so
     share = section.real("partial_rotary_factor", raw.real("partial_rotary_factor", 1.0))
     raw.only(rope_interleaved=False, use_mrope=False)
+    section.unused("attn_factor")  # of llama.cpp; transformers reads attention_factor
     raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
     fields: Fields = {
         "position_embedding": "rope",

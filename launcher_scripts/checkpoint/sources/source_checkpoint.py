@@ -22,12 +22,15 @@ class Hints:
 
     num_heads:    attention heads, for a checkpoint without hyperparameters
     encoder_only: of an encoder-decoder, export the encoder
+    allow_custom_code_config: take a model for the one of its model type, although its configuration
+                              names code or a class of its own
     training_checkpoint: of a training's checkpoints, the `last`, the `best`, or one by its name
     """
 
     num_heads: int | None = None
     encoder_only: bool = False
     training_checkpoint: str = "last"
+    allow_custom_code_config: bool = False
 
 
 class SourceCheckpoint(ABC):
