@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
+from launcher_scripts.checkpoint.convert.manifest import read_manifest
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError, RequestError
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.core.requests import check_request
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import Variant, make_nemo, small_config
 
@@ -118,6 +122,32 @@ def test_none_keeps_gpt2s_ids(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     config = export(tmp_path / "again", settings).config
     assert (config.start_id, config.end_id, config.pad_id) == (1, 2, 3)
+
+
+def test_added_tokens_may_lie_beyond_the_rows(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt that contains one is refused; others are answered."""
+    pairs = [
+        str(data_dir / "tokenizers" / "gpt2bpe" / name) for name in ("vocab.json", "merges.txt")
+    ]
+    tokenizer = Tokenizer(models.BPE.from_file(*pairs))
+    tokenizer.add_special_tokens(["<pad>", "<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    settings = TokenizerSettings("files", model=str(tmp_path / "tokenizer.json"))
+    make_nemo(tmp_path / "s.nemo", small_config(vocab_size=492))
+    folder = export_folder(tmp_path / "s.nemo", tmp_path, tokenizer=settings)
+    note = "the model has no row for the tokens <image> (ids from 492 on)"
+    assert f"note: {note}: a prompt that contains one is refused" in capsys.readouterr().out
+    assert any(note in text for text in read_manifest(folder).source["notes"])  # type: ignore[union-attr]
+    config = FTCheckpoint.open(folder).config
+    ids = load_tokenizer(folder).encode("a<image>b")
+    assert 492 in ids
+    with pytest.raises(RequestError, match=r"ids outside of the vocabulary; got \[492\]"):
+        check_request(GenerateRequest(tuple(ids), output_len=1), config, 64, 1)
+    ids = load_tokenizer(folder).encode("a<pad>b")
+    check_request(GenerateRequest(tuple(ids), output_len=1), config, 64, 1)
 
 
 @pytest.mark.parametrize("name", ["start_id", "end_id", "pad_id"])

@@ -160,6 +160,7 @@ def _notes(
     """Returns what a user should know about the export, which is also printed."""
     is_t5 = family_of(checkpoint.config).name == "t5"
     notes = [*checkpoint.notes, *tokenizer_files.missing_files(files)]
+    notes += tokenizer_files.tokens_beyond(files, checkpoint.config.vocab_size)
     notes += range_notes(settings, stored, is_t5=is_t5)
     for note in notes:
         print(f"note: {note}", flush=True)

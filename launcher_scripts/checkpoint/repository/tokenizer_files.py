@@ -41,6 +41,7 @@ from launcher_scripts.common.tokenizer import (
 from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.settings import TokenizerSettings
 
+_LISTED = 8  # tokens in a note
 _TEMPLATE_FOLDER = "additional_chat_templates/"
 # All but that of an mBART.
 _PLAIN_SETS, FAIRSEQ_SETS = SOURCE_SETS[:-1], SOURCE_SETS[-1:]
@@ -159,11 +160,15 @@ def with_class(files: dict[str, bytes], name: str) -> dict[str, bytes]:
 
 
 def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
-    """Refuse a tokenizer with ids that the model has no row for; rows without a token are padding.
+    """Refuse a tokenizer that cuts texts into ids that the model has no row for.
+
+    Added tokens may have such ids: a prompt that contains one is refused when it comes. Rows
+    without a token are padding.
 
     rows: of the embedding table
     """
-    if tokenizer.vocab_size > rows:
+    beyond = range(rows, tokenizer.vocab_size)
+    if not all(map(tokenizer.is_added, beyond)):
         raise CheckpointError(
             problem(
                 f"the tokenizer has more tokens than the model's {rows}",
@@ -171,6 +176,23 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
                 change=ADVICE,
             )
         )
+
+
+def tokens_beyond(files: Mapping[str, bytes], rows: int) -> tuple[str, ...]:
+    """A note on the tokens that the model has no row for; () without such.
+
+    rows: of the embedding table
+    """
+    tokenizer = _loaded(files) if files else None
+    beyond = () if tokenizer is None else range(rows, tokenizer.vocab_size)
+    if tokenizer is None or not beyond:
+        return ()
+    names = [tokenizer.token_bytes(token).decode(errors="replace") for token in beyond[:_LISTED]]
+    more = f" and {len(beyond) - _LISTED} more" if len(beyond) > _LISTED else ""
+    return (
+        f"the model has no row for the tokens {', '.join(names)}{more} (ids from {rows} on): "
+        "a prompt that contains one is refused",
+    )
 
 
 def check_special_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:

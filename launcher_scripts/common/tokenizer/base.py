@@ -50,6 +50,10 @@ class Tokenizer(ABC):
     def around(self) -> tuple[list[int], list[int]]:
         """The ids that a model was trained to see before and after a text, as far as is known."""
 
+    def is_added(self, token_id: int) -> bool:  # noqa: ARG002
+        """True for a token that is found in a text by its name, before the text is cut."""
+        return False
+
     @abstractmethod
     def special_id(self, token: str) -> int | None:
         """The id of a special token, such as a language's; None where there is no such one."""

@@ -44,6 +44,9 @@ class _FastTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return _token_bytes(self._tokenizer, token_id, byte_level=self._byte_level)
 
+    def is_added(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.get_added_tokens_decoder()
+
     def special_id(self, token: str) -> int | None:
         return _added_id(self._tokenizer, token)
 

@@ -132,6 +132,9 @@ class NumberedPieceTokenizer(PieceTokenizer):
             return around_of_translator(self, self._said, self.translator)
         return [], [] if self.end_id is None else [self.end_id]
 
+    def is_added(self, token_id: int) -> bool:
+        return token_id in self._special.values()
+
     def special_id(self, token: str) -> int | None:
         return self._special.get(token)
 
