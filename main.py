@@ -31,7 +31,9 @@ try:
         check_choices,
         check_grammar,
         check_keys,
+        register_file_source,
         with_names_of_today,
+        with_texts_of_variables,
     )
     from stages.defaults import fill_in
     from stages.gateway import register_deployed_gateway
@@ -55,6 +57,7 @@ def register() -> None:
         "parent_folder", lambda path: str(Path(path).parent), replace=True
     )
     register_deployed_gateway()
+    register_file_source()
 
 
 def read(config: DictConfig) -> Plan:
@@ -115,6 +118,7 @@ if __name__ == "__main__":
     sys.argv[1:] = with_names_of_today(sys.argv[1:])
     try:
         check_grammar(sys.argv[1:])
+        sys.argv[1:] = with_texts_of_variables(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")
     except LauncherError as error:
         refused(error)

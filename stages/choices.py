@@ -12,11 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.tasks import RENAMED_TASKS
@@ -24,7 +28,84 @@ from launcher_scripts.config.tasks import RENAMED_TASKS
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
-_OPEN_BLOCKS = ("env_vars",)  # that take any key
+_VARIABLES = "env_vars"
+_OPEN_BLOCKS = (_VARIABLES,)  # that take any key
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of YAML files, for which the text of a value counts where YAML changes it.
+
+    YAML reads `on` as True, `010` as 8 and `1:30` as 90. Environment variables are always text;
+    elsewhere integers stay text if they are not written as Python prints them.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result = super().load_config(config_path)
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        with path.open(encoding="utf-8") as file:
+            texts = yaml.load(file, yaml.BaseLoader)
+        if isinstance(result.config, DictConfig):
+            _restore_texts(result.config, texts, in_variables=False)
+        return result
+
+
+def register_file_source() -> None:
+    """Have Hydra read files with FileConfigSource; it keeps a source of the same name."""
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
+
+
+def _restore_texts(config: Any, texts: Any, *, in_variables: bool) -> None:
+    """Put the texts of a file in place of the values that YAML has made of them."""
+    names: Iterable[Any] = range(len(config))
+    if isinstance(config, DictConfig):
+        names = [name for name in config if str(name) in texts]
+    for name in names:
+        value = config._get_node(name)
+        text = texts[str(name) if isinstance(config, DictConfig) else name]
+        if OmegaConf.is_config(value) and isinstance(text, (dict, list)):
+            _restore_texts(value, text, in_variables=in_variables or name == _VARIABLES)
+            continue
+        plain = value._value()
+        kinds = (int, float, bool) if in_variables else (int,)
+        if type(plain) in kinds and isinstance(text, str) and str(plain) != text:
+            config[name] = text
+
+
+def with_texts_of_variables(arguments: Iterable[str]) -> list[str]:
+    """The arguments with quotes around the values of env_vars that Hydra would read as numbers or
+    truth values. Raises ConfigError for a mapping with such values.
+    """
+    problems, result = Problems("the command line"), []
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        name = key.lstrip("+")
+        if name.split(".")[0] == _VARIABLES:
+            value = _value_of(argument)
+            if isinstance(value, (bool, int, float)) and str(value) != text:
+                argument = f'{key}="{text.strip()}"'
+            elif isinstance(value, dict):
+                changed = [item for item in value.values() if _is_changed(item, text)]
+                if changed:
+                    problems.add(
+                        "Hydra reads values of env_vars as numbers or truth values",
+                        got=changed,
+                        change=f"{argument}: put each in quotes",
+                    )
+        result.append(argument)
+    problems.raise_if_any(ConfigError)
+    return result
+
+
+def _value_of(argument: str) -> Any:
+    """The value that Hydra reads; None for an argument that it cannot read."""
+    try:
+        return OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        return None
+
+
+def _is_changed(value: Any, text: str) -> bool:
+    return isinstance(value, (bool, int, float)) and str(value) not in re.findall(r"[\w.+-]+", text)
 
 
 def with_names_of_today(arguments: Iterable[str]) -> list[str]:

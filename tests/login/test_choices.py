@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.choices import check_choices, check_grammar, with_names_of_today
+from stages.choices import (
+    check_choices,
+    check_grammar,
+    with_names_of_today,
+    with_texts_of_variables,
+)
+from tests.login.conftest import Run
 
 
 @pytest.fixture
@@ -99,3 +105,43 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
     (note,) = capsys.readouterr().err.splitlines()
     assert note == "note: the task boolq is called boolq_generate (docs/evaluation.md)"
     assert with_names_of_today(given[3:]) == given[3:] and not capsys.readouterr().err
+
+
+# Texts that YAML 1.1 or Hydra read as a number or a truth value.
+CHANGED = ("on", "Off", "no", "true", "010", "0x10", "0b1", "1_000", "1:30", "1e3", "1.50", ".5")
+
+
+def test_variables_are_the_text_of_the_file(run: Run, arguments: list[str], tmp_path: Path) -> None:
+    more = tmp_path / "conf" / "more" / "site.yaml"
+    more.parent.mkdir(parents=True)
+    lines = [f"  V{number}: {text}" for number, text in enumerate(CHANGED)]
+    limit = "deploy: {run: {time_limit: 1:30:00}}"
+    unset = ["  NONE: null", "  EMPTY:", "  QUOTED: '010'"]
+    more.write_text("\n".join(["# @package _global_", "env_vars:", *lines, *unset, limit]))
+    ran = run(
+        *(f"--config-dir={more.parents[1]}", "+more=site", "cluster_type=bcm", *arguments),
+        *("dry_run=True", "stages=[export,deploy]", "cluster.account=0123"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    script = ran.stdout.splitlines()
+    for number, text in enumerate(CHANGED):
+        assert f"export V{number}={text}" in script
+    assert not [line for line in script if line.startswith(("export NONE", "export EMPTY"))]
+    assert {"export QUOTED=010", "#SBATCH --time=1:30:00", "#SBATCH --account=0123"} <= {*script}
+
+
+def test_variables_are_the_text_of_the_command_line(run: Run, arguments: list[str]) -> None:
+    texts = [*CHANGED, "TRUE", "inf", "19"]
+    variables = [f"+env_vars.V{number}={text}" for number, text in enumerate(texts)]
+    ran = run("stages=[export]", *arguments, *variables, "cluster_type=bcm", "dry_run=True")
+    assert ran.returncode == 0, ran.stderr
+    for number, text in enumerate(texts):
+        assert f"export V{number}={text}" in ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize("text", ["true", "1e3", "1_000"])
+def test_a_mapping_of_variables_asks_for_quotes(text: str) -> None:
+    with pytest.raises(ConfigError, match="put each in quotes"):
+        with_texts_of_variables([f"env_vars={{A: {text}}}"])
+    written = ["env_vars={A: 19, B: True, C: 'on', D: null}", "stages=[export]", "+env_vars.A=x"]
+    assert with_texts_of_variables(written) == written
