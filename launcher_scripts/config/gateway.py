@@ -41,7 +41,7 @@ class GatewayOptions:
     port: int | None = None
     host: str | None = None
     models: tuple[str, ...] = option(
-        (), "models to serve; by default all that generate text", metavar="NAME"
+        (), "models to serve; by default all that generate or encode text", metavar="NAME"
     )
     api_keys: SecretPath | None = option(
         None, "file with lines NAME=key, readable by its owner only", metavar="FILE"

@@ -53,35 +53,28 @@ class ContextOverflow(ApiError):
     then shorten the conversation or choose another model.
     """
 
-    def __init__(
-        self, max_len: int, prompt_len: int, max_tokens: int, prompt: str, param: str
-    ) -> None:
+    def __init__(self, message: str, for_anthropic: str, param: str) -> None:
+        super().__init__(400, message, code="context_length_exceeded", param=param)
+        self.for_anthropic = for_anthropic
+
+    @classmethod
+    def of_tokens(
+        cls, max_len: int, prompt_len: int, max_tokens: int, prompt: str, param: str
+    ) -> ContextOverflow:
         """max_len, prompt_len, max_tokens: in tokens;  prompt: the parameter that contains it"""
         message = f"This model's maximum context length is {max_len} tokens. However, "
         if prompt_len > max_len:
-            message += (
-                f"your {prompt} resulted in {prompt_len} tokens. Please reduce the length of "
-            )
-            message += f"the {prompt}."
+            message += f"your {prompt} resulted in {prompt_len} tokens. Please reduce the length "
+            message += f"of the {prompt}."
+            theirs = f"prompt is too long: {prompt_len} tokens > {max_len} maximum"
         else:
             message += f"you requested {prompt_len + max_tokens} tokens ({prompt_len} in the "
-            message += (
-                f"{prompt}, {max_tokens} in the completion). Please reduce the length of the "
-            )
-            message += f"{prompt} or completion."
-        super().__init__(400, message, code="context_length_exceeded", param=param)
-        self._sizes = (prompt_len, max_tokens, max_len)
-
-    @property
-    def for_anthropic(self) -> str:
-        """The message in the words of Anthropic's errors."""
-        prompt_len, max_tokens, max_len = self._sizes
-        if prompt_len > max_len:
-            return f"prompt is too long: {prompt_len} tokens > {max_len} maximum"
-        return (
-            f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > "
-            f"{max_len}, decrease input length or `max_tokens` and try again"
-        )
+            message += f"{prompt}, {max_tokens} in the completion). Please reduce the length of "
+            message += f"the {prompt} or completion."
+            theirs = f"input length and `max_tokens` exceed context limit: {prompt_len} + "
+            theirs += f"{max_tokens} > {max_len}, decrease input length or `max_tokens` and try "
+            theirs += "again"
+        return cls(message, theirs, param)
 
 
 class ServerLost(ApiError):

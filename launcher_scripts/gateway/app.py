@@ -20,9 +20,10 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_description import openapi
-from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up, unsupported
 from launcher_scripts.gateway.client_threads import ClientThreads, ThreadsOfClient
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
+from launcher_scripts.gateway.embeddings import Embeddings, no_embeddings
 from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
@@ -45,6 +46,7 @@ from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     StrictBody,
     TokenizeBody,
     TokenizeChatBody,
@@ -64,6 +66,7 @@ _BODIES: dict[str, tuple[type[StrictBody], ...]] = {
     "/v1/responses": (ResponsesBody,),
     "/v1/messages": (MessagesBody,),
     "/v1/messages/count_tokens": (ConversationBody,),
+    "/v1/embeddings": (EmbeddingsBody,),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
@@ -121,11 +124,20 @@ class Gateway:
         tokens = await count_tokens(model, body, self._threads(request))
         return JSONResponse({"input_tokens": tokens})
 
-    async def embeddings(self, _: Request) -> Response:
+    async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings"""
-        served = ", ".join(model.name for model in self.models.all)
-        message = f"none of the models gives embeddings: {served}"
-        raise ApiError(404, message, code="no_embeddings", param="model")
+        record: Record = request.state.record
+        body = validated(EmbeddingsBody, await read_body(request, self._max_body))
+        model = self.models.find(body.model)
+        if not model.embeds:
+            raise no_embeddings(self.models.all)
+        self.life.enter()
+        self.metrics.begin(record)
+        try:
+            embeddings = await Embeddings.of(model, body, record, self._limits)
+            return JSONResponse(await _unless_left(request, self.life, embeddings.whole()))
+        finally:
+            self.life.leave()
 
     async def list_models(self, _: Request) -> Response:
         """GET /v1/models"""
@@ -262,6 +274,13 @@ class Gateway:
             Route("/metrics", self.show_metrics, methods=get),
         ]
 
+    def _generating(self, name: str | None) -> ServedModel:
+        """The model called so. Raises ApiError for an encoder."""
+        model = self.models.find(name)
+        if model.embeds:
+            raise unsupported("model", f"{model.name} is an encoder: ask /v1/embeddings")
+        return model
+
     async def _render(
         self,
         request: Request,
@@ -270,7 +289,7 @@ class Gateway:
     ) -> list[dict[str, Any]]:
         record: Record = request.state.record
         body = validated(kind, await read_body(request, self._max_body), record.warnings)
-        answering = await answering_of(self.models.find(body.model), body, record, self._limits)
+        answering = await answering_of(self._generating(body.model), body, record, self._limits)
         answering.generation.give_up()
         return answering.generation.rendered()
 
@@ -288,7 +307,7 @@ class Gateway:
         """
         record: Record = request.state.record
         body = validated(kind, await read_body(request, self._max_body), record.warnings)
-        model = self.models.find(body.model)
+        model = self._generating(body.model)
         self.life.enter()
         self.metrics.begin(record)
         stays = False

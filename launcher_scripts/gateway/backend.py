@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Increment(NamedTuple):
     beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
                       has no token_ids
     begins_again:     what has come so far does not count: another server begins the row again
+    states:           of an encoder alone: float32 [prompt tokens, hidden]
     """
 
     token_ids: tuple[int, ...] = ()
@@ -87,6 +88,7 @@ class Increment(NamedTuple):
     finished: bool = False
     beams: tuple[tuple[int, ...], ...] = ()
     begins_again: bool = False
+    states: Any = None
 
 
 class Backend(Protocol):

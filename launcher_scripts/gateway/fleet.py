@@ -31,6 +31,7 @@ LOG = logging.getLogger("gateway")
 _READY_FILES = ("ready.json", "ready-[0-9]*.json")
 # Whether prompts are the encoder's input, by the model_type of config.pbtxt.
 GENERATING = {"GPT": False, "T5": True, "BART": True}
+EMBEDDING = "T5-Encoder"  # the model_type of an encoder alone
 _START_SECONDS = 0.2  # between two looks at servers that are not there yet
 _CHECK_SECONDS = 1.0
 _MOST_SECONDS = 16.0  # between two looks at a server that does not come back
@@ -277,7 +278,7 @@ async def _models_of(server: TritonServer, ready: Mapping[str, Any]) -> dict[str
         )
         for name, config in configs.items()
         if config.get("backend") == "fastertransformer"
-        and (parameter(config, "model_type") or "GPT") in GENERATING
+        and (parameter(config, "model_type") or "GPT") in (*GENERATING, EMBEDDING)
         and "sequence_batching" not in config
     }
 

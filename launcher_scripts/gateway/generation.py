@@ -308,6 +308,17 @@ def check_rows(prompts: int, rows: int, admission: Admission) -> None:
         )
 
 
+def check_length(model: ServedModel, prompt_len: int, max_tokens: int, name: str) -> None:
+    """Raises ApiError for tokens that the model has no positions for.
+
+    name: the parameter that contains the prompt
+    """
+    needed = max(prompt_len, max_tokens) if model.encodes else prompt_len + max_tokens
+    if model.max_len is not None and needed > model.max_len:
+        param = name if prompt_len + (not model.encodes) > model.max_len else "max_tokens"
+        raise ContextOverflow.of_tokens(model.max_len, prompt_len, max_tokens, name, param)
+
+
 def _cache_salt(owner: str | None, given: str | None) -> int:
     """Of whom the request may share the cache with: those with its key who gave the same salt."""
     if owner is None and given is None:
@@ -368,9 +379,5 @@ def _check(
     for prompt in prompts:
         if model.encodes and not prompt.ids:
             raise bad_request("the prompt is empty, and the encoder needs a token", "prompt")
-        given, asked = len(prompt.ids), options.max_tokens
-        needed = max(given, asked) if model.encodes else given + asked
-        if model.max_len is not None and needed > model.max_len:
-            name = "messages" if isinstance(body, ChatBody) else "prompt"
-            param = name if given + (not model.encodes) > model.max_len else "max_tokens"
-            raise ContextOverflow(model.max_len, given, asked, name, param)
+        name = "messages" if isinstance(body, ChatBody) else "prompt"
+        check_length(model, len(prompt.ids), options.max_tokens, name)

@@ -23,7 +23,7 @@ from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
-from launcher_scripts.gateway.fleet import GENERATING, Fleet, TokenModel
+from launcher_scripts.gateway.fleet import EMBEDDING, GENERATING, Fleet, TokenModel
 from launcher_scripts.gateway.replicas import Replicas
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.models.adapters import adapters_of
@@ -42,7 +42,7 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
     """
     found = await fleet.until_found()
     if unknown := sorted({*settings.models} - found.keys()):
-        what = "no server serves a model of this name that generates"
+        what = "no server serves a model of this name that generates or encodes text"
         raise ConfigError(problem(what, got=unknown, choices=sorted(found), change="--models"))
     problems = Problems("the models that the gateway could serve")
     models = []
@@ -50,7 +50,8 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
         with problems.collecting():
             models.append(_served(name, found[name], Replicas(name, fleet.replicas), settings))
     if not found:
-        problems.add("no server serves a model that generates", got=list(settings.ready))
+        what = "no server serves a model that generates or encodes text"
+        problems.add(what, got=list(settings.ready))
     if not models:
         problems.raise_if_any(ConfigError)
     for message in problems.messages:
@@ -91,6 +92,7 @@ def _served(
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
     special = SpecialIds.of(found.text_parameters)
     max_len = settings.max_model_len or max_len
+    model_type = parameter(found.config, "model_type") or "GPT"
     return ServedModel(
         name=name,
         backend=backend,
@@ -105,7 +107,8 @@ def _served(
         },
         max_len=max_len,
         max_chars=settings.max_prompt_chars or (max_len and max_len * CHARS_PER_TOKEN),
-        encodes=GENERATING[parameter(found.config, "model_type") or "GPT"],
+        encodes=GENERATING.get(model_type, True),
+        embeds=model_type == EMBEDDING,
         token_names=tokens,
         lora_names=lora_names,
     )

@@ -92,6 +92,7 @@ COMPLETION: Table = {
     **_SAMPLING,
     "suffix": _rejected("the text is not inserted before another text", ""),
 }
+EMBEDDINGS: Table = {"user": _ignored(_CALLER)}
 CHAT: Table = {
     **_SAMPLING,
     "audio": _rejected(_TEXT_ONLY),

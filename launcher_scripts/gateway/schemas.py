@@ -220,14 +220,7 @@ class CompletionBody(SamplingBody):
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompts(cls, value: Any) -> list[Prompt]:
-        if isinstance(value, str) or _are_ids(value):
-            value = [value]
-        right = isinstance(value, list) and (
-            all(isinstance(each, str) for each in value) or all(_are_ids(each) for each in value)
-        )
-        if not right or not value:
-            raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids")
-        return value  # type: ignore[no-any-return]
+        return _prompts(value)
 
 
 # How much a model should think. Templates that know `enable_thinking` alone understand `none`.
@@ -334,6 +327,23 @@ class ChatBody(SamplingBody, ChatPrompt):
         return bool(super().grammars)
 
 
+class EmbeddingsBody(StrictBody):
+    """POST /v1/embeddings. normalize: vectors have the length 1"""
+
+    unused = parameters.EMBEDDINGS
+    model: str | None = None
+    input: list[Prompt]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, lt=_MOST_NUMBER)
+    normalize: bool = False
+    add_special_tokens: bool = True
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _inputs(cls, value: Any) -> list[Prompt]:
+        return _prompts(value)
+
+
 class TokenizeBody(StrictBody):
     """POST /tokenize with a text"""
 
@@ -355,6 +365,18 @@ class DetokenizeBody(StrictBody):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """Return one or several texts, or lists of token ids, as a list. Raises ValueError."""
+    if isinstance(value, str) or _are_ids(value):
+        value = [value]
+    right = isinstance(value, list) and (
+        all(isinstance(each, str) for each in value) or all(_are_ids(each) for each in value)
+    )
+    if not right or not value:
+        raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids")
+    return value  # type: ignore[no-any-return]
 
 
 def _integer(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.gateway import harmony
-from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
+from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.client_threads import ThreadsOfClient
@@ -26,7 +26,7 @@ _DEVELOPER = "developer"  # what OpenAI's clients call the system's role
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that generates.
+    """A model that generates text, or encodes it.
 
     special:     the ids around a prompt
     end_ids:     what ends an answer; the first one is the engine's end_id
@@ -34,6 +34,7 @@ class ServedModel:
     max_len:     tokens of prompt and answer; None: not known
     max_chars:   of a prompt, before it is tokenized; None: any number
     encodes:     an encoder-decoder, whose prompt is the encoder's input
+    embeds:      an encoder alone, which gives vectors
     token_names: bos_token and the like, for /tokenizer_info
     lora_names:  its LoRA adapters, in the order of their numbers
     lora_adapter, parent: of one of these as a model: its number, and the name of its base
@@ -49,6 +50,7 @@ class ServedModel:
     max_len: int | None = None
     max_chars: int | None = None
     encodes: bool = False
+    embeds: bool = False
     token_names: Mapping[str, str] = field(default_factory=dict)
     lora_names: tuple[str, ...] = ()
     lora_adapter: int | None = None
@@ -68,13 +70,11 @@ class ServedModel:
         """
         longest = max(map(len, texts), default=0)
         if self.max_chars is not None and longest > self.max_chars:
-            raise bad_request(
-                f"This model's maximum context length is {self.max_len} tokens. However, your "
-                f"prompt has {longest} characters, more than {self.max_chars}. Please reduce the "
-                "length of the prompt, or change --max-prompt-chars of the gateway.",
-                "prompt",
-                "context_length_exceeded",
-            )
+            message = f"This model's maximum context length is {self.max_len} tokens. However, "
+            message += f"your prompt has {longest} characters, more than {self.max_chars}. Please "
+            message += "reduce its length, or change --max-prompt-chars of the gateway."
+            theirs = f"prompt is too long: {longest} characters > {self.max_chars} maximum"
+            raise ContextOverflow(message, theirs, "prompt")
         return await threads.run(
             lambda: [tuple(self.encode(text, special_tokens=special_tokens)) for text in texts],
             sum(map(len, texts)) + len(texts),

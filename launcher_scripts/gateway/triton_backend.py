@@ -42,6 +42,7 @@ NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
 _NEWS_HEAD = 4
+_STATES = "output_hidden_state"
 _OPENING = RowRequest("", (0,), 1)  # what opens a shared stream: Triton wants the model's tensors
 # What a server says in a stream that is being stopped, without a status; and what gRPC itself says
 # of a call whose connection breaks while the request is written.
@@ -83,6 +84,7 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
+        self._encodes = _STATES in {each["name"] for each in config.get("output", ())}
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
@@ -95,11 +97,13 @@ class TritonBackend:
 
     async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """See Backend."""
-        tensors = self._tensors(request)
         more: dict[str, Any] = {"request_id": request.request_id}
         if request.timeout is not None:
             more["timeout"] = max(1, int(request.timeout * 1e6))
-        row = _Row(request)
+        if self._encodes:
+            yield await self._encode(request, more)
+            return
+        tensors, row = self._tensors(request), _Row(request)
         self._running += 1
         try:
             if not self._streams:
@@ -136,6 +140,21 @@ class TritonBackend:
             self._running -= 1
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
+
+    async def _encode(self, request: RowRequest, more: Mapping[str, Any]) -> Increment:
+        """Return the states of an encoder. Raises ApiError."""
+        values = {"input_ids": request.prompt_ids, "sequence_length": len(request.prompt_ids)}
+        tensors = {name: self._array(name, value) for name, value in values.items()}
+        try:
+            if not self._streams:
+                arrays = await self._server.infer(self._name, tensors, [_STATES], **more)
+            else:
+                stream = self._server.stream(self._name, tensors, [_STATES], **more)
+                async with aclosing(stream) as responses:
+                    arrays = {k: v async for each in responses for k, v in each.items()}
+        except FAILURES as error:
+            raise self._failure(error, request) from error
+        return Increment(finished=True, states=arrays[_STATES][0].astype(np.float32))
 
     def _tensors(self, request: RowRequest) -> dict[str, Any]:
         """The request as the tensors that the model declares. Raises ApiError for missing ones."""
@@ -212,7 +231,7 @@ def _refusal(message: str, request: RowRequest) -> ApiError:
         return bad_request(message, param)
     max_len, prompt_len = int(capacity[1]), len(request.prompt_ids)
     if prompt_len + request.max_tokens > max_len:
-        return ContextOverflow(max_len, prompt_len, request.max_tokens, "prompt", param)
+        return ContextOverflow.of_tokens(max_len, prompt_len, request.max_tokens, "prompt", param)
     return bad_request(message, param, "context_length_exceeded")  # of several beams
 
 

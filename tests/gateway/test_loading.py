@@ -159,18 +159,14 @@ def test_only_models_that_are_named_are_served(
         load(tmp_path, models=("second",))
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ({"model_type": "T5-Encoder"}, "no server serves a model that generates"),
-        ({"model_type": "Agm"}, "no server serves a model that generates"),
-    ],
-)
-def test_what_does_not_generate_is_not_served(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, why: str
+def test_an_encoder_is_served_for_embeddings_and_an_agm_is_not(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeServer, "configs", {"tiny": config("tiny", **kind)})
-    with pytest.raises(ConfigError, match=why):
+    monkeypatch.setattr(FakeServer, "configs", {"tiny": config("tiny", model_type="T5-Encoder")})
+    (model,) = load(tmp_path)
+    assert model.embeds and model.encodes
+    monkeypatch.setattr(FakeServer, "configs", {"tiny": config("tiny", model_type="Agm")})
+    with pytest.raises(ConfigError, match="no server serves a model that generates or encodes"):
         load(tmp_path)
     assert repository.is_dir()
 

@@ -11,13 +11,19 @@ import pytest
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
-from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, StrictBody
+from launcher_scripts.gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    StrictBody,
+)
 from tests.gateway.fakes import FakeBackend
 from tests.gateway.test_chat import HI, chat_client
 
 BODIES: dict[str, type[StrictBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": ConversationBody,
     "/v1/responses": ResponsesBody,
@@ -75,6 +81,7 @@ def published() -> dict[str, set[str]]:
             openai_types.completion_create_params.CompletionCreateParamsBase,
             stream_options=chat.ChatCompletionStreamOptionsParam,
         ),
+        "/v1/embeddings": names(openai_types.EmbeddingCreateParams),
         "/v1/responses": names(
             responses.response_create_params.ResponseCreateParamsBase,
             text=responses.ResponseTextConfigParam,
@@ -115,7 +122,7 @@ def test_the_document_has_the_tables() -> None:
     assert DOCUMENT.read_text("utf-8") == document()
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_values_without_effect_are_accepted(path: str) -> None:
     """All of them in one request, and 8.0 for 8."""
     body: dict[str, Any] = {**REQUESTS[path], "max_tokens": 8.0, "temperature": 1}
@@ -142,7 +149,7 @@ def test_values_without_effect_are_accepted(path: str) -> None:
         assert client.post(path, json=body).status_code == 200
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_parameters_that_need_more_are_rejected_with_a_reason(path: str) -> None:
     client = chat_client(FakeBackend())
     for name, row in BODIES[path].unused.items():

@@ -31,6 +31,7 @@ from launcher_scripts.steps import (
 )
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_t5 import Plain, t5_tensors
+from tests.gateway.processes import gateway
 from tests.server.processes import run_export, running
 from tests.server.repositories import (
     SHAPES,
@@ -331,3 +332,22 @@ def test_states_of_the_encoder(
         assert np.abs(sums[..., : len(source)] - 1).max() <= tolerance
         assert not sums[..., len(source) :].any()
     assert np.abs(told["output_hidden_state"][0] - plain.hidden(text).numpy()).max() <= tolerance
+
+
+@needs_server
+def test_the_gateway_gives_an_encoders_vectors(
+    encoders: dict[str, Any], plain: Plain, tmp_path: Path
+) -> None:
+    """Of every data type the means of the states, by OpenAI's client."""
+    openai = pytest.importorskip("openai")
+    tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
+    texts = ["Hello", "The quick brown fox"]
+    tolerances = {"fp32": 2e-4, "bf16": 0.1, "fp16": 0.02}
+    with gateway(tmp_path, "--ready", encoders["ready_file"]) as started:
+        client = openai.OpenAI(base_url=started.facts["openai"], api_key="none")
+        assert started.facts["models"] == sorted(tolerances)  # `original` has no tokenizer
+        for name, tolerance in tolerances.items():
+            answer = client.embeddings.create(model=name, input=texts)
+            for text, each in zip(texts, answer.data, strict=True):
+                expected = plain.hidden((*tokenizer.encode(text), T5_END_ID)).numpy().mean(0)
+                assert np.abs(np.float32(each.embedding) - expected).max() <= tolerance
