@@ -18,10 +18,12 @@ class AnswerText:
         tools: Sequence[Mapping[str, Any]],
         *,
         lists_only: bool = False,
+        must_call: bool = False,
     ) -> None:
-        """tools, lists_only: see ToolText"""
+        """tools, lists_only, must_call: see ToolText"""
         self._reasoning = None if reasoning is None else ReasoningText(reasoning)
-        self._tools = ToolText(tools, lists_only=lists_only) if tools else None
+        more = {"lists_only": lists_only, "must_call": must_call}
+        self._tools = ToolText(tools, **more) if tools else None
 
     @property
     def calls(self) -> list[ToolCall]:

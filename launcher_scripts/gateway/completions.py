@@ -336,10 +336,11 @@ class ReadChat(Chat):
 
     def _new_text(self) -> AnswerText | HarmonyText:
         tools = () if self._named else self.body.tools or ()
+        must_call = bool(tools) and self.body.tool_choice == "required"
+        lists = must_call or (bool(tools) and self.body.calls_are_lists)
         if self._harmony is None:
-            return AnswerText(self._reasoning, tools, lists_only=self.body.calls_are_lists)
-        lists = self.body.tool_choice == "required" or self.body.calls_are_lists
-        return HarmonyText(self._harmony, tools, lists_only=bool(tools) and lists)
+            return AnswerText(self._reasoning, tools, lists_only=lists, must_call=must_call)
+        return HarmonyText(self._harmony, tools, lists_only=lists, must_call=must_call)
 
     @staticmethod
     def _reason(piece: Piece, called: bool) -> dict[str, Any]:

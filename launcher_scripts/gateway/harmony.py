@@ -88,14 +88,20 @@ class HarmonyText:
     """
 
     def __init__(
-        self, prompt: str, tools: Sequence[Mapping[str, Any]], *, lists_only: bool = False
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        lists_only: bool = False,
+        must_call: bool = False,
     ) -> None:
         """prompt: what the answer goes on with, perhaps within a message
 
-        tools: that may be called;  lists_only: calls are a list in the answer, by a grammar
+        tools: that may be called
+        lists_only, must_call: calls are a list in the answer, by a grammar; see ToolText
         """
         self._names = names_of(tools)
-        self._forced = ToolText(tools, lists_only=True) if lists_only else None
+        self._forced = ToolText(tools, lists_only=True, must_call=must_call) if lists_only else None
         header, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
         self._message = self._of_header(header) if mark else None
         self._held = ""

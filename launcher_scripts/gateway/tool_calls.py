@@ -98,11 +98,19 @@ class ToolText:
     Text is held back while it may still become a call.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], *, lists_only: bool = False) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        lists_only: bool = False,
+        must_call: bool = False,
+    ) -> None:
         """tools: that may be called
 
         lists_only: a grammar allows calls as a JSON list only; marks and objects are content
+        must_call:  it allows such a list alone, so a list that is cut off is no content
         """
+        self._must_call = must_call
         self._pairs = {} if lists_only else _PAIRS
         self._beginning = _LISTS if lists_only else _OBJECTS
         self._schemas = {name: schema_of_one(tools, name) for name in names_of(tools)}
@@ -132,8 +140,10 @@ class ToolText:
             return content, self.calls[known:]
         if finished:
             found = self._read(self._held) if self._may_be_a_call() else []
+            if self._must_call and not found:
+                found = self._all_calls(_first_values(self._held))
             self.calls += found
-            content += "" if found else self._content(self._held)
+            content += "" if found or self._must_call else self._content(self._held)
             self._held = ""
         else:
             kept = overlap(self._held, *self._pairs) if self._pairs else 0
@@ -186,6 +196,19 @@ class ToolText:
         if isinstance(said, dict):
             return ToolCall(value["name"], json.dumps(said, ensure_ascii=False))
         return ToolCall(value["name"], said) if isinstance(said, str) else None
+
+
+def _first_values(text: str) -> list[Any]:
+    """The complete values of a JSON list that is cut off."""
+    decoder, values, rest = json.JSONDecoder(), [], text.lstrip()
+    try:
+        while rest and rest[0] in "[,":
+            value, end = decoder.raw_decode(rest[1:].lstrip())
+            values.append(value)
+            rest = rest[1:].lstrip()[end:].lstrip()
+    except (ValueError, RecursionError):
+        return values
+    return values
 
 
 def _json_values(text: str) -> list[Any]:

@@ -137,6 +137,35 @@ def test_json_has_the_schemas_keys_and_types():
 
 
 @needs_llguidance
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        ('{"age": 3, "ok": true}', True),
+        ('{"age":3,"ok":true}', True),
+        ('{\n  "age": 3,\n  "ok": true\n}', True),
+        ('{\n\t"age": 3,\n\t"ok": true\n}', True),
+        ('{"age":  3, "ok": true}', False),
+        ('{"age": \n3, "ok": true}', False),
+        ('{\n\n"age": 3, "ok": true}', False),
+        ('{"age": 3, "ok": true} ', False),
+        ("{\n" + " " * 33 + '"age": 3, "ok": true}', False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["json_schema", "json_object", "any_of", "reasoning"])
+def test_white_space_of_json_has_no_runs(kind, text, complete):
+    made, tokenizer = guidance("gpt2bpe")
+    grammar = {
+        "json_schema": {"json_schema": SCHEMA},
+        "json_object": {"json_object": True},
+        "any_of": {"any_of": [{"json_schema": SCHEMA}, {"choice": ["no"]}]},
+        "reasoning": {"json_schema": SCHEMA, "reasoning": {"begin": "<t>", "end": "</t>"}},
+    }[kind]
+    assert accepts(
+        made.guide(json.dumps(grammar)), [*tokenizer.encode(text), tokenizer.end_id]
+    ) is (complete)
+
+
+@needs_llguidance
 def test_a_json_object_begins_as_one():
     made, tokenizer = guidance("gpt2bpe")
     first = allowed(made.guide('{"json_object": true}'))

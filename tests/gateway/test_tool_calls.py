@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.harmony import HarmonyText
 from launcher_scripts.gateway.tool_calls import ToolText, schema_of_any, schema_of_one
-from tests.gateway.fakes import FakeBackend, saying
+from tests.gateway.fakes import GPT2, FakeBackend, saying
 from tests.gateway.test_chat import HI, chat_client, refused
 from tests.gateway.test_completions import events
 
@@ -322,6 +323,25 @@ def test_a_text_that_has_a_form_is_content_unless_it_is_a_list_of_calls(stream: 
         json.dumps([{"name": "other", "parameters": {}}]),
     ):
         assert read(text) == (text, [])
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60, 75, 80])
+def test_a_list_of_calls_that_is_cut_off_is_no_content(cut: int) -> None:
+    """The grammar allows nothing else; the calls that are complete are handed out."""
+    text = json.dumps(CALLS)[:cut]
+    names = ["weather"] if cut >= 60 else []
+    assert text.count("}}") == len(names)
+    ids = len(GPT2.encode(text))
+    choice = answer(text, tool_choice="required", max_tokens=ids)
+    message = choice["message"]
+    calls = [call["function"]["name"] for call in message.get("tool_calls", [])]
+    assert (choice["finish_reason"], message["content"] or "", calls) == ("length", "", names)
+    content, streamed_calls, reason = streamed(text, tool_choice="required", max_tokens=ids)
+    assert (content, reason) == ("", "length")
+    assert [call["name"] for call in streamed_calls] == names
+    reader = HarmonyText("<|start|>assistant", TOOLS, lists_only=True, must_call=True)
+    assert not reader.take(f"<|channel|>final<|message|>{text}", finished=True)
+    assert [call.name for call in reader.calls] == names
 
 
 def test_a_form_is_not_held_back_beside_tools() -> None:

@@ -38,9 +38,15 @@ from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.models.family import ModelConfig
 
+# Between two tokens of JSON: a space, or a new line with its indentation. Without a limit a model
+# may fill its answer with white space.
+_WHITESPACE = r"[ ]|\n[ \t]{0,32}"
+
 
 def _json_schema(value: Any) -> str:
-    return str(_library().LLMatcher.grammar_from_json_schema(json.dumps(value)))
+    options = {"whitespace_pattern": _WHITESPACE}
+    matcher = _library().LLMatcher
+    return str(matcher.grammar_from_json_schema(json.dumps(value), overrides=options))
 
 
 def _json_object(value: Any) -> str:
