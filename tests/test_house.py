@@ -79,7 +79,9 @@ DOORS = {
     ),
     "aiohttp": ("launcher_scripts/evaluation/load/paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
-    "uvicorn": ("launcher_scripts/gateway/service.py",),
+    "uvicorn": tuple(
+        f"launcher_scripts/gateway/{name}.py" for name in ("service", "http_protocol")
+    ),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),
     "uvloop": ("launcher_scripts/gateway/service.py",),
     "pydantic": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,7 @@ class Fleet:
         self.replicas: list[Replica] = []
         self._settings = settings
         self._members: dict[str, Member] = {}  # by their addresses
+        self._files: dict[Path, Mapping[str, Any]] = {}  # what the ready files said last
         self._tls: ClientTls | None = None
         if settings.server_ca is not None:
             self._tls = ClientTls(
@@ -186,13 +189,26 @@ class Fleet:
         return why
 
     def _listed(self, known: Container[str]) -> dict[str, Mapping[str, Any]]:
-        """Address -> ready file. known: addresses that may be old: their servers are asked."""
-        found = (
-            _read_ready(path, known)[1]
-            for place in self._settings.ready
-            for path in _ready_paths(Path(place))
-        )
-        return {str(ready["grpc"]): ready for ready in found if ready is not None}
+        """Address -> ready file. known: addresses that may be old: their servers are asked.
+
+        A file that cannot be opened now, as where this process has no descriptor left, says nothing
+        of its server, which stays.
+        """
+        files: dict[Path, Mapping[str, Any]] = {}
+        for path in itertools.chain.from_iterable(
+            map(_ready_paths, map(Path, self._settings.ready))
+        ):
+            try:
+                ready: Mapping[str, Any] | None = _load_ready(path, known)[1]
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                LOG.warning("%s cannot be read: %s", path, error)
+                ready = self._files.get(path)
+            if ready is not None:
+                files[path] = ready
+        self._files = files
+        return {str(ready["grpc"]): ready for ready in files.values()}
 
 
 async def _repeat(work: Callable[[], Awaitable[None]]) -> None:
@@ -239,11 +255,22 @@ def _ready_paths(place: Path) -> list[Path]:
     """The ready files of a place: the file itself, or those in the folder."""
     if not place.is_dir():
         return [place]
-    return sorted(path for pattern in _READY_FILES for path in place.glob(pattern))
+    # Path.glob may hide that it cannot look.
+    return sorted(p for p in place.iterdir() if any(fnmatch(p.name, each) for each in _READY_FILES))
 
 
-def _read_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, Any] | None]:
-    """The content of a ready file, or why there is none to use yet.
+def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:
+    """The content of a ready file, or why there is none to use yet."""
+    try:
+        return _load_ready(path)
+    except FileNotFoundError:
+        return f"{path} is not there", None
+    except OSError as error:
+        return f"{path} cannot be read: {error}", None
+
+
+def _load_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, Any] | None]:
+    """As _read_ready. Raises OSError where the file cannot be opened.
 
     known: addresses of servers that are asked themselves whether they live
     """
@@ -252,9 +279,7 @@ def _read_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, 
         if not isinstance(ready, dict):
             raise ValueError("it holds no mapping")
         age = seconds_silent(ready)
-    except FileNotFoundError:
-        return f"{path} is not there", None
-    except (OSError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         return f"{path} cannot be read: {error}", None
     if "grpc" not in ready:
         return f"{path} gives no grpc address", None

@@ -22,6 +22,7 @@ from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.gateway.app import Gateway, make_app
 from launcher_scripts.gateway.fleet import Fleet
+from launcher_scripts.gateway.http_protocol import BoundedProtocol
 from launcher_scripts.gateway.loading import load_models
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.served_model import ServedModel
@@ -65,6 +66,8 @@ def uvicorn_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
     """What the HTTP server in front of the application is told."""
     return uvicorn.Config(
         app,
+        http=BoundedProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.service import serve
+from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import FlagTable
 
@@ -28,4 +29,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    set_limits(server_limits())  # also where it is started by hand
     sys.exit(main())

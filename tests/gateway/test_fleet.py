@@ -183,6 +183,25 @@ def test_a_file_that_was_away_for_a_moment_changes_nothing(tmp_path: Path) -> No
     with_fleet(work, tmp_path)
 
 
+def test_a_file_that_cannot_be_opened_says_nothing_of_its_server(tmp_path: Path) -> None:
+    """As where no descriptor is left; a link to itself fails in the same way, also for root."""
+    start(tmp_path, 0, "a:1")
+
+    async def work(fleet: Fleet) -> None:
+        await fleet.until_found()
+        file = tmp_path / "ready-0.json"
+        file.unlink()
+        file.symlink_to(file)
+        await fleet.find()
+        await fleet.check(1)
+        assert states(fleet) == {"a:1": True}
+        file.unlink()
+        await fleet.find()
+        assert states(fleet) == {"a:1": False}
+
+    with_fleet(work, tmp_path)
+
+
 def test_a_server_that_fails_is_used_again_when_it_answers(tmp_path: Path) -> None:
     start(tmp_path, 0, "a:1")
     start(tmp_path, 1, "b:1")

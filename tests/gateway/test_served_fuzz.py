@@ -107,7 +107,7 @@ def problems_of(request: Fuzzed, received: bytes) -> list[str]:
         return []
     head, _, body = received.partition(b"\r\n\r\n")
     status = status_of(received)
-    if status not in ("200", "400", "404", "405", "413", "429", "504"):
+    if status not in ("200", "400", "404", "405", "413", "429", "431", "504"):
         return [f"status {status}: {received[:600]!r}"]
     if b"internal_error" in received:
         return [f"an internal error: {received[-600:]!r}"]

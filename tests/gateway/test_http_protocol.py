@@ -1,0 +1,141 @@
+"""What the gateway reads of a request before anybody looks at its key."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from launcher_scripts.gateway.app import make_app
+from launcher_scripts.gateway.http_protocol import MAX_HEAD, BoundedProtocol
+from launcher_scripts.gateway.middleware import Keys
+from tests.gateway.fakes import SETTINGS, FakeBackend, listening, served
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def opened(address: str) -> Iterator[socket.socket]:
+    found = urlsplit(address)
+    with socket.create_connection((str(found.hostname), int(found.port or 0)), 60) as link:
+        yield link
+
+
+def answer(link: socket.socket) -> bytes:
+    """Everything until the gateway closes the connection."""
+    received = b""
+    try:
+        while part := link.recv(1 << 16):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"A: b\r\n"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"b"),
+        (b"GET /health HTTP/1.1\r\n", b"A"),
+        (b"GET /", b"a"),
+        (b"", b"\r\n"),
+        (CHUNKED + b"1;", b"a=b;"),
+        (CHUNKED + b"1\r\n{\r\n0\r\n", b"A: b\r\n"),
+        (CHUNKED, b"1\r\n \r\n"),
+    ],
+    ids=["headers", "value", "name", "path", "lines", "extensions", "trailers", "tiny chunks"],
+)
+@pytest.mark.parametrize("keys", [{}, {"alice": "sk-1"}], ids=["open", "keyed"])
+def test_a_head_without_end_is_refused(begin: bytes, repeated: bytes, keys: dict[str, str]) -> None:
+    app = make_app([served(FakeBackend())], SETTINGS, Keys(keys))
+    block = repeated * (4096 // len(repeated))
+    with listening(app) as address, opened(address) as link:
+        link.settimeout(0.01)
+        sent, received = 0, b""
+        link.sendall(begin)
+        while not received and sent < 1_000_000:
+            try:
+                link.sendall(block)
+                sent += len(block)
+                received = link.recv(1 << 16)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        statuses = (b"HTTP/1.1 431 ", b"HTTP/1.1 400 ", b"HTTP/1.1 401 ")
+        assert received.startswith(statuses), received[:200]
+        assert sent < 1_000_000
+        assert http_status(address) == 200
+
+
+def http_status(address: str) -> int:
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_large_head_in_one_piece_is_refused_and_large_bodies_are_not() -> None:
+    app = make_app([served(FakeBackend())], SETTINGS)
+    with listening(app) as address:
+        with opened(address) as link:
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"b" * MAX_HEAD + b"\r\n\r\n")
+            assert answer(link).startswith(b"HTTP/1.1 431 ")
+        large = json.dumps({"prompt": "Hello", "max_tokens": 2, "user": "u" * 700_000}).encode()
+        for body in (large, iter([large[i : i + 16384] for i in range(0, len(large), 16384)])):
+            connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
+            assert connection.getresponse().status == 200
+            connection.close()
+
+
+def test_requests_one_after_the_other_have_their_own_limits() -> None:
+    app = make_app([served(FakeBackend())], SETTINGS)
+    with listening(app) as address:
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+        for _ in range(4):
+            connection.request("GET", "/health", headers={"A": "b" * 30_000})
+            response = connection.getresponse()
+            assert (response.status, response.read() != b"") == (200, True)
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("half", "status"),
+    [
+        (b"", b""),
+        (b"GET /health HTTP/1.1\r\nHost", b"HTTP/1.1 408 "),
+        (POST + b"Content-Length: 100\r\n\r\n{", b"HTTP/1.1 408 "),
+    ],
+    ids=["nothing", "headers", "body"],
+)
+def test_half_a_request_ends_after_its_time(
+    half: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol, "seconds", 0.2)
+    app = make_app([served(FakeBackend())], SETTINGS)
+    with listening(app) as address, opened(address) as link:
+        link.sendall(half)
+        assert answer(link).startswith(status)
+        assert app.state.gateway.life.working == 0
+
+
+def test_a_request_that_was_complete_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedProtocol, "seconds", 0.1)
+    app = make_app([served(FakeBackend(waits=True))], SETTINGS)
+    body = json.dumps({"prompt": "Hello", "max_tokens": 40, "timeout": 0.5}).encode()
+    with listening(app) as address, opened(address) as link:
+        head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        link.sendall(head + body)
+        assert answer(link).startswith(b"HTTP/1.1 504 ")
