@@ -13,7 +13,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
-from launcher_scripts.config.paths import absolute, with_absolute_paths
+from launcher_scripts.config.paths import absolute, is_same_path, with_absolute_paths
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
@@ -116,7 +116,7 @@ class Deploy(ServiceStage):
             return []
         if "export" in self.launch.stages:
             export = Export(self.launch)
-            if export.settings.model_repository == self.repository:
+            if is_same_path(export.settings.model_repository, self.repository):
                 wanted = export.settings
                 served_as = BACKEND_MODEL_TYPES.get(wanted.model_type, wanted.model_type)
                 return [

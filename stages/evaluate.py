@@ -13,7 +13,7 @@ from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.harness import KEY as HARNESS
 from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.options import values_of
-from launcher_scripts.config.paths import absolute, paths_in, with_absolute_paths
+from launcher_scripts.config.paths import absolute, is_same_path, paths_in, with_absolute_paths
 from launcher_scripts.config.policy import opened
 from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
@@ -111,7 +111,7 @@ class Evaluate(Stage):
     def _ready_file(self) -> str:
         """That of a server of the same command line, which may be held back; or as configured."""
         given, deploy = absolute(self.block.ready_file), self._deploy
-        if not self._promotes or given != str(deploy.settings.ready_file):
+        if not self._promotes or not is_same_path(given, deploy.settings.ready_file):
             return given
         return str(deploy.settings.candidate_file)
 
@@ -135,7 +135,7 @@ class Evaluate(Stage):
     def uses(self, server: Job | None) -> bool:
         """Whether it is this server's ready file that the evaluation waits for."""
         ready_file = server.service.first_file if server and server.service else None
-        return ready_file == Path(self.settings.ready_file)
+        return ready_file is not None and is_same_path(ready_file, self.settings.ready_file)
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> EvaluateSettings:  # noqa: ARG002
         settings = replace(self.settings, steps=self.step_names())
@@ -227,7 +227,7 @@ class Evaluate(Stage):
             return
         if "judge" not in self.step_names():
             problems.add("deploy.promote waits for a verdict", change="evaluate.policy")
-        if absolute(block.ready_file) != str(self._deploy.settings.ready_file):
+        if not is_same_path(absolute(block.ready_file), self._deploy.settings.ready_file):
             problems.add(
                 "deploy.promote waits for the verdict on another server",
                 got=block.ready_file,
@@ -340,7 +340,9 @@ class Evaluate(Stage):
                 change="evaluate.in_deploy_job, or deploy.replicas",
             )
         deploys = "deploy" in self.launch.stages
-        if not deploys or str(self._deploy.settings.ready_file) != self.settings.ready_file:
+        if not deploys or not is_same_path(
+            self._deploy.settings.ready_file, self.settings.ready_file
+        ):
             self.launch.checks.problems.add(
                 "no deploy job of this command line to run in",
                 got=list(self.launch.stages),

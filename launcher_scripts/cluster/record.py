@@ -17,6 +17,7 @@ from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ClusterError, ConfigError
 from launcher_scripts.common.ready_file import replica_file
+from launcher_scripts.config.paths import is_same_path
 from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
@@ -99,7 +100,8 @@ def ready_of_run(path: Path, folder: Path) -> dict[str, Any] | None:
     """What a ready file says, where it is of the run in this job folder; None where it is not."""
     with contextlib.suppress(ClusterError):
         ready = read_json(path)
-        if ready is not None and (ready.get("job") or {}).get("folder") == str(folder):
+        own = ((ready or {}).get("job") or {}).get("folder")
+        if isinstance(own, str) and is_same_path(own, folder):
             return ready
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher_scripts.cluster.job import Resources
 from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
 from launcher_scripts.common.errors import Problems, problem
+from launcher_scripts.config.paths import is_same_path
 
 _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
@@ -93,7 +94,7 @@ def jobs_of_script(script: Path) -> list[str] | None:
     if asked is None or asked.returncode:
         return None
     lines = (line.partition(" ") for line in asked.stdout.splitlines())
-    found = (job_id for job_id, _, command in lines if command.strip() == str(script))
+    found = (job_id for job_id, _, command in lines if is_same_path(command.strip(), script))
     return list(dict.fromkeys(found))
 
 

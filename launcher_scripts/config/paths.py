@@ -38,6 +38,14 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
 
 
+def is_same_path(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
+    """True if both lead to one file or folder, through links, `..` or another mount."""
+    try:
+        return os.path.samefile(first, second)  # noqa: PTH121
+    except OSError:  # not there, or not for this user
+        return os.path.realpath(first) == os.path.realpath(second)
+
+
 def with_absolute_paths(settings: Settings) -> Settings:
     """A dataclass whose paths, and those of the blocks inside, do not depend on the working
     directory.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.ready_file import ask_to_publish, replica_files
+from launcher_scripts.config.paths import is_same_path
 from launcher_scripts.config.settings import EvaluateSettings
 
 GO = "GO"
@@ -27,7 +28,7 @@ def promote(settings: EvaluateSettings, verdict: str) -> None:
     ask_to_publish(Path(folder))
     files = replica_files(Path(settings.published_as), settings.replicas)
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while late := [path for path in files if _job_of(path) != folder]:
+    while late := [path for path in files if not is_same_path(_job_of(path) or "", folder)]:
         if time.monotonic() > deadline:
             raise ServerError(
                 problem(

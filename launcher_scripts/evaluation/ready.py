@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.ready_file import STALE_SECONDS, replica_files, seconds_silent
+from launcher_scripts.config.paths import is_same_path
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.client import Client
 
@@ -100,7 +101,7 @@ def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[
             return f"{path} names models {ready['models']}, not {settings.model_name}", None
         wanted = settings.server_job_folder
         folder = ready.get("job", {}).get("folder")
-        if wanted is not None and folder != wanted:
+        if wanted is not None and not is_same_path(folder or "", wanted):
             return f"{path} is of the server of {folder}, not of {wanted}", None
         age = seconds_silent(ready)
         if age is not None and age > STALE_SECONDS:

@@ -58,6 +58,8 @@ def status(request: Request) -> int:
     if request.every is not None:
         return _watch(request, request.every)
     show(statuses, STATUS_COLUMNS, request.as_json)
+    if not statuses:
+        print(f"note: no job below {request.results} runs or waits", file=sys.stderr)
     return worst(statuses)
 
 

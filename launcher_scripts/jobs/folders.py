@@ -58,6 +58,15 @@ def find_jobs(results: Path) -> list[KnownJob]:
 
 def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
     """The jobs of find_jobs, and what is wrong with the records that it leaves out."""
+    if not results.is_dir():
+        raise NoSuchJob(
+            problem(
+                "there is no such folder of results",
+                got=str(results),
+                change="--results (base_results_dir of the jobs)",
+            )
+        )
+    results = results.resolve()
     jobs: list[KnownJob] = []
     damaged: list[str] = []
     for path in {path for pattern in _PATTERNS for path in results.glob(pattern)}:
@@ -76,18 +85,23 @@ def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:
     known: list[KnownJob] | None = None
     chosen: list[KnownJob] = []
     for name in names:
-        path = Path(name).absolute()
+        path = Path(name).resolve()
         if (path / RECORD).exists():
             chosen.append(KnownJob.read(path))
             continue
         if known is None:
             known = find_jobs(results)
-        below = [job for job in known if path in job.folder.parents] or find_jobs(path)[-1:]
+        below = [job for job in known if path in job.folder.parents] or _below(path)
         found = below[-1:] or _by_id(known, name) or _by_name(known, name)
         if not found:
             raise NoSuchJob(_unknown(name, known, results))
         chosen += found
     return list(dict.fromkeys(chosen))
+
+
+def _below(path: Path) -> list[KnownJob]:
+    """The latest job below a folder."""
+    return find_jobs(path)[-1:] if path.is_dir() else []
 
 
 def _by_id(known: list[KnownJob], name: str) -> list[KnownJob]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.record import JobRecord
+from launcher_scripts.cluster.record import JobRecord, ready_of_run
 from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.jobs.__main__ import main
 from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import look
 
@@ -66,8 +68,47 @@ def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:
     with pytest.raises(NoSuchJob, match="got 'deploy'; choices: deploy_tiny, export_tiny") as error:
         choose_jobs(results, ["deploy"])
     assert error.value.exit_code == 4
+    (results / "empty").mkdir()
     with pytest.raises(NoSuchJob, match="no job has been submitted"):
         choose_jobs(results / "empty", ["x"])
+
+
+@pytest.mark.parametrize("command", ["list", "status"])
+def test_a_folder_that_is_missing_has_no_jobs(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, f"--results={tmp_path / 'nothing'}"]) == 4
+    assert "there is no such folder of results; got " in capsys.readouterr().err
+    assert main([command, f"--results={tmp_path}"]) == 0
+
+
+def other_names(folder: Path, link: Path) -> dict[str, str]:
+    """Paths that lead to the folder."""
+    link.symlink_to(folder)
+    return {
+        "absolute": str(folder),
+        "relative": os.path.relpath(folder),
+        "link": str(link),
+        "dots": f"{folder}/../{folder.name}",
+        "slash": f"{folder}/",
+    }
+
+
+@pytest.mark.parametrize("name", ["absolute", "relative", "link", "dots", "slash"])
+@pytest.mark.parametrize("stored", ["absolute", "link"])
+def test_a_folder_has_many_paths(
+    results: Path, tmp_path_factory: pytest.TempPathFactory, name: str, stored: str
+) -> None:
+    """A run of a server is known by its folder, whatever the paths are."""
+    names = other_names(results, tmp_path_factory.mktemp("links") / "link")
+    folder = Path("tiny", "deploy_tp1", "jobs", "002")
+    ready = results / "tiny" / "deploy_tp1" / "ready.json"
+    ready.write_text(json.dumps({"job": {"folder": str(Path(names[stored]) / folder)}}))
+    asked = Path(names[name])
+    for job in (choose_jobs(asked, ["102"]), choose_jobs(asked, [f"{names[name]}/{folder}"])):
+        assert [item.folder for item in job] == [(results / folder).resolve()]
+        assert ready_of_run(ready, job[0].folder) is not None
+        assert ready_of_run(ready, job[0].folder.parent) is None
 
 
 def records_of_others() -> dict[str, bytes]:
