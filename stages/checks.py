@@ -38,12 +38,12 @@ class Checks:
         """Where a path that the jobs see lies on this machine."""
         return host_path(Path(path), self._mounts)
 
-    def exists(self, what: str, path: str | Path, change: str) -> bool:
-        """Whether `path` is there; its absence is noted."""
+    def exists(self, what: str, path: str | Path, change: str, advice: str = "") -> bool:
+        """Whether `path` is there; its absence is noted, with advice."""
         try:
             if self.on_host(path).exists():
                 return True
-            self.absent.add(f"{what} is not there", got=str(path), change=change)
+            self.absent.add(f"{what} is not there{advice}", got=str(path), change=change)
         except OSError as error:
             self.problems.add(
                 f"{what} cannot be read: {error.strerror}", got=str(path), change=change

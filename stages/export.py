@@ -14,6 +14,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     random_config,
 )
 from launcher_scripts.checkpoint.sources import huggingface_architectures, nemo_config
+from launcher_scripts.checkpoint.sources.locations import hub_advice, snapshot_of
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
@@ -123,7 +124,8 @@ class Export(Stage):
         model_types, key = BACKEND_MODEL_TYPES, "export.run.model_type"
         checks.problems.check_choice("model_type", settings.model_type, model_types, key)
         self._check_folder()
-        if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY):
+        advice = hub_advice(self.block.model.checkpoint_path)
+        if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY, advice):
             self._check_sizes()
         draft = settings.draft_model_dir
         if draft is not None and checks.exists("the draft model", draft, DRAFT_MODEL_KEY):
@@ -169,6 +171,7 @@ class Export(Stage):
         checks = self.launch.checks
         path, source = checks.on_host(self.settings.checkpoint_path), self.settings.source
         try:
+            path = snapshot_of(path)
             model = read_sizes(path, source)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)
@@ -187,6 +190,7 @@ def read_sizes(path: Path, source: str = "auto") -> Any:
     """
     if source == "random":
         return random_config(path)
+    path = snapshot_of(path)
     model: Any = nemo_config.read_sizes(nemo_config.find_checkpoint(path))
     if model is None and source in ("auto", "huggingface"):
         model = huggingface_architectures.read_sizes(path)

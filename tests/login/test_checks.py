@@ -577,6 +577,12 @@ def test_a_checkpoint_that_lost_its_tokenizer_is_found_before_a_job_starts(
     assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
 
 
+def test_a_name_on_the_hub_is_no_path(problems: Finder) -> None:
+    (found,) = problems("export.model.checkpoint_path=org/model-1B")
+    assert "it looks like the name of a model on a hub" in found
+    assert "run `hf download org/model-1B --local-dir FOLDER` first" in found
+
+
 @pytest.mark.parametrize("kind", ["megatron", "bridge", "transformers"])
 def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
     problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path, kind: str

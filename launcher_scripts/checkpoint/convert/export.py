@@ -32,6 +32,12 @@ from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
 from launcher_scripts.checkpoint.sources.adapters import with_adapters
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
+from launcher_scripts.checkpoint.sources.huggingface_files import foreign_weights
+from launcher_scripts.checkpoint.sources.locations import (
+    checkpoints_below,
+    hub_advice,
+    snapshot_of,
+)
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
@@ -185,12 +191,12 @@ def _located(settings: ExportSettings) -> tuple[Path, Hints]:
     if not path.exists():
         raise ConfigError(
             problem(
-                "the checkpoint does not exist",
+                f"the checkpoint does not exist{hub_advice(settings.checkpoint_path)}",
                 got=str(path),
                 change=CHECKPOINT_KEY,
             )
         )
-    path, wanted = nemo_training.locate(path, settings.training_checkpoint)
+    path, wanted = nemo_training.locate(snapshot_of(path), settings.training_checkpoint)
     allowed = settings.allow_custom_code_config
     return path, Hints(settings.num_attention_heads, settings.encoder_only, wanted, allowed)
 
@@ -313,7 +319,7 @@ def open_source(
         found = (key for key, source in SOURCES.items() if source.matches(archive))
         name = next(found, "")
         if not name:
-            lacking = nemo_training.without_sizes(archive) or _adapter_alone(archive)
+            lacking = _lacking(archive)
             text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
             raise CheckpointError(problem(text, choices=sorted(SOURCES), change=CHECKPOINT_KEY))
         print(f"found a checkpoint of {name}", flush=True)
@@ -331,11 +337,26 @@ def open_source(
     return checkpoint
 
 
-def _adapter_alone(archive: Archive) -> str:
-    """What to say of an adapter in the place of its base; nothing of other checkpoints."""
-    if huggingface_peft.CONFIG_NAME not in archive.names():
+def _lacking(archive: Archive) -> str:
+    """What is there in the place of a checkpoint, and what to do; "" if there is no more to say."""
+    if huggingface_peft.CONFIG_NAME in archive.names():
+        return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
+    if archive.container != "folder":
         return ""
-    return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
+    below = checkpoints_below(archive.path, _is_checkpoint)
+    return (
+        nemo_training.without_sizes(archive)
+        or (f"it holds the checkpoints {', '.join(below)}: name one of them" if below else "")
+        or foreign_weights(archive.names())
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        archive = Archive(path)
+        return any(source.matches(archive) for source in SOURCES.values())
+    except LauncherError:
+        return False
 
 
 def check_serving(settings: ExportSettings, config: ModelConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -338,9 +339,11 @@ def plain_files(
             files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
             whole = config is not None or OPTIONAL_FILES[1] in files
             return unified(files, config or {}) if whole else files
+    foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
+    there = f"; {', '.join(foreign)} must be converted first" if foreign else ""
     raise CheckpointError(
         problem(
-            f"{archive.path} holds no tokenizer",
+            f"{archive.path} holds no tokenizer{there}",
             choices=[" + ".join(wanted) for wanted in sets],
             change=ADVICE,
         )
