@@ -9,16 +9,19 @@
 BIN = .venv/bin
 CLUSTER = $(CURDIR)/results/cluster
 
-.PHONY: setup quickstart check cluster cluster-stop image-check format clean
+.PHONY: setup check-setup quickstart check cluster cluster-stop image-check format clean
 
 setup:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
+
+check-setup:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh check
 
 quickstart: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
 
 # Tests start a thousand processes. Where bytecode may not be written, each compiles all modules anew.
-check: setup
+check: check-setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python3 -m mypy
@@ -33,10 +36,10 @@ cluster:
 cluster-stop:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster stop --root $(CLUSTER)
 
-image-check: setup
+image-check: check-setup
 	@$(BIN)/python3 requirements/image/check.py --torch "$(TORCH_WHEEL)"
 
-format: setup
+format: check-setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

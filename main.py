@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -31,8 +32,8 @@ try:
         check_choices,
         check_grammar,
         check_keys,
+        normalized,
         register_file_source,
-        with_names_of_today,
         with_texts_of_variables,
     )
     from stages.defaults import fill_in
@@ -48,6 +49,7 @@ except ModuleNotFoundError as missing:
     sys.exit(3)  # exit_codes.ERROR, which may be what is missing
 
 CHECKOUT = Path(__file__).resolve().parent
+TERMINAL = sys.stderr
 
 
 def register() -> None:
@@ -76,6 +78,7 @@ def read(config: DictConfig) -> Plan:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
     """Plan every stage with all of its checks, then submit the jobs in order."""
+    sys.stderr = TERMINAL
     try:
         plan = read(config)
         if plan.dry_run:
@@ -105,30 +108,43 @@ def refused(error: LauncherError) -> NoReturn:
     raise Ended(ERROR if error.exit_code in VERDICTS else error.exit_code)
 
 
-def explain(arguments: list[str]) -> None:
-    """Say which keys there are, where the command line has others: Hydra has refused it."""
+def explain(arguments: list[str], answer: str) -> None:
+    """Print what is wrong with a command line that Hydra has refused.
+
+    answer: what Hydra printed, which is used if the keys themselves are right
+    """
     try:
         check_keys(arguments, CHECKOUT / "conf")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return
+    unknown = answer.rpartition("unrecognized arguments: ")[2].strip()
+    if unknown == answer.strip():
+        print(answer, end="", file=sys.stderr)
+    else:
+        keys = "settings are written KEY=VALUE; --help lists the keys"
+        print(f"error: unknown option; got {unknown}; {keys}", file=sys.stderr)
 
 
 if __name__ == "__main__":
     register()
-    sys.argv[1:] = with_names_of_today(sys.argv[1:])
     try:
+        sys.argv[1:] = normalized(sys.argv[1:])
         check_grammar(sys.argv[1:])
         sys.argv[1:] = with_texts_of_variables(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")
     except LauncherError as error:
         refused(error)
+    sys.stderr = io.StringIO()  # until Hydra has composed the configuration
     try:
         main()
     except SystemExit as ended:
-        if ended.code:
-            explain(sys.argv[1:])
-        # Hydra's own error is 1, which is a verdict here.
-        sys.exit(ended.code if isinstance(ended, Ended) or ended.code != 1 else ERROR)
+        answer, sys.stderr = sys.stderr, TERMINAL
+        if ended.code and isinstance(answer, io.StringIO):
+            explain(sys.argv[1:], answer.getvalue())
+        # Hydra's own errors are 1 and 2, which are verdicts here.
+        failed = ended.code in VERDICTS and ended.code and not isinstance(ended, Ended)
+        sys.exit(ERROR if failed else ended.code)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -1,12 +1,14 @@
 #!/bin/sh
 # Make .venv in the checkout and bring it to what this folder asks for. Quick when nothing changed.
+# With the argument `check` also what only `make check` needs.
 #   PYTHON  the interpreter to build on; default: the first python3 of a version that fits
 #   TORCH   what pip shall install as torch, or "system" for the torch the machine already has
 set -eu
 cd "$(dirname "$0")/.."
 
 fits='import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
-stamp=.venv/installed.sha256
+kind=${1:-setup}
+stamp=.venv/installed-$kind.sha256
 own_torch=.venv/own-torch
 
 wanted() {
@@ -77,6 +79,16 @@ compile_modules() {
     .venv/bin/python -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$packages" >/dev/null || true
 }
 
+# The command `launcher` of this checkout.
+install_command() {
+    cat >.venv/bin/launcher <<'SCRIPT'
+#!/bin/sh
+bin=$(dirname "$(readlink -f "$0")")
+exec "$bin/python3" "$bin/../../launcher_scripts/launcher.py" "$@"
+SCRIPT
+    chmod +x .venv/bin/launcher
+}
+
 install_torch() {
     case "${TORCH:-}" in
         "") pip_install -c requirements/constraints.txt -r requirements/torch.txt ;;
@@ -112,16 +124,25 @@ if [ "$python" != .venv/bin/python ]; then
         "$python" -m venv .venv
     fi
 fi
-echo "Installing the packages of requirements/ into .venv"
 rm -f "$stamp"
+echo "[1/5] torch ${TORCH:-(from the public index a CUDA build of several gigabytes)}"
 install_torch
+echo "[2/5] packages of the launcher, its jobs and the quickstart"
 pip_install -c requirements/constraints.txt -r requirements/login.txt -r requirements/job.txt \
-    -r requirements/quickstart.txt -r requirements/dev.txt
+    -r requirements/quickstart.txt
+if [ "$kind" = check ]; then
+    echo "      packages of the tests"
+    pip_install -c requirements/constraints.txt -r requirements/dev.txt
+fi
+echo "[3/5] tritonserver"
 pip_install --no-deps -r requirements/server.txt -r requirements/no-deps.txt
+echo "[4/5] the Triton language"
 if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
     pip_install -c requirements/constraints.txt -r requirements/triton.txt
 fi
+echo "[5/5] compiling modules, and the command .venv/bin/launcher"
 compile_modules
+install_command
 if [ -n "${TORCH:-}" ]; then
     echo "$TORCH" >"$own_torch"
 fi

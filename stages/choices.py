@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from launcher_scripts.config.tasks import RENAMED_TASKS
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
 _KEY = re.compile(r"(?P<key>[\w.]+)=.*", re.DOTALL)
+# Words for cluster types that users of other launchers know.
+CLUSTER_ALIASES = {"slurm": "bcm", "local": "interactive"}
 _VARIABLES = "env_vars"
 _OPEN_BLOCKS = (_VARIABLES,)  # that take any key
 
@@ -108,7 +110,41 @@ def _is_changed(value: Any, text: str) -> bool:
     return isinstance(value, (bool, int, float)) and str(value) not in re.findall(r"[\w.+-]+", text)
 
 
-def with_names_of_today(arguments: Iterable[str]) -> list[str]:
+def normalized(arguments: Iterable[str]) -> list[str]:
+    """The arguments as Hydra reads them: lists in one piece, and names of the configuration.
+
+    `stages=export,deploy`, lists with spaces, other names of cluster types and former names of
+    tasks are accepted.
+    """
+    found = []
+    for argument in _joined(arguments):
+        key, _, value = argument.partition("=")
+        if key == "stages" and not value.startswith(("[", "'", '"', "$")) and value:
+            names = re.split(r"[,\s]+", value.strip())
+            argument = f"stages=[{','.join(names)}]"
+        elif key == "cluster_type":
+            argument = f"cluster_type={CLUSTER_ALIASES.get(value, value)}"
+        found.append(argument)
+    return _with_renamed_tasks(found)
+
+
+def _joined(arguments: Iterable[str]) -> Iterator[str]:
+    """The arguments, where a shell has split a list at its spaces (`stages=[export, deploy]`)."""
+    open_list = ""
+    for argument in arguments:
+        open_list = f"{open_list} {argument}" if open_list else argument
+        value = open_list.partition("=")[2]
+        if value.startswith(("[", "{")) and value.count("[") + value.count("{") > (
+            value.count("]") + value.count("}")
+        ):
+            continue
+        yield open_list
+        open_list = ""
+    if open_list:
+        yield open_list
+
+
+def _with_renamed_tasks(arguments: Iterable[str]) -> list[str]:
     """The arguments with the tasks that they call by a former name renamed, which a note says."""
     found = list(arguments)
     for old, new in RENAMED_TASKS.items():
@@ -157,6 +193,8 @@ def check_grammar(arguments: Iterable[str]) -> None:
                 readable = False
             if not readable:
                 quoted = "the key" if not key else f"it to '{key}=\"{value}\"'"
+                if value.startswith(("[", "{")) and value.count("[") != value.count("]"):
+                    quoted = f"it to '{key}=[A,B]', with every bracket closed"
                 problems.add("Hydra cannot read this as key=value", got=argument, change=quoted)
         before = argument
     problems.raise_if_any(ConfigError)

@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "gateway": {"checkpoint", "clients"} | FLOOR,
     "steps": {"server", "gateway", "engine", "evaluation", "checkpoint"} | FLOOR,
     "launcher_scripts.main": set(),
+    "launcher": {"checkpoint"} | FLOOR,
 }
 # Modules that are copied beside the text models of a repository, so they import nothing of ours.
 COPIED = ("backends.client_watch", "common.text_deltas", "contract.text_names")

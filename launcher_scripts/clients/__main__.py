@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from launcher_scripts.clients import CLIENTS
+from launcher_scripts.common.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the client that argv names with the rest of argv; its exit status."""
     width = max(map(len, CLIENTS))
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python3 -m launcher_scripts.clients",
         description="Commands that talk to a running server. NAME --help says more of each.",
         epilog="\n".join(f"  {name:<{width}}  {what}" for name, what in CLIENTS.items()),

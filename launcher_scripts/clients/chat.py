@@ -20,15 +20,14 @@ from launcher_scripts.clients.end_to_end_test import column, generating_contract
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import rows_of
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 
 HINT = "/quit ends, /new forgets the conversation, Ctrl-C stops an answer"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="chat", description=__doc__.partition("\n")[0], epilog=HINT
-    )
+    parser = CommandParser(prog="chat", description=__doc__.partition("\n")[0], epilog=HINT)
     add_server_flags(parser, protocol="grpc")
     parser.add_argument(
         "--turn",

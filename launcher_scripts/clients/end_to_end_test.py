@@ -22,6 +22,7 @@ from launcher_scripts.clients.issue_request import readable
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.tensors import sampling_tensors
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.contracts import CONTRACTS, Contract
 
@@ -43,7 +44,7 @@ RULE = "=" * 43
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="end_to_end_test", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="end_to_end_test", description=__doc__.partition("\n")[0])
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_text_flags(parser)

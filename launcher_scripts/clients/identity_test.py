@@ -29,6 +29,7 @@ from launcher_scripts.clients.tensors import (
     rows_of,
     sampling_tensors,
 )
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ServerError, problem
 
 REQUESTS = 10
@@ -38,7 +39,7 @@ OUTPUT_FILE = "triton_out"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="identity_test", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="identity_test", description=__doc__.partition("\n")[0])
     add_server_flags(parser)
     add_request_flags(parser)
     parser.add_argument(

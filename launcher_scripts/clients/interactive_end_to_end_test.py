@@ -20,10 +20,11 @@ from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.end_to_end_test import SENTENCES, add_text_flags, print_blocks
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
+from launcher_scripts.common.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="interactive_end_to_end_test", description=__doc__.partition("\n")[0]
     )
     add_server_flags(parser)

@@ -20,12 +20,11 @@ from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.identity_test import add_request_flags, request_of, time_runs
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
+from launcher_scripts.common.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="interactive_identity_test", description=__doc__.partition("\n")[0]
-    )
+    parser = CommandParser(prog="interactive_identity_test", description=__doc__.partition("\n")[0])
     add_server_flags(parser)
     add_request_flags(parser)
     add_session_flags(parser)

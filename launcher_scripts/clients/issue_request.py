@@ -34,6 +34,7 @@ from launcher_scripts.clients.arguments import (
 from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
 from launcher_scripts.clients.models import find_models
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 
 DEFAULT_CONFIG = {
@@ -61,7 +62,7 @@ FLAGS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="issue_request", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="issue_request", description=__doc__.partition("\n")[0])
     add_server_flags(parser, protocol=None)
     parser.add_argument("request_file", metavar="request-file", type=Path)
     parser.add_argument("--params", metavar="JSON", help="override what the file says")

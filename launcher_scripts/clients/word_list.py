@@ -18,12 +18,13 @@ from launcher_scripts.clients.end_to_end_test import column
 from launcher_scripts.clients.models import Models, find_models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.clients.sessions import in_session
+from launcher_scripts.common.command_line import CommandParser
 
 NAMES = ("bad_words_list", "stop_words_list")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="word_list", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="word_list", description=__doc__.partition("\n")[0])
     add_server_flags(parser)
     parser.add_argument(
         "--name", choices=NAMES, default=NAMES[0], help=f"name of the tensor [{NAMES[0]}]"

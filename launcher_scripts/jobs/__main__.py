@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.jobs.commands import COMMANDS, Request
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python3 -m launcher_scripts.jobs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.processes import process_name, signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings, Settings, read_settings
@@ -64,13 +65,13 @@ def resumed(settings: ExportSettings) -> ExportSettings:
 
 def _parsed(description: str, argv: Sequence[str], flags: FlagTable | None) -> argparse.Namespace:
     """The arguments: --settings alone, or the flags alone where a step has some."""
-    by_file = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    by_file = CommandParser(description=description, allow_abbrev=False)
     by_file.add_argument(
         "--settings", type=Path, required=True, metavar="FILE", help="YAML that the stage wrote"
     )
     if flags is None or any(word.partition("=")[0] == "--settings" for word in argv):
         return by_file.parse_args(argv)
-    by_flags = argparse.ArgumentParser(
+    by_flags = CommandParser(
         description=description,
         allow_abbrev=False,
         usage=f"{by_file.prog} --settings FILE\n       {by_file.prog} FLAGS",

@@ -9,12 +9,12 @@ evaluate stage, in its job folder; evaluate.tasks.<task>.reference takes the rep
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError, lookup
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
@@ -30,7 +30,7 @@ from launcher_scripts.steps.measure_accuracy import log_progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="measure_reference", description=__doc__)
+    parser = CommandParser(prog="measure_reference", description=__doc__)
     parser.add_argument("--settings", type=Path, required=True, help="of the evaluate stage")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a .nemo that you trust")
     parser.add_argument("--results-dir", type=Path, required=True, help="for the report")

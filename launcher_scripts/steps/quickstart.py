@@ -12,10 +12,8 @@ further group of zeros (12 and 4 heads), which computes the same function.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -30,6 +28,7 @@ from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_confi
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import COMPANIONS
 from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
+from launcher_scripts.common.command_line import CommandParser, hydra_value
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.gpus import visible_gpus
@@ -48,7 +47,7 @@ POLICY = "{min_agreement: 1, max_log_likelihood_difference: 0.01}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="quickstart", description="Run the main job end to end.")
+    parser = CommandParser(prog="quickstart", description="Run the main job end to end.")
     parser.add_argument(
         "--results-dir",
         type=Path,
@@ -104,24 +103,24 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
         str(CHECKOUT / "main.py"),
         "stages=[export,deploy,evaluate]",
         "cluster_type=interactive",
-        f"base_results_dir={quote(results_dir)}",
+        f"base_results_dir={hydra_value(str(results_dir))}",
         f"export.run.model_train_name={MODEL_NAME}",
-        f"export.run.results_dir={quote(results_dir / 'export')}",
-        f"export.model.checkpoint_path={quote(checkpoint)}",
+        f"export.run.results_dir={hydra_value(str(results_dir / 'export'))}",
+        f"export.model.checkpoint_path={hydra_value(str(checkpoint))}",
         "export.model.tensor_model_parallel_size=2",
         "export.model.weight_data_type=fp32",
         "export.model.overwrite=True",
         "export.triton_deployment.data_type=fp32",
         "export.triton_deployment.max_batch_size=8",
-        f"deploy.run.results_dir={quote(results_dir / 'deploy')}",
+        f"deploy.run.results_dir={hydra_value(str(results_dir / 'deploy'))}",
         f"deploy.server.device={device()}",
         "deploy.gateway.port=0",
         "deploy.server.host=127.0.0.1",
         "deploy.server.http_port=0",
         "deploy.server.grpc_port=0",
         "deploy.server.metrics_port=0",
-        f"evaluate.run.results_dir={quote(results_dir / 'evaluate')}",
-        f"evaluate.tasks.lambada.reference={quote(REFERENCE)}",
+        f"evaluate.run.results_dir={hydra_value(str(results_dir / 'evaluate'))}",
+        f"evaluate.tasks.lambada.reference={hydra_value(str(REFERENCE))}",
         f"evaluate.policy.reference={POLICY}",
         "evaluate.benchmark.lengths=[[60,20]]",
         "evaluate.benchmark.requests=2",
@@ -177,14 +176,6 @@ class Chat:
 def device() -> str:
     """`auto` (CUDA where torch has it) where both ranks can have a GPU of their own, else `cpu`."""
     return "auto" if len(visible_gpus()) >= 2 else "cpu"
-
-
-def quote(path: Path) -> str:
-    """A path as a value on Hydra's command line, where a backslash counts only before a quote."""
-    escaped = re.sub(
-        r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), str(path)
-    )
-    return "'" + escaped.replace("${", "\\${") + "'"
 
 
 def run(argv: list[str], meanwhile: Callable[[], None] = lambda: None) -> int:

@@ -8,17 +8,17 @@ names: only for files that you trust.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
 from launcher_scripts.evaluation.nemo_model import NemoModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="resave_checkpoint", description=__doc__)
+    parser = CommandParser(prog="resave_checkpoint", description=__doc__)
     parser.add_argument("source", type=Path, help="a .nemo file that you trust")
     parser.add_argument("target", type=Path, help="a new .nemo file")
     given = parser.parse_args(argv)

@@ -13,7 +13,6 @@ On several nodes (one task each) the server runs on the first; the others host r
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ if __name__ == "__main__":
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
@@ -69,7 +69,7 @@ def start(settings: DeploySettings) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve; `--replica` is taken out of argv, the rest is every step's."""
-    numbered = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    numbered = CommandParser(add_help=False, allow_abbrev=False)
     numbered.add_argument("--replica", type=int)
     given, rest = numbered.parse_known_args(argv)
 

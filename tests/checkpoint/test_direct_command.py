@@ -89,7 +89,7 @@ def test_the_same_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_misuse(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         convert_checkpoint.main(argv)
-    assert caught.value.code == 2
+    assert caught.value.code == 3
     assert message in capsys.readouterr().err
 
 

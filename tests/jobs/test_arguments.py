@@ -28,5 +28,5 @@ def test_a_wrong_option_is_named(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main([arguments[0], f"--results={tmp_path}", *arguments[1:]])
-    assert ended.value.code == 2
+    assert ended.value.code == 3
     assert says in capsys.readouterr().err

@@ -10,7 +10,7 @@ from launcher_scripts.common.errors import ConfigError
 from stages.choices import (
     check_choices,
     check_grammar,
-    with_names_of_today,
+    normalized,
     with_texts_of_variables,
 )
 from tests.login.conftest import Run
@@ -65,7 +65,7 @@ def test_other_folders_may_hold_choices(conf: Path) -> None:
     [
         ("export.model.checkpoint_path=~/m.nemo", "'export.model.checkpoint_path=\"~/m.nemo\"'"),
         ("base_results_dir=/a b=c/ä", "'base_results_dir=\"/a b=c/ä\"'"),
-        ("stages=[export", 'stages="[export"'),
+        ("stages=[export", "stages=[A,B]', with every bracket closed"),
         ("=3", "change the key"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
         "evaluate.harness.tasks=[boolq]",
         "evaluate.model_name=boolq",
     ]
-    assert with_names_of_today(given) == [
+    assert normalized(given) == [
         "evaluate=t5/boolq_generate",
         "evaluate.tasks.boolq_generate.limit=5",
         "+evaluate.tasks.boolq_generate={data_file: /boolq}",
@@ -104,7 +104,25 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
     ]
     (note,) = capsys.readouterr().err.splitlines()
     assert note == "note: the task boolq is called boolq_generate (docs/evaluation.md)"
-    assert with_names_of_today(given[3:]) == given[3:] and not capsys.readouterr().err
+    assert normalized(given[3:]) == given[3:] and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["stages=export,deploy"], ["stages=[export,deploy]"]),
+        (["stages=export, deploy"], ["stages=[export,deploy]"]),
+        (["stages=export deploy"], ["stages=[export,deploy]"]),
+        (["stages=[export,", "deploy]", "a=b"], ["stages=[export, deploy]", "a=b"]),
+        (["evaluate.ladder=[fp32,", "bf16,", "int8]"], ["evaluate.ladder=[fp32, bf16, int8]"]),
+        (["stages=[export,"], ["stages=[export,"]),
+        (["cluster_type=slurm"], ["cluster_type=bcm"]),
+        (["cluster_type=local"], ["cluster_type=interactive"]),
+        (["a='[b'", "--cfg", "job"], ["a='[b'", "--cfg", "job"]),
+    ],
+)
+def test_what_a_shell_makes_of_a_list_is_read(typed: list[str], read: list[str]) -> None:
+    assert normalized(typed) == read
 
 
 # Texts that YAML 1.1 or Hydra read as a number or a truth value.

@@ -63,7 +63,9 @@ def test_tab_completion(run: Run, typed: str, offered: set[str]) -> None:
 @pytest.mark.parametrize(
     ("mistake", "answers"),
     [
-        ("cluster_type=slurm", ("unknown cluster_type; got 'slurm'", "bcm, bcp, interactive")),
+        ("cluster_type=pbs", ("unknown cluster_type; got 'pbs'", "bcm, bcp, interactive")),
+        ("stages=[export,", ("cannot read this", "every bracket closed")),
+        ("--model", ("error: unknown option; got --model", "--help lists the keys")),
         ("stages=[exprot]", ("unknown stages", "'exprot'", "deploy, evaluate, export")),
     ],
 )
@@ -72,6 +74,7 @@ def test_a_mistake_gets_one_clear_answer(run: Run, mistake: str, answers: tuple[
     assert result.returncode == 3
     for answer in answers:
         assert answer in result.stderr
+    assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
 
 
