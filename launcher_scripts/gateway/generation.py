@@ -365,6 +365,8 @@ def _check(
         )
     if body.use_beam_search and body.grammars:
         raise unsupported("use_beam_search", "a beam search follows no grammar")
+    if body.num_speculative_tokens and body.grammars:
+        raise unsupported("num_speculative_tokens", "drafts of tokens follow no grammar")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options need stream", "stream_options")
     if options.echo and model.encodes:

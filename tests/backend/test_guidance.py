@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -163,6 +164,86 @@ def test_white_space_of_json_has_no_runs(kind, text, complete):
     assert accepts(
         made.guide(json.dumps(grammar)), [*tokenizer.encode(text), tokenizer.end_id]
     ) is (complete)
+
+
+Valid = Callable[[object], bool]
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> tuple[dict[str, object], Valid]:
+    """A schema whose texts are short, and what tells its values from others."""
+    kind = draw.choice(
+        ["integer", "boolean", "enum", "string"] + ["array", "object", "any"] * (depth < 2)
+    )
+    if kind == "integer":
+        low = draw.randrange(-20, 20)
+        high = low + draw.randrange(30)
+        return (
+            {"type": "integer", "minimum": low, "maximum": high},
+            lambda value: type(value) is int and low <= value <= high,
+        )
+    if kind == "boolean":
+        return {"type": "boolean"}, lambda value: type(value) is bool
+    if kind == "enum":
+        values = draw.sample(["the", "or", 1, None, "a b"], 3)
+        return {"enum": values}, lambda value: value in values
+    if kind == "string":
+        longest = draw.randrange(5)
+        return (
+            {"type": "string", "maxLength": longest},
+            lambda value: isinstance(value, str) and len(value) <= longest,
+        )
+    if kind == "any":
+        parts = [random_schema(draw, depth + 1) for _ in range(2)]
+        return (
+            {"anyOf": [part for part, _ in parts]},
+            lambda value: any(valid(value) for _, valid in parts),
+        )
+    if kind == "array":
+        items, valid = random_schema(draw, depth + 1)
+        sizes = sorted(draw.choices(range(4), k=2))
+        return (
+            {"type": "array", "items": items, "minItems": sizes[0], "maxItems": sizes[1]},
+            lambda value: (
+                isinstance(value, list)
+                and sizes[0] <= len(value) <= sizes[1]
+                and all(map(valid, value))
+            ),
+        )
+    members = {name: random_schema(draw, depth + 1) for name in draw.sample("abcd", 2)}
+    required = {name for name in members if draw.random() < 0.5}
+    return (
+        {
+            "type": "object",
+            "properties": {name: schema for name, (schema, _) in members.items()},
+            "required": sorted(required),
+            "additionalProperties": False,
+        },
+        lambda value: (
+            isinstance(value, dict)
+            and required <= value.keys() <= members.keys()
+            and all(members[name][1](member) for name, member in value.items())
+        ),
+    )
+
+
+@needs_llguidance
+@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_texts_of_random_schemas_are_valid(seed, reasoning):
+    """Also behind what is thought."""
+    made, tokenizer = guidance("gpt2bpe")
+    draw = random.Random(seed)
+    schema, valid = random_schema(draw)
+    marks = {"reasoning": {"begin": "<t>", "end": "</t>"}} if reasoning else {}
+    for _ in range(4):
+        guide = made.guide(json.dumps({"json_schema": schema, **marks}))
+        thought = "<t>Is it [1]?</t>" if reasoning and draw.random() < 0.5 else ""
+        assert accepts(guide, tokenizer.encode(thought))
+        if reasoning and not thought:  # what begins to think may think indefinitely
+            assert set(tokenizer.encode("<t>")[:1]) <= set(allowed(guide))
+            continue
+        text = drawn(guide, tokenizer, draw)
+        assert valid(json.loads(text)), (schema, text)
 
 
 @needs_llguidance

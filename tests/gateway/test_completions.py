@@ -588,3 +588,18 @@ def test_requests_are_rendered_and_not_generated() -> None:
     load = client.get("/load").json()
     assert load == {"server_load": 0, "running": 0, "waiting": 0}
     assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_regex": "a"},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+    ],
+)
+def test_drafts_follow_no_grammar(form: dict[str, Any]) -> None:
+    backend = FakeBackend()
+    error = refused(client_of(served(backend)), num_speculative_tokens=4, **form)
+    assert (error["param"], error["code"]) == ("num_speculative_tokens", "unsupported_parameter")
+    assert not backend.requests

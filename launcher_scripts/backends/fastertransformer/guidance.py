@@ -284,7 +284,7 @@ class GrammarCompiler:
             "thought: within BLANKS",
             f"within{within}",
             r"TEXT: /(.|\n)*/",
-            r"BLANKS: /\s*/",
+            r"BLANKS: /[ \t\n]{0,8}/",
         ]
         first, *others = _members(grammar)
         grammars = [{"lark_grammar": "\n".join(rules)}, {**first, "name": "answer"}, *others]
