@@ -1,4 +1,4 @@
-"""The gateway as a child process, which is started again when it dies."""
+"""The gateway as a child process, which is started again when it dies or freezes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,60 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
 from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.processes import is_suspended
 from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import write_settings
+from launcher_scripts.server.addresses import EVERY_ADDRESS
+from launcher_scripts.server.port_probe import connect
 from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, start_child
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin
 _TAIL_LINES = 20
 _HEARING_SECONDS = 0.5
+_ASK_SECONDS = 2.0  # between two questions about its health
+# Each failure takes seconds. A gateway on a busy machine is only slow; a suspended one is not.
+_FAILURES, _SUSPENDED_FAILURES = 6, 1
+
+
+class _HealthCheck:
+    """Asks a gateway whether it lives, over one connection, which no flood of others shuts out.
+
+    failures: how often in a row it has not answered. They are counted, and no time is measured,
+    because this process may have been stopped meanwhile.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        host = LOOPBACK if settings.host in EVERY_ADDRESS else settings.host
+        self._connection = connect(host, settings.port, settings.tls_certificate is not None)
+        self.failures = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="gateway's health", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_ASK_SECONDS):
+            try:
+                self._connection.request("GET", "/health")
+                self._connection.getresponse().read()
+                self.failures = 0
+            except (OSError, HTTPException):
+                self._connection.close()
+                self.failures += 1
+        self._connection.close()
 
 
 class GatewayProcess:
-    """The gateway, by the name `gateway` in the job's log; it is started again when it dies.
+    """The gateway, by the name `gateway` in the job's log; it is started again when it dies, or
+    does not answer.
 
     It gets its settings by a file. Beside a server it carries the mark of the server's processes,
     so that what ends them ends it.
@@ -47,6 +85,7 @@ class GatewayProcess:
         self._process: subprocess.Popen[str] | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader: threading.Thread | None = None
+        self._health: _HealthCheck | None = None  # once it answers
         self.models: list[str] = []  # those it serves, once it answers
 
     def start(self) -> None:
@@ -54,9 +93,15 @@ class GatewayProcess:
         write_settings(self.settings, self._file)
         self._launch()
 
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
     def look(self) -> None:
-        """Start it again if it has died. Raises ServerError where it must not be."""
-        how = self._ended()
+        """Start it again if it has died or is frozen. Raises ServerError where it must not be."""
+        how = self._frozen() or self._ended()
         if how is None:
             return
         if not self.models or self._restarts >= self._most_restarts:
@@ -75,6 +120,7 @@ class GatewayProcess:
         """
         if self._process is None:
             return
+        self._end_health()
         if not self._draining.wait(_HEARING_SECONDS) and self._process.poll() is None:
             self._process.terminate()
         try:
@@ -87,12 +133,31 @@ class GatewayProcess:
             self._reader.join(timeout=5)
 
     def _launch(self) -> None:
+        self._end_health()
         self._tail.clear()
         paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
         own = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
         module = "launcher_scripts.steps.start_gateway"
         arguments = [sys.executable, "-m", module, "--settings", str(self._file)]
         self._process, self._reader = start_child(arguments, own, self._repeat_log)
+
+    def _end_health(self) -> None:
+        if self._health is not None:
+            self._health.end()
+        self._health = None
+
+    def _frozen(self) -> str | None:
+        """Kill it if it does not answer; how that was, None while it does."""
+        if self.pid is None or self._health is None:
+            return None
+        suspended = is_suspended(self.pid)
+        most = _SUSPENDED_FAILURES if suspended else _FAILURES
+        if self._health.failures < most or self._process is None:
+            return None
+        self._process.kill()
+        self._process.wait()
+        state = " and is suspended" if suspended else ""
+        return f"the gateway (process {self._process.pid}) does not answer /health{state}: killed"
 
     def _ended(self) -> str | None:
         """How it ended, with its last lines; None while it runs, or was not started."""
@@ -111,6 +176,7 @@ class GatewayProcess:
             self._tail.append(line)
             if line.startswith(_READY):
                 self.models = json.loads(line.removeprefix(_READY))["models"]
+                self._health = _HealthCheck(self.settings)
             if line.startswith(_DRAINING):
                 self._draining.set()
             if line.startswith((_READY, _COMMAND)):

@@ -120,11 +120,16 @@ def _address(host: str, port: str) -> tuple[str, int]:
     return socket.inet_ntop(family, raw), int(port, 16)
 
 
+def connect(host: str, port: int, tls: bool) -> HTTPConnection:
+    """A connection for HTTP, of a client that has no certificate and checks none."""
+    if tls:
+        return HTTPSConnection(host, port, timeout=_SECONDS, context=_anybody())
+    return HTTPConnection(host, port, timeout=_SECONDS)
+
+
 def _ask(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
     """The status of the answer; None where there is none in HTTP."""
-    connection = HTTPConnection(host, port, timeout=_SECONDS)
-    if tls:
-        connection = HTTPSConnection(host, port, timeout=_SECONDS, context=_anybody())
+    connection = connect(host, port, tls)
     with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
         connection.request(method, path, b"{}" if method == "POST" else None)
         return connection.getresponse().status

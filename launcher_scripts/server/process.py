@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -168,13 +168,17 @@ class ServerProcess:
         self._reader.join(timeout=5)
         self._lock.release()
 
+    def kill(self, spared: int) -> None:
+        """End the server and all that it started, but for the process `spared`, at once."""
+        self._kill_members({spared})
+
     def hide_memory(self) -> None:
         """The server is ready: its processes have the memory open that they share."""
         self._lock.hide_memory()
 
-    def _kill_members(self) -> None:
+    def _kill_members(self, spared: Container[int] = ()) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
-        while left := self.members():
+        while left := [pid for pid in self.members() if pid not in spared]:
             if time.monotonic() > deadline:
                 print(f"processes of the server cannot be ended: {left}", file=sys.stderr)
                 return

@@ -180,6 +180,9 @@ class _Run:
                 time.sleep(_POLL_SECONDS)
                 if stop.received is None:
                     patience = min(patience, _FAILED_SECONDS)
+                    if gateway is not None and gateway.pid is not None:
+                        # Its requests end with the server, with their errors, and then it does.
+                        process.kill(gateway.pid)
                     raise
                 print(f"stopping the server: {stop.name} ({_reason(error)})", flush=True)
             finally:

@@ -71,7 +71,7 @@ def served(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     keys.write_text(f"tests={KEY}\n")
     keys.chmod(0o600)
     wanted = DeployedGateway(port=0, api_keys=str(keys))
-    with running(folder / "job", repository, gateway=wanted, restarts=1) as step:
+    with running(folder / "job", repository, gateway=wanted, restarts=3) as step:
         step.wait_until_ready()
         yield step
         assert step.stop() == 0, step.err
@@ -112,7 +112,40 @@ def test_a_gateway_that_is_killed_comes_back_and_the_server_stays(served: Runnin
     now = ready_file(served)
     assert (now["pid"], now["openai"]) == (ready["pid"], ready["openai"])
     assert f"the gateway (process {first}) was killed by SIGKILL" in served.out
-    assert "restart 1 of 1 of the gateway" in served.out
+    assert re.search("restart [123] of 3 of the gateway", served.out)
+
+
+def test_a_frozen_gateway_is_replaced(served: RunningStep) -> None:
+    wait_for(lambda: served.settings.ready_file.exists())
+    openai = ready_file(served)["openai"]
+    wait_for(lambda: answers(openai))
+    first = gateway_pid(served)
+    os.kill(first, signal.SIGSTOP)
+    wait_for(lambda: first not in dict(served.survivors()) and answers(openai))
+    said = f"the gateway (process {first}) does not answer /health and is suspended: killed"
+    assert said in served.out
+
+
+@pytest.mark.parametrize("frozen", ["tritonserver", "stub"])
+def test_a_frozen_server_ends_its_streams_with_an_error(served: RunningStep, frozen: str) -> None:
+    """They are not cut, and the server is started again."""
+    wait_for(lambda: served.settings.ready_file.exists())
+    ready = ready_file(served)
+    wait_for(lambda: answers(ready["openai"]))
+    pid = int(ready["pid"] if frozen == "tritonserver" else ready["ranks"][0]["pid"])
+    connection = http.client.HTTPConnection(urlsplit(ready["openai"]).netloc, timeout=120)
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+    response = connection.getresponse()
+    assert response.status == 200 and response.readline().startswith(b"data: ")
+    os.kill(pid, signal.SIGSTOP)
+    *_, error, done, end = response.read().decode().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert (done, end) == ("data: [DONE]", "")
+    connection.close()
+    wait_for(lambda: served.settings.ready_file.exists() and ready_file(served) != ready)
+    assert pid not in dict(served.survivors())
 
 
 def test_without_restarts_the_death_of_the_gateway_is_the_servers(
