@@ -69,7 +69,7 @@ DOORS = {
     "submitit": ("launcher_scripts/cluster/slurm.py",),
     "jinja2": (
         "launcher_scripts/common/rendering.py",
-        "launcher_scripts/gateway/template_rendering.py",
+        "launcher_scripts/common/template_rendering.py",
     ),
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),

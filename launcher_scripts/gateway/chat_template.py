@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
+from launcher_scripts.common.template_rendering import FAILURE, REFUSAL, SYNTAX, TEXT
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
 from launcher_scripts.gateway.client_threads import NUM_THREADS
 from launcher_scripts.gateway.harmony import writes_harmony
-from launcher_scripts.gateway.template_rendering import FAILURE, REFUSAL, SYNTAX, TEXT
 
 # Of one text: templates of real models take milliseconds.
 LIMITS = WorkLimits(cpu_seconds=2.0, seconds=30.0, memory_mib=256)
@@ -102,7 +102,7 @@ class ChatTemplate:
 def _processes() -> LimitedProcesses:
     """One for each thread that may wait for a text; most are never started."""
     return LimitedProcesses(
-        "launcher_scripts.gateway.template_rendering:make_renderer", None, LIMITS, NUM_THREADS
+        "launcher_scripts.common.template_rendering:make_renderer", None, LIMITS, NUM_THREADS
     )
 
 

@@ -10,11 +10,8 @@ import pytest
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.sentencepiece_file import SentencePieceModel
-from launcher_scripts.checkpoint.repository.tokenizer_files import (
-    FAIRSEQ_SETS,
-    check_special_tokens,
-    plain_files,
-)
+from launcher_scripts.checkpoint.repository.text_probe import check_special_tokens
+from launcher_scripts.checkpoint.repository.tokenizer_files import FAIRSEQ_SETS, plain_files
 from launcher_scripts.checkpoint.sources.tokenizer_classes import CLASSES
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer

@@ -168,7 +168,7 @@ def test_a_template_is_limited_when_it_is_loaded(monkeypatch, text) -> None:
 
 @cache
 def processes_with(limits: WorkLimits) -> LimitedProcesses:
-    function = "launcher_scripts.gateway.template_rendering:make_renderer"
+    function = "launcher_scripts.common.template_rendering:make_renderer"
     return LimitedProcesses(function, None, limits, count=1)
 
 

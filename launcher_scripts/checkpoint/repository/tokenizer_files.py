@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.sources.huggingface_tokenizers import ADDED_TOKENS, unified
+from launcher_scripts.checkpoint.repository.text_probe import (
+    check_templates,
+    loaded_tokenizer,
+    probed_tokenizer,
+    unified_files,
+)
+from launcher_scripts.checkpoint.sources.huggingface_tokenizers import ADDED_TOKENS
 from launcher_scripts.checkpoint.sources.nemo_tokenizer import (
     ADVICE,
     ARTIFACT,
@@ -34,10 +40,7 @@ from launcher_scripts.common.tokenizer import (
     GENERATION_FILE,
     OPTIONAL_FILES,
     Tokenizer,
-    TokenizerError,
     chat_templates,
-    load_tokenizer,
-    special_tokens,
 )
 from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.settings import TokenizerSettings
@@ -93,11 +96,10 @@ def with_token_ids(
     rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
     Raises CheckpointError for a tokenizer that does not fit the model.
     """
-    tokenizer = _loaded(files) if files else None
+    tokenizer = _probed(files) if files else None
     said = None
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
-        check_special_tokens(tokenizer, files)
     if tokenizer is not None and not known:
         said = (rule or own_ids)(tokenizer)
     own = said or TokenIds(None, None, None)
@@ -127,6 +129,7 @@ def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
         parse_json(files.get(GENERATION_FILE, b"{}"))
     except ValueError as error:
         raise CheckpointError(f"the tokenizer's files are damaged: {error}") from error
+    check_templates(templates)
     missing = {"chat template": not templates, GENERATION_FILE: GENERATION_FILE not in files}
     return tuple(f"the checkpoint has no {name}" for name, there in missing.items() if there)
 
@@ -182,9 +185,9 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
 def tokens_beyond(files: Mapping[str, bytes], rows: int) -> tuple[str, ...]:
     """A note on the tokens that the model has no row for; () without such.
 
-    rows: of the embedding table
+    files: as with_token_ids has checked them;  rows: of the embedding table
     """
-    tokenizer = _loaded(files) if files else None
+    tokenizer = loaded_tokenizer(files) if files else None
     beyond = () if tokenizer is None else range(rows, tokenizer.vocab_size)
     if tokenizer is None or not beyond:
         return ()
@@ -196,20 +199,6 @@ def tokens_beyond(files: Mapping[str, bytes], rows: int) -> tuple[str, ...]:
     )
 
 
-def check_special_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
-    """Refuse a tokenizer that reads a special token, written out, as other tokens than this one.
-
-    files: those of the tokenizer, which name the tokens and perhaps their ids
-    """
-    problems = Problems("the tokenizer's special tokens")
-    for token, token_id in special_tokens(files).items():
-        ids = tokenizer.encode(token)
-        if len(ids) != 1 or token_id not in (None, ids[0]):
-            expected = "one id" if token_id is None else f"[{token_id}]"
-            problems.add(f"{token!r} is read as", got=ids[:16], choices=[expected], change=ADVICE)
-    problems.raise_if_any(CheckpointError)
-
-
 def own_ids(tokenizer: Tokenizer) -> TokenIds:
     return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
 
@@ -218,16 +207,8 @@ def _first(*values: int | None) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _loaded(files: Mapping[str, bytes]) -> Tokenizer:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        try:
-            tokenizer = load_tokenizer(folder)
-        except TokenizerError as error:
-            reason = str(error).replace(str(folder), "the checkpoint")
-            raise CheckpointError(problem(reason, change=ADVICE)) from error
+def _probed(files: Mapping[str, bytes]) -> Tokenizer:
+    tokenizer = probed_tokenizer(files)
     if not tokenizer.vocab_size:
         raise CheckpointError(
             problem("the tokenizer has no tokens", got=sorted(files), change=ADVICE)
@@ -257,7 +238,7 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
     if not files and not problems.messages:
         problems.add("no file is named", change=ADVICE)
     problems.raise_if_any(CheckpointError)
-    return unified(files, {}) if "tokenizer.json" in files else files
+    return unified_files(files, {}) if "tokenizer.json" in files else files
 
 
 def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:
@@ -281,7 +262,7 @@ def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, by
     special = section.get("special_tokens")
     if "tokenizer.json" in files and isinstance(special, dict):
         files[OPTIONAL_FILES[0]] = json.dumps(special).encode()
-    return unified(files, {}) if "tokenizer.json" in files else files
+    return unified_files(files, {}) if "tokenizer.json" in files else files
 
 
 def _companion(value: str, key: str, find: Find) -> bytes:
@@ -316,6 +297,16 @@ def has_plain(archive: Archive, root: str) -> bool:
     return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
 
 
+def _refuse_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError for a pipe, a device or a broken link where a file would be read."""
+    problems = Problems(f"the tokenizer's files in {archive.path}")
+    for name in sorted({*names, *COMPANION_FILES, ADDED_TOKENS}):
+        path = archive.path / root / name
+        if archive.path.is_dir() and os.path.lexists(path) and not path.is_file():
+            problems.add(f"{root}{name} is not a plain file")
+    problems.raise_if_any(CheckpointError)
+
+
 def plain_files(
     archive: Archive,
     root: str = "",
@@ -330,6 +321,7 @@ def plain_files(
     config: config.json; None for a folder that has none
     """
     names, sets = archive.names(), (*_PLAIN_SETS, *more)
+    _refuse_special_files(archive, root, {name for wanted in sets for name in wanted})
     for wanted in sets:
         if all(root + name in names for name in wanted):
             files = {exported: archive.read(root + name) for name, exported in wanted.items()}
@@ -338,7 +330,7 @@ def plain_files(
             files |= {name: archive.read(root + name) for name in companions}
             files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
             whole = config is not None or OPTIONAL_FILES[1] in files
-            return unified(files, config or {}) if whole else files
+            return unified_files(files, config or {}) if whole else files
     foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
     there = f"; {', '.join(foreign)} must be converted first" if foreign else ""
     raise CheckpointError(
