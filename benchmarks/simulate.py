@@ -47,7 +47,7 @@ from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.engine import STEPS_AHEAD
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
-from launcher_scripts.engine.runner.prompt_batch import mixed_tokens, prompt_bucket
+from launcher_scripts.engine.runner.prompt_batch import prompt_bucket, recorded_tokens
 from launcher_scripts.models.gpt import GPTConfig
 
 # Models, and the measured one whose decode steps come as near to their floors.
@@ -181,7 +181,7 @@ class Simulation:
             cache_tokens or clients * (INPUTS[1] + (asked or OUTPUTS[1])),
             PREFILL_TOKENS["cuda"],
             self._statistics,
-            mixed_tokens=partial(mixed_tokens, most_rows=clients),
+            recorded_tokens=partial(recorded_tokens, max_rows=clients),
         )
         self._times = times
         self._asked_tokens = asked

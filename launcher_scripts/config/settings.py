@@ -134,6 +134,11 @@ class ServingOptions:
         "auto", "data type of the key/value cache", choices=tuple(KV_CACHE_DTYPES)
     )
     enable_custom_all_reduce: bool = False
+    inter_token_target: float = option(
+        0.05,
+        "seconds that a step over prompts may take while tokens are generated; 0: no limit",
+        least=0,
+    )
     enable_prefix_caching: bool | None = option(
         None,
         "compute what prompts of a decoder-only model have in common once; by default unless it "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +47,7 @@ from launcher_scripts.models.family import ModelConfig
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 STOP_SECONDS = 20.0
 MASK_POLL_SECONDS = 0.005
+STEP_POLL_SECONDS = 0.002  # between looks at a step that may end sooner than estimated
 Build = Callable[["Engine"], Runner]
 
 __all__ = ["Engine", "EngineSettings"]
@@ -306,7 +307,8 @@ class Engine:
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
             self.statistics,
-            mixed_tokens=runner.mixed_tokens,
+            recorded_tokens=runner.recorded_tokens,
+            inter_token_target=self.settings.inter_token_target,
             draft_model=runner.draft is not None,
             stages=stages,
             one_by_one=self.settings.deterministic,
@@ -314,8 +316,9 @@ class Engine:
         self._scheduler = scheduler
         launched: deque[StepResult] = deque()
         waits = False  # whether all rows that run wait for the masks of their guides
-        while self._receive(
+        while self._gather(
             scheduler,
+            launched,
             MASK_POLL_SECONDS * waits if launched or scheduler.rows else recording.pause(),
         ):
             plan = scheduler.plan()
@@ -332,6 +335,17 @@ class Engine:
                 recording.record_next()
         for result in launched:
             scheduler.apply(result)
+
+    def _gather(
+        self, scheduler: Scheduler, launched: Sequence[StepResult], seconds: float | None
+    ) -> bool:
+        """Receive until the next step has to be launched; see `_receive`."""
+        is_open = self._receive(scheduler, seconds)
+        while is_open and launched and (spare := scheduler.spare_seconds()) > 0:
+            if launched[0].is_done:
+                break
+            is_open = self._receive(scheduler, min(spare, STEP_POLL_SECONDS))
+        return is_open
 
     def _receive(self, scheduler: Scheduler, seconds: float | None) -> bool:
         """Hand new rows, and sessions that end, to the scheduler; False when the engine closes.

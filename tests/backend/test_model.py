@@ -249,6 +249,8 @@ def test_parameters_become_settings(tmp_path):
     assert settings(tmp_path, int8_mode="1").quantization == "int8"
     assert settings(tmp_path, int8_mode="0", quantization="fp8").quantization == "fp8"
     assert settings(tmp_path).kv_cache_dtype == "auto"
+    assert settings(tmp_path).inter_token_target == 0.05
+    assert settings(tmp_path, inter_token_target="0").inter_token_target == 0
     assert settings(tmp_path, kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
     assert settings(tmp_path, enable_custom_all_reduce="True").enable_custom_all_reduce
     assert not settings(tmp_path, enable_custom_all_reduce="false").enable_custom_all_reduce
@@ -351,6 +353,9 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
         ({"quantization": "fp4"}, "unknown quantization .*got 'fp4'; choices: fp8, int8"),
+        ({"inter_token_target": "soon"}, "inter_token_target must be a number of seconds"),
+        ({"inter_token_target": "-1"}, "inter_token_target must be a number of seconds.*'-1'"),
+        ({"inter_token_target": "inf"}, "inter_token_target must be a number of seconds"),
         ({"kv_cache_dtype": "int8"}, "unknown kv_cache_dtype .*got 'int8'; choices: auto, fp8"),
         ({"int8_mode": "1", "quantization": "fp8"}, "int8_mode 1 and quantization fp8 exclude"),
     ],

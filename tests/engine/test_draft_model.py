@@ -14,7 +14,7 @@ import torch
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import scheduler as scheduling
+from launcher_scripts.engine.core import row_extents
 from launcher_scripts.engine.core.drafting import plan_drafts
 from launcher_scripts.engine.core.plan import Draft, Plan, Proposal
 from launcher_scripts.engine.core.prompt_lookup import PromptLookup
@@ -222,7 +222,7 @@ def test_the_model_itself_foretells_everything(
     """So its cache has the right keys wherever a row begins, moves to, or is computed again."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", ahead)
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
-    monkeypatch.setattr(scheduling, "GROWN_TOKENS", 6)
+    monkeypatch.setattr(row_extents, "GROWN_TOKENS", 6)
     draw, stem = random.Random(tokens), text(33, 5)
     engine = engine_for(
         CONFIG,

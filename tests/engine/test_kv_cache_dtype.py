@@ -11,7 +11,7 @@ import torch
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import scheduler as scheduling
+from launcher_scripts.engine.core import row_extents
 from launcher_scripts.engine.core.kv_cache import bytes_per_token
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
@@ -164,8 +164,8 @@ REQUESTS = [
 def test_a_row_has_its_tokens_however_it_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Alone; among others; with a prompt in pieces; behind a copied prefix; computed again; in
     steps that are graphs. A prompt attends to its own tokens as they are kept."""
-    monkeypatch.setattr(scheduling, "GROWN_TOKENS", 8)
-    monkeypatch.setattr(scheduling, "SPARE_SHARE", 0.0)
+    monkeypatch.setattr(row_extents, "GROWN_TOKENS", 8)
+    monkeypatch.setattr(row_extents, "SPARE_SHARE", 0.0)
     alone = engine_for(*MODELS[model], max_batch_size=1, kv_cache_dtype="fp8")
     wanted = answers_of(alone, REQUESTS)
     alone.close()

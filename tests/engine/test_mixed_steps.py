@@ -11,10 +11,11 @@ from threading import Thread
 import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import scheduler as scheduling
+from launcher_scripts.engine.core import prompt_budget
+from launcher_scripts.engine.core.prompt_budget import PromptBudget
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.engine import Engine
-from launcher_scripts.engine.runner.prompt_batch import Sizes, mixed_tokens
+from launcher_scripts.engine.runner.prompt_batch import Sizes, recorded_tokens
 from tests.engine.small_models import EagerGraphs, engine_for, load_engine
 from tests.engine.test_growing_rows import same_answers
 from tests.engine.test_prefix_cache import text
@@ -55,7 +56,7 @@ def check_same(alone: Engine, together: Engine, seed: int) -> None:
 @pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window"])
 def test_a_row_gets_its_tokens_beside_prompts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Prompts are cut, too, so that most of their passes have rows that decode."""
-    monkeypatch.setattr(scheduling, "MIXED_TOKENS", 20)
+    monkeypatch.setattr(prompt_budget, "MIN_MIXED_TOKENS", 20)
     alone = engine_for(*MODELS[model], max_batch_size=1)
     check_same(alone, engine_for(*MODELS[model], max_batch_size=6), seed=len(model))
 
@@ -77,8 +78,14 @@ def test_ranks_get_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
 
 def steps_of(decoding: int, prompt: int) -> list[int]:
     """The tokens of a prompt in each step, beside so many rows that decode."""
-    mixed = partial(mixed_tokens, most_rows=1024)
-    scheduler = Scheduler(decoding + 1, 20_000 + 200 * decoding, 8192, mixed_tokens=mixed)
+    recorded = partial(recorded_tokens, max_rows=1024)
+    scheduler = Scheduler(
+        decoding + 1,
+        20_000 + 200 * decoding,
+        8192,
+        recorded_tokens=recorded,
+        inter_token_target=0.05,
+    )
     for _ in range(decoding):
         scheduler.add(row(3, 50))
     if decoding:
@@ -98,18 +105,19 @@ def steps_of(decoding: int, prompt: int) -> list[int]:
     ("decoding", "prompt", "counts"),
     [
         (0, 9000, [8192, 808]),
-        (1, 1100, [512, 512, 76]),
+        (1, 1100, [511, 589]),
         (20, 32, [32]),
-        (200, 900, [800, 100]),
+        (200, 900, [768, 132]),
         (512, 1600, [1536, 64]),
     ],
 )
 def test_a_prompt_leaves_the_rows_that_decode_their_time(
-    decoding: int, prompt: int, counts: list[int]
+    monkeypatch: pytest.MonkeyPatch, decoding: int, prompt: int, counts: list[int]
 ) -> None:
-    """It begins at once, and no more of it runs in a step than delays the others a little, or than
-    a CUDA graph has room for.
+    """It begins at once, and before a step was timed no more of it runs in a step than delays the
+    others a little, or than a CUDA graph has room for.
     """
+    monkeypatch.setattr(PromptBudget, "observe", lambda *_: None)
     assert steps_of(decoding, prompt) == counts
 
 

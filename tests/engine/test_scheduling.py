@@ -272,7 +272,9 @@ def test_a_lone_row_waits_for_no_other_stages_rows():
 @pytest.mark.parametrize("plain", [0, 1])
 def test_rows_that_wait_for_their_tokens_share_steps(plain):
     """They came one after the other, while a step was always under way."""
-    scheduler = Scheduler(slots=8, cache_tokens=400, prefill_tokens=3, mixed_tokens=lambda _: 3)
+    scheduler = Scheduler(
+        slots=8, cache_tokens=400, prefill_tokens=3, recorded_tokens=lambda _: [3]
+    )
     waiting = [row(3, 20) for _ in range(4)]
     for each in waiting:
         each.waits_for_tokens = True

@@ -112,6 +112,7 @@ def test_the_model_is_what_the_contract_says(tmp_path: Path) -> None:
         "int8_mode": "0",
         "kv_cache_dtype": "auto",
         "enable_custom_all_reduce": "1",
+        "inter_token_target": "0.05",
         "enable_prefix_caching": "1",
         "deterministic": "0",
     }

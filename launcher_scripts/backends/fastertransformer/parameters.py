@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ PARAMETERS = (
     "quantization",
     "kv_cache_dtype",
     "enable_custom_all_reduce",
+    "inter_token_target",
     "enable_prefix_caching",
     "deterministic",
 )
@@ -87,6 +89,9 @@ def engine_settings(
         )
     with problems.collecting():
         kv_cache_dtype = kv_cache_dtype_of(values.get("kv_cache_dtype"), f"{{}} of the {WHERE}")
+    inter_token_target = _seconds(
+        values, "inter_token_target", EngineSettings.inter_token_target, problems
+    )
     problems.raise_if_any(ConfigError)
     parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
     version_dir, draft = model_dir / version, values.get("draft_model_checkpoint_path")
@@ -110,6 +115,7 @@ def engine_settings(
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        inter_token_target=inter_token_target,
         **{name: bool(numbers[name]) for name in FLAGS},
     )
 
@@ -127,6 +133,18 @@ def _integer(
         problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
         return least
     return int(text)
+
+
+def _seconds(values: Mapping[str, str], name: str, default: float, problems: Problems) -> float:
+    """A time of 0 or more."""
+    text = values.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < inf:
+        problems.add(f"{name} must be a number of seconds, 0 or more", got=text, change=WHERE)
+    return seconds
 
 
 def _strings(config: Mapping[str, Any]) -> dict[str, str]:

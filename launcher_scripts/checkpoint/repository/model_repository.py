@@ -185,6 +185,7 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             **({"quantization": "fp8"} if settings.quantization == "fp8" else {}),
             "kv_cache_dtype": settings.kv_cache_dtype,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
+            "inter_token_target": settings.inter_token_target,
             "enable_prefix_caching": int(settings.shares_prefixes),
             "deterministic": int(settings.deterministic),
         },

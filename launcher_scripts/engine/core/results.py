@@ -64,6 +64,7 @@ class StepResult:
     """What a step produces; reading it waits for the device.
 
     unsettled: what is to be done once the tokens that the last pipeline stage chooses are here
+    done:      marks the end of a step over prompts, on a GPU
     """
 
     tokens: list[TokenCopy] = field(default_factory=list)
@@ -74,6 +75,17 @@ class StepResult:
     drafts: DraftCopy | None = None
     beams: list[BeamCopy] = field(default_factory=list)
     unsettled: list[Callable[[], None]] = field(default_factory=list)
+    done: torch.cuda.Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if the device has finished a step over prompts."""
+        return self.done is None or self.done.query()
+
+    def wait(self) -> None:
+        """Wait until the device has finished a step over prompts, which may bring no tokens."""
+        if self.done is not None:
+            self.done.synchronize()
 
     def settle(self) -> None:
         """Have the tokens, where another stage has chosen them; steps settle in their order."""

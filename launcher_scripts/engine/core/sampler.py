@@ -58,7 +58,7 @@ class SamplingBatch:
     @cached_property
     def choice(self) -> Choice:
         """What one of the rows needs is done for all."""
-        return max(self.least, *(row.choice for row in self.rows))
+        return max((self.least, *(row.choice for row in self.rows)))
 
     @cached_property
     def processing(self) -> Processing:

@@ -7,34 +7,46 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.drafting import plan_drafts, take_drafts
 from launcher_scripts.engine.core.guide import new_masks, with_masks
 from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
+from launcher_scripts.engine.core.prompt_budget import (
+    TOKENS_PER_DECODING_ROW,
+    Limits,
+    PromptBudget,
+)
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
+from launcher_scripts.engine.core.row_extents import RowExtents
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 
 # A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
-# So rows wait for each other until they bring so many for each row that decodes, but few steps.
-TOKENS_PER_DECODING_ROW = 4
-# Where one pass takes both, rows need not wait. It takes no more prompt tokens than this, or so
-# many for each row that decodes, so that those rows get their tokens in time.
-MIXED_TOKENS = 512
+# So rows wait for each other until they bring enough for the rows that decode, but few steps.
 ROWS_PER_STEP_OF_PATIENCE = 8
 MOST_PATIENCE = 2
-# What a row that grows has beyond what is computed, where cache tokens are scarce.
-GROWN_TOKENS = 128
-# Of the cache, what rows that wait for a place leave to those that grow: with less, more rows run,
-# but move more often; with none, 70 of 230 rows moved in each step of a simulated 1.3B.
-SPARE_SHARE = 0.1
 # What another row computes now is worth waiting for if it takes about a step: so many tokens.
 TOKENS_WORTH_A_STEP = 64
 News = TypeVar("News", TokenResult, BeamResult)
+
+
+class LaunchedStep(NamedTuple):
+    """A step in flight.
+
+    rows:     those that run, by slot
+    drafting: rows that try a draft, with their slots
+    prompt_tokens: how many it computes
+    launched_at:   by time.perf_counter
+    """
+
+    rows: dict[int, Row]
+    drafting: list[tuple[Row, int]]
+    prompt_tokens: int
+    launched_at: float
 
 
 class Scheduler:
@@ -48,8 +60,10 @@ class Scheduler:
     slots:          most rows in flight
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
-    mixed_tokens:   most prompt tokens of a pass in which so many rows decode; None: rows do not
-                    decode in passes over prompts
+    recorded_tokens: prompt tokens of the passes that are CUDA graphs, in which so many rows decode,
+                    ascending; None: rows do not decode in passes over prompts
+    inter_token_target: seconds that a step over prompts may take, so that rows which decode get
+                    their next tokens, and new prompts their turn; 0: as long as prefill_tokens take
     draft_model:    whether there is one
     stages:         pipeline stages, which work on different rows at a time
     one_by_one:     whether a pass takes one prompt, and one source
@@ -62,26 +76,30 @@ class Scheduler:
         prefill_tokens: int,
         statistics: Statistics | None = None,
         *,
-        mixed_tokens: Callable[[int], int] | None = None,
+        recorded_tokens: Callable[[int], list[int]] | None = None,
+        inter_token_target: float = 0.0,
         draft_model: bool = False,
         stages: int = 1,
         one_by_one: bool = False,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
-        self._extents = PrefixCache(cache_tokens)
+        self._running: dict[int, Row] = {}
+        self._cache = PrefixCache(cache_tokens)
+        self._extents = RowExtents(self._cache, self._running)
         self._prefill_tokens = prefill_tokens
-        self._mixed_tokens = mixed_tokens
+        self._mixes = recorded_tokens is not None
+        self._budget = PromptBudget(
+            prefill_tokens, recorded_tokens, inter_token_target, one_by_one=one_by_one
+        )
+        self._applied_at = 0.0
         self._draft_model = draft_model
         self._stages = stages
         self._one_by_one = one_by_one
         self._steps = 0
         self._waiting: deque[Row] = deque()
-        self._running: dict[int, Row] = {}
         self._reading: dict[int, Row] = {}  # those of them whose prompts have not been launched
-        self._launched: deque[tuple[dict[int, Row], list[tuple[Row, int]]]] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._moves: list[Move] = []
-        self._copies: list[Copy] = []
-        self._moved: list[Row] = []
         self._held = 0
         self._cancelled = False  # whether a row may have been since rows were looked through
         self._statistics = Statistics() if statistics is None else statistics
@@ -98,7 +116,7 @@ class Scheduler:
     @property
     def used_tokens(self) -> int:
         """Tokens of the cache that belong to rows and sessions."""
-        return self._extents.capacity - self._extents.free_tokens
+        return self._cache.capacity - self._cache.free_tokens
 
     def add(self, row: Row) -> None:
         self._waiting.append(row)
@@ -111,7 +129,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._moves, self._copies, self._moved = [], [], []
+        self._moves = []
+        self._extents.begin_step()
         self._drop_cancelled()
         self._end_failed()
         self._grow()
@@ -121,21 +140,27 @@ class Scheduler:
         starts = [] if self._holds() else self._admit()
         under_way = min(len(self._launched), self._stages - 1)
         running = self._in_turn(self._steps - under_way)
-        budget = self._prompt_budget(len(running))
-        drafts, proposals = plan_drafts(running, budget if self._draft_model else 0)
+        waiting = sum(row.prefill_length - row.prefilled for row in self._reading.values())
+        reads = waiting or self._draft_model
+        limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
+        drafts, proposals = plan_drafts(running, limits.tokens if self._draft_model else 0)
         drafting = [row for row in running if row.draft is not None]
         single = [row for row in running if row.hypotheses is None and row.draft is None]
         beams = [row for row in running if row.hypotheses is not None]
         encode = self._plan_encode()
-        prefill = self._plan_prefill(budget)
-        if not (encode or prefill or running or self._moved):
+        prefill = self._plan_prefill(limits)
+        if not (encode or prefill or running or self._extents.moved):
             return None
         self._steps += 1
         for row in running:
             self._make_room(row, 1)
             row.launch(self._steps)
-        self._launched.append((dict(self._running), [(row, row.slot) for row in drafting]))
-        tokens = sum(part.count for part in prefill) + sum(len(row.source) for row in encode)
+        tokens = sum(part.count for part in prefill)
+        drafted = [(row, row.slot) for row in drafting]
+        self._launched.append(
+            LaunchedStep(dict(self._running), drafted, tokens, time.perf_counter())
+        )
+        tokens += sum(len(row.source) for row in encode)
         tokens += len(running) + sum(draft.foretold for draft in drafts)
         self._statistics.launch(len(encode) + len(prefill) + len(running), tokens)
         return Plan(
@@ -151,8 +176,8 @@ class Scheduler:
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
-            copies=tuple(self._copies),
-            places=tuple({Place(row.slot, row.start) for row in self._moved if row.slots}),
+            copies=tuple(self._extents.copies),
+            places=tuple({Place(row.slot, row.start) for row in self._extents.moved if row.slots}),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(new_masks(self._running.values())),
             under_way=under_way,
@@ -163,7 +188,8 @@ class Scheduler:
 
         A slot may have a new row by now: the tokens belong to the rows of the step's launch.
         """
-        rows, drafting = self._launched.popleft()
+        step = self._launched.popleft()
+        rows, drafting = step.rows, step.drafting
         for encoded in result.encoded:
             self._take_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
@@ -181,6 +207,18 @@ class Scheduler:
         if drafting:
             take_drafts(drafting, result.read_drafts(), self._statistics, self._go_on)
         self._statistics.end_apply()
+        result.wait()
+        now = time.perf_counter()
+        self._budget.observe(step.prompt_tokens, now - max(step.launched_at, self._applied_at))
+        self._applied_at = now
+
+    def spare_seconds(self) -> float:
+        """Time until the next step has to be launched; see PromptBudget."""
+        if not self._launched:
+            return 0.0
+        began = max(self._launched[0].launched_at, self._applied_at)
+        tokens = [step.prompt_tokens for step in self._launched]
+        return self._budget.spare_seconds(tokens, time.perf_counter() - began)
 
     def _take_part(
         self, rows: Mapping[int, Row], news: Sequence[News], take_one: Callable[[Row, News], None]
@@ -231,7 +269,7 @@ class Scheduler:
 
     def _holds(self) -> bool:
         """Whether rows that wait do so a step longer, for more of them to join at once."""
-        if self._mixed_tokens is not None:
+        if self._mixes:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(row.decodes for row in self._running.values()) if joining else 0
@@ -245,66 +283,8 @@ class Scheduler:
     def _grow(self) -> None:
         """Let every row have room for the token that it computes next."""
         for row in tuple(self._running.values()):
-            while row.launched >= row.fits and row.decodes and not self._extend(row):
+            while row.launched >= row.fits and row.decodes and not self._extents.extend(row):
                 self._preempt(next(each for each in reversed(self._running.values()) if each.grows))
-
-    def _extend(self, row: Row) -> bool:
-        """Let the row's extent be longer, there or elsewhere; False where there is no room."""
-        length = min(row.reserved + GROWN_TOKENS, row.capacity)
-        if not self._extents.take(row.start + row.reserved, length - row.reserved):
-            self._extents.free(row.start, row.reserved)
-            start = self._extents.allocate(length)  # which may begin before it and overlap
-            if start is None:
-                self._extents.take(row.start, row.reserved)
-                start = self._gather(length)
-                if start is None:
-                    return False
-                self._extents.free(row.start, row.reserved)
-            self._move(row, start)
-        row.reserve(length)
-        return True
-
-    def _gather(self, length: int) -> int | None:
-        """An extent made of what rows that grow do not need yet, and of free tokens that lie apart:
-        those rows move together.
-        """
-        self._trim()
-        start = self._extents.allocate(length)
-        if start is not None or self._extents.free_tokens < length:
-            return start
-        rows = {row.start: row for row in self._running.values() if row.grows}
-        sizes = {start: row.reserved for start, row in rows.items()}
-        for old, new in self._extents.slides(sizes, length) or ():
-            self._extents.free(old, sizes[old])
-            self._extents.take(new, sizes[old])
-            self._move(rows[old], new)
-        return self._extents.allocate(length)
-
-    def _trim(self) -> None:
-        """Let rows that grow give back what they do not need yet."""
-        for row in self._running.values():
-            needed = max(row.touched, row.prefill_length) + GROWN_TOKENS
-            if row.grows and row.reserved > needed:
-                self._extents.free(row.start + needed, row.reserved - needed)
-                row.reserve(needed)
-
-    def _spares(self, length: int) -> bool:
-        """Whether there is so much room for another row, and enough for those that grow."""
-        needed = length + SPARE_SHARE * self._extents.capacity
-        if self._extents.free_tokens < needed:
-            self._trim()
-        return self._extents.free_tokens >= needed
-
-    def _move(self, row: Row, start: int) -> None:
-        """Let the row be at `start`, with what it has in the cache, its draft included."""
-        if row.start == start:
-            return
-        if row.cached:
-            self._copies.append(Copy(row.start, start, row.touched))
-        row.start = start
-        if row.prefix is not None:
-            row.prefix.start = start
-        self._moved.append(row)
 
     def _preempt(self, row: Row) -> None:
         """Let the row wait for a place again; tokens that were launched come nevertheless."""
@@ -335,11 +315,11 @@ class Scheduler:
             return False
         if row.placed_at:
             row.resume()
-        found, moved = self._find(row), len(self._moved)
-        start = self._place(row) if row.width <= len(self._free_slots) else None
+        found, moved = self._find(row), len(self._extents.moved)
+        start = self._extents.place(row) if row.width <= len(self._free_slots) else None
         if start is None:
             return False
-        if len(self._moved) > moved:  # maybe over what was found, or that itself
+        if len(self._extents.moved) > moved:  # maybe over what was found, or that itself
             found = self._find(row)
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
@@ -354,7 +334,7 @@ class Scheduler:
         """The prompt's longest prefix in the cache; its last token has to be computed."""
         if row.prefix is None or row.request.asks_of_prompt:
             return Found()
-        return self._extents.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
+        return self._cache.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
 
     def _begin(self, row: Row, found: Found) -> None:
         """Begin a prompt after what is found of it, unless enough of it is on its way.
@@ -365,29 +345,13 @@ class Scheduler:
         if row.prefix is None or not row.begun:
             return
         if found.tokens:
-            self._copies.append(Copy(found.start, row.start, found.tokens))
+            self._extents.copies.append(Copy(found.start, row.start, found.tokens))
         row.prefilled = row.prefix.computed = found.tokens
         row.read_by_draft = row.prefix.read = found.read
         row.prefix.start = row.start
-        self._extents.add(row.prefix)
+        self._cache.add(row.prefix)
         if not row.request.asks_of_prompt:
             self._statistics.find_prefix(row.prefill_length, found.tokens)
-
-    def _place(self, row: Row) -> int | None:
-        """First token of an extent for the row; its session's, which it shares with nobody."""
-        session = row.session
-        if session is None:
-            row.reserve(row.capacity)
-            start = self._extents.spare(row.reserved)
-            if start is None and row.grows:
-                row.reserve(min(row.capacity, row.prefill_length + GROWN_TOKENS))
-                if self._running and not self._spares(row.reserved):
-                    return None
-            start = self._extents.allocate(row.reserved) if start is None else start
-            return self._gather(row.reserved) if start is None else start
-        if session.start is None:
-            session.start = self._extents.allocate(session.extent_tokens)
-        return session.start
 
     def _make_room(self, row: Row, tokens: int) -> None:
         """Let the window of the row's session slide on, if `tokens` more need the place."""
@@ -400,7 +364,7 @@ class Scheduler:
         session.closed = True
         waiting = any(row.session is session for row in self.rows)
         if session.start is not None and not waiting:
-            self._extents.free(session.start, session.extent_tokens)
+            self._cache.free(session.start, session.extent_tokens)
             session.start = None
 
     def _leave_session(self, row: Row, session: Session) -> None:
@@ -427,26 +391,18 @@ class Scheduler:
             chosen.append(row)
         return sorted(chosen, key=lambda row: len(row.source))
 
-    def _prompt_budget(self, decoding: int) -> int:
-        """Most prompt tokens of a step in which so many rows decode."""
-        if self._mixed_tokens is None or not decoding:
-            return self._prefill_tokens
-        soon = max(MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
-        return min(self._prefill_tokens, soon, self._mixed_tokens(decoding))
-
-    def _plan_prefill(self, budget: int) -> list[PrefillPart]:
-        """The next tokens of prompts, no more than `budget`."""
+    def _plan_prefill(self, limits: Limits) -> list[PrefillPart]:
+        """The next tokens of prompts."""
         parts = []
-        for row in tuple(self._reading.values()):
-            count = min(row.prefill_length - row.prefilled, budget)
-            if count <= 0 or not row.begun or (row.source and not row.encoded):
-                continue
+        ready = [
+            row for row in self._reading.values() if row.begun and (row.encoded or not row.source)
+        ]
+        for row, count in self._budget.shares(ready, limits):
             if row.begins_decoding:
                 row.prefilled = count
                 del self._reading[row.slot]
                 continue
             parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
-            budget = 0 if self._one_by_one else budget - count
             row.prefilled += count
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled
@@ -494,6 +450,6 @@ class Scheduler:
             self._leave_session(row, row.session)
         elif row.prefix is not None and row.begun:
             there = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
-            self._extents.keep(row.prefix, there, row.reserved)
+            self._cache.keep(row.prefix, there, row.reserved)
         else:
-            self._extents.free(row.extent, row.reserved)
+            self._cache.free(row.extent, row.reserved)

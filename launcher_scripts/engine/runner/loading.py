@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class EngineSettings:
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     deterministic:   a row's tokens do not depend on the rows beside: every step has the same shape,
                      that of max_batch_size rows of full length, and prompts run one by one
+    inter_token_target: seconds that a step over prompts may take, so that rows which decode get
+                     their next tokens, and new requests their turn, in time; 0: no limit
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
     start_timeout:   seconds a rank may take to load
     """
@@ -87,6 +90,7 @@ class EngineSettings:
     enable_prefix_caching: bool = False
     deterministic: bool = False
     verify: bool = True
+    inter_token_target: float = 0.05
     stall_timeout: float = 4.0
     start_timeout: float = 1800.0
     nodes: int = 1
@@ -101,6 +105,8 @@ class EngineSettings:
             problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
+        if not 0 <= self.inter_token_target < inf:
+            problems.add("inter_token_target must be 0 or more", got=self.inter_token_target)
         with problems.collecting():
             quantization_of(0, self.quantization, "{} in config.pbtxt")
         with problems.collecting():

@@ -107,7 +107,7 @@ class Prefill:
         prompts = PackedPrompts(rows, parts, ids=ids)
         sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
-            hidden = self._hidden(prompts)
+            hidden = self._hidden(prompts, prompts.sizes)
             return self._network.logits(hidden) if self._communicator.is_last_stage else None
         packed = prompts.to_device(self._device, self._nowhere, sizes)
 
@@ -194,7 +194,7 @@ class Prefill:
         rows = prompts.going_on
         batch = SamplingBatch(rows, self._device)
         packed = prompts.packed(self._device, self._nowhere, sizes)
-        longest = bucket_tokens(prompts.longest) if prompts.longest else 0
+        longest = _bucketed(prompts.longest)
         made = graphs.run(*self._recorded(packed, sizes, prompts.spans, longest, batch.choice))
         if not rows:
             return
@@ -202,8 +202,11 @@ class Prefill:
             made = self._choice.chosen(made[: len(rows)], batch)
         self._choice.give(result, [row.slot for row in rows], made, batch)
 
-    def _hidden(self, prompts: PackedPrompts) -> Tensor:
-        """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel."""
+    def _hidden(self, prompts: PackedPrompts, sizes: Sizes) -> Tensor:
+        """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel.
+
+        sizes: what its rows that decode are filled up to
+        """
         chunks = tuple(
             Chunk(
                 row.start,
@@ -219,12 +222,13 @@ class Prefill:
             )
             for row, part in zip(prompts.rows, prompts.parts, strict=True)
         )
-        packed = prompts.to_device(self._device, self._nowhere, None)
-        batch = unpacked(packed, prompts.sizes, prompts.spans, chunks)
-        return self._forward(batch, prompts.longest)
+        packed = prompts.to_device(self._device, self._nowhere, sizes)
+        batch = unpacked(packed, sizes, prompts.spans, chunks)
+        return self._forward(batch, _bucketed(prompts.longest))
 
     def _launch(self, prompts: PackedPrompts, result: StepResult) -> None:
-        hidden, first = self._hidden(prompts), len(prompts.decoding)
+        sizes = prompts.sizes if self._graphs is None else prompts.padded(self._states.padding_slot)
+        hidden, first = self._hidden(prompts, sizes), sizes.decoding
         self._context.add(hidden[first:], prompts.rows, prompts.parts, result)
         rows = dict(zip(prompts.places(first), prompts.going_on, strict=True))
         plain = {at: row for at, row in rows.items() if not row.beams}
@@ -275,6 +279,11 @@ class Prefill:
         if isinstance(row.prompt, Tensor):
             return row.prompt.to(self._device, non_blocking=True)
         return row.prompt
+
+
+def _bucketed(longest: int) -> int:
+    """The context that the kernels of rows which decode beside prompts are chosen for."""
+    return bucket_tokens(longest) if longest else 0
 
 
 def _alike(rows: Sequence[RowStart]) -> bool:

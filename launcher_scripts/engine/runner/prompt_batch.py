@@ -93,12 +93,15 @@ def several_rows(tokens: int) -> int:
     return max(16, tokens // 32)
 
 
-def mixed_tokens(decoding: int, most_rows: int) -> int:
-    """Most prompt tokens of a pass in which so many rows decode, for it to be a CUDA graph.
+def recorded_tokens(decoding: int, max_rows: int) -> list[int]:
+    """Prompt tokens of the passes that are CUDA graphs and filled by them, in which so many rows
+    decode; ascending.
 
-    most_rows: of those that decode in any pass
+    max_rows: maximum number of rows that decode in any pass
     """
-    return max(TOKEN_BUCKETS[0], TOKEN_BUCKETS[-1] - bucket_rows(decoding, most_rows))
+    rows = bucket_rows(decoding, max_rows) if decoding else 0
+    sizes = [size - rows for size in TOKEN_BUCKETS if size > rows]
+    return sizes or [TOKEN_BUCKETS[0]]
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:
@@ -154,9 +157,14 @@ class PackedPrompts:
 
         most_rows: of those that decode
         """
-        decoding = bucket_rows(len(self.decoding), most_rows) if self.decoding else 0
+        decoding = self.padded(most_rows).decoding
         sizes = prompt_bucket(self.tokens, len(self.parts), decoding)
         return sizes and sizes._replace(lora=self._has_lora)
+
+    def padded(self, most_rows: int) -> Sizes:
+        """The sizes where rows that decode alone are filled up; most_rows: of those."""
+        decoding = bucket_rows(len(self.decoding), most_rows) if self.decoding else 0
+        return self.sizes._replace(decoding=decoding)
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
         """One int64 vector for `unpacked`; sizes: what is filled up to."""

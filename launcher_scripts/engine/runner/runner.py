@@ -30,7 +30,7 @@ from launcher_scripts.engine.runner.graphs import (
     step_shapes,
 )
 from launcher_scripts.engine.runner.prefill import Prefill
-from launcher_scripts.engine.runner.prompt_batch import mixed_tokens
+from launcher_scripts.engine.runner.prompt_batch import recorded_tokens
 from launcher_scripts.models.adapters import adapters_of
 
 FIRST_STEPS = 2  # shapes of decode steps that are recorded before those of inputs
@@ -81,10 +81,10 @@ class Runner:
         self._unsettled: deque[StepResult] = deque()
 
     @property
-    def mixed_tokens(self) -> Callable[[int], int] | None:
+    def recorded_tokens(self) -> Callable[[int], list[int]] | None:
         """See Scheduler."""
         mixes = self._mixes([])
-        return partial(mixed_tokens, most_rows=self.states.padding_slot) if mixes else None
+        return partial(recorded_tokens, max_rows=self.states.padding_slot) if mixes else None
 
     def _mixes(self, prompts: Sequence[RowStart]) -> bool:
         """Whether rows decode in the pass over such prompts."""
@@ -145,6 +145,9 @@ class Runner:
         if self._graphs is not None:
             for shape in plan.record:
                 self._record(shape, self._graphs)
+        if plan.prefill and self.device.type == "cuda":
+            result.done = torch.cuda.Event()
+            result.done.record(torch.cuda.current_stream(self.device))
         return result
 
     def shapes_to_record(self) -> list[StepShape]:

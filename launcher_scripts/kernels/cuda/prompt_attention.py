@@ -128,30 +128,43 @@ def _add_keys(
     tokens = token + tl.arange(0, TILE)
     features = tl.arange(0, BLOCK)
     where = pool + tokens[:, None] * SIZE + features[None, :]
-    held = (features < SIZE)[None, :]
+    mask = (features < SIZE)[None, :]
     if MASKED:
-        held = held & (tokens < last)[:, None]
-    key = in_halves(tl.load(keys + where, mask=held, other=0.0), PTX).to(rows.dtype)
-    scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION) * (scale * LOG2_E)
-    scores = capped(scores, SOFTCAP * LOG2_E)
-    if ALIBI:
-        scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
-    if RELATIVE:
-        distance = tokens[None, :] - positions[:, None]
-        scores += tl.load(bias + reached(distance, reach)) * LOG2_E
-    if MASKED:
-        seen = tokens[None, :] <= positions[:, None]
-        if WINDOW > 0:
-            seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
-        scores = tl.where(seen, scores, -float("inf"))
-    m_new = tl.maximum(m, tl.max(scores, 1))
+        mask = mask & (tokens < last)[:, None]
+    key = in_halves(_load(keys + where, mask, MASKED or SIZE < BLOCK), PTX).to(rows.dtype)
+    scores = tl.dot(rows, tl.trans(key), input_precision=PRECISION)
+    factor = scale * LOG2_E
+    if MASKED or ALIBI or RELATIVE or SOFTCAP > 0:
+        scores = capped(scores * factor, SOFTCAP * LOG2_E)
+        if ALIBI:
+            scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
+        if RELATIVE:
+            distance = tokens[None, :] - positions[:, None]
+            scores += tl.load(bias + reached(distance, reach)) * LOG2_E
+        if MASKED:
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, 1))
+        p = tl.exp2(scores - m_new[:, None])
+    else:  # scores are scaled by the multiply-add that subtracts their maximum
+        m_new = tl.maximum(m, tl.max(scores, 1) * factor)
+        p = tl.exp2(scores * factor - m_new[:, None])
     alpha = tl.exp2(m - m_new)
-    p = tl.exp2(scores - m_new[:, None])
     total = total * alpha + tl.sum(p, 1)
-    value = in_halves(tl.load(values + where, mask=held, other=0.0), PTX).to(rows.dtype)
+    value = in_halves(_load(values + where, mask, MASKED or SIZE < BLOCK), PTX).to(rows.dtype)
     acc = acc * alpha[:, None]
     acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
     return m_new, total, acc
+
+
+@triton.jit
+def _load(pointers, mask, MASKED: tl.constexpr):
+    """Copies without a mask are wider, and need no zeros."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(pointers)
 
 
 def prompt_attention(
@@ -197,6 +210,6 @@ def prompt_attention(
         PRECISION="ieee" if exact else "tf32",
         PTX=traits_of(query.device).runs_ptx,
         num_warps=8 if wide else 4,
-        num_stages=1 if exact else 2,
+        num_stages=1 if exact else 2 if wide else 3,
     )
     return out
