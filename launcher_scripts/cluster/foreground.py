@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from launcher_scripts.cluster.cluster import Cluster, Options
 from launcher_scripts.cluster.job import Job, Service, Submitted
@@ -38,6 +39,11 @@ from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.common.processes import StopRequest, adopt_orphans, signal_when_parent_dies
 
 POLL_SECONDS = 0.05
+# Lines of tritonserver itself, among them the tables that it draws.
+_TRITON_LINE = re.compile(
+    rb"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ |\+[-+]+\+\s*$|\| .*\|\s*$|Error: Failed to initialize NVML"
+)
+_EXAMPLE = "try: "  # how the log of a server with a gateway begins the line of a request
 _GROUP_SECONDS = 5.0
 _LOG_TAIL_LINES = 20
 
@@ -86,11 +92,16 @@ class Process:
         """Repeat on the terminal what the log has gained."""
         with self.log.open("rb") as log:
             log.seek(self._shown)
-            gained = log.read()
-        self._shown += len(gained)
+            gained = self._visible(log)
         sys.stdout.flush()
         sys.stdout.buffer.write(gained)
         sys.stdout.buffer.flush()
+
+    def _visible(self, log: IO[bytes]) -> bytes:
+        """The part of the log's rest that belongs on the terminal."""
+        gained = log.read()
+        self._shown += len(gained)
+        return gained
 
     def tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -137,7 +148,32 @@ class ServiceProcess(Process):
 
     def __init__(self, submitted: Submitted, service: Service, env: Mapping[str, str]) -> None:
         self.service = service
+        self._in_triton = False
         super().__init__(submitted, env)
+
+    def _visible(self, log: IO[bytes]) -> bytes:
+        """Complete lines, without those of tritonserver: the terminal has a line per event."""
+        gained, lines = log.read(), []
+        if not self.ended():
+            gained = gained[: gained.rfind(b"\n") + 1]
+        self._shown += len(gained)
+        for line in gained.splitlines(keepends=True):
+            self._in_triton = bool(_TRITON_LINE.match(line)) or (
+                self._in_triton and not line.strip()
+            )
+            if not self._in_triton:
+                lines.append(line)
+        return b"".join(lines)
+
+    def addresses(self) -> list[str]:
+        """The lines that a user needs: the address of OpenAI's interface, and a request."""
+        ready = ready_of_run(self.service.ready_file, self.submitted.job.folder.root) or {}
+        if not ready.get("openai"):
+            return []
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        examples = [line for line in text.splitlines() if line.startswith(_EXAMPLE)]
+        request = [example.removeprefix(_EXAMPLE) for example in examples[-1:]]
+        return [f"OpenAI URL: {ready['openai']}", *request]
 
     def ready(self) -> Path | None:
         """The file that says so; None: it is not ready."""
@@ -264,7 +300,8 @@ class ForegroundCluster(Cluster[Options]):
                 f"the end of its log {process.log}:\n{process.tail()}"
             )
         self._awaits = False
-        print(f"{process.name} is ready: {ready_file}", flush=True)
+        process.show_log()
+        print(f"{process.name} is ready: {ready_file}", *process.addresses(), sep="\n", flush=True)
 
     def _end_services(self) -> None:
         """End the services, newest first."""

@@ -138,6 +138,21 @@ def test_a_server_in_the_foreground_ends_cleanly(start: Start, tmp_path: Path, n
     assert_ended(pids)
 
 
+def test_the_terminal_ends_with_the_address(start: Start, tmp_path: Path) -> None:
+    process = start("stages=[export,deploy]", "deploy.gateway.port=0")
+    output = read_until(process, "deploy job deploy_tiny is ready")
+    lines = [process.stdout.readline() for _ in range(2)] if process.stdout else []
+    assert lines == [
+        "OpenAI URL: http://127.0.0.1:8080/v1\n",
+        "curl http://127.0.0.1:8080/v1/completions\n",
+    ]
+    process.terminate()
+    process.communicate(timeout=240)
+    assert "server.cc" not in output and "| a |" not in output
+    (log,) = (deploy_folder(tmp_path) / "jobs/001").glob("log-*")
+    assert "server.cc" in log.read_text()
+
+
 def test_no_process_outlives_a_server_that_forgets_them(start: Start, tmp_path: Path) -> None:
     process = start("stages=[export,deploy]", SERVER="leaves_child")
     read_until(process, "is ready")

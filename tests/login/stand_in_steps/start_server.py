@@ -26,6 +26,10 @@ results = Path(settings["results_dir"])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 (results / f"pids{number}").write_text(f"{os.getpid()} {child.pid}")
 print("server starts", flush=True)
+if settings["gateway"]:
+    ready["openai"] = "http://127.0.0.1:8080/v1"
+    print('I1127 15:29:47.513300 11846 server.cc:241] "loading"\n+---+\n| a |\n+---+\n', flush=True)
+    print("try: curl http://127.0.0.1:8080/v1/completions\nseconds of the start:", flush=True)
 
 
 def stop(*_: object) -> None:
