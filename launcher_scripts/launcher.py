@@ -69,7 +69,7 @@ def launcher_arguments(word: str, path: Path, overrides: Sequence[str]) -> list[
             (f"deploy.server.{kind}_port" for kind in ("http", "grpc", "metrics")), "0"
         ),
     }
-    if word == "serve" and export_file != _ENCODER_FILE:
+    if word == "serve":
         keys["deploy.gateway.port"] = "8000"
     if export_file is not None:
         keys = {"export": export_file, **keys}

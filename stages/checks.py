@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,31 @@ class Checks:
         for named in paths_in(settings):
             check = self.private if named.private else self.exists
             check(what.format(named.name), named.path, f"{key}.{named.name}")
+
+    def port(self, host: str, port: int, change: str) -> None:
+        """A port of this machine that a job is going to listen on; 0 is a free one."""
+        if not port:
+            return
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    text = "the port is in use by another program"
+                    self.absent.add(text, got=port, change=f"{change} (0: a free one)")
+
+    def space(self, folder: Path, size: int, change: str) -> None:
+        """Room for `size` bytes of files in a folder that a job is going to make."""
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(place).free
+        if size > free:
+            self.absent.add(
+                f"{folder} needs about {size / 1e9:,.1f} GB of files",
+                got=f"{free / 1e9:,.1f} GB free on that disk",
+                change=change,
+            )
 
     def time_limit(self, value: str, change: str) -> None:
         """Slurm's notations of a time."""

@@ -185,6 +185,7 @@ class Deploy(ServiceStage):
             return
         self._check_replicas()
         self._check_promotion()
+        self._check_ports()
         checks.paths("{} of the server", settings.security, SECURITY_KEY)
         if settings.gateway is not None:
             check_gateway(checks, settings.gateway, settings.security, DeployedGateway.key)
@@ -225,6 +226,18 @@ class Deploy(ServiceStage):
                 got=ports,
                 change="deploy.server.*_port (0: a free one), or cluster.exclusive",
             )
+
+    def _check_ports(self) -> None:
+        """Where the server runs on this machine, its ports are free before anything is exported."""
+        settings, checks = self.settings, self.launch.checks
+        if self.launch.cluster.serves_others:
+            return
+        for kind, host in settings.hosts.items():
+            name = f"{kind}_port"
+            checks.port(host, settings.ports[name], f"deploy.server.{name}")
+        if settings.gateway is not None and settings.gateway.port is not None:
+            host = settings.gateway.host or settings.hosts["grpc"]
+            checks.port(host, settings.gateway.port, f"{DeployedGateway.key}.port")
 
     def _check_promotion(self) -> None:
         """A server that is held back needs somebody to judge it, and nobody who announces it."""

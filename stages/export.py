@@ -30,7 +30,8 @@ from launcher_scripts.config.settings import (
     ServingOptions,
     TokenizerSettings,
 )
-from launcher_scripts.models.family import check_division
+from launcher_scripts.models import value_count
+from launcher_scripts.models.family import ModelConfig, check_division
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
 from stages.stage import Stage, StageRun
 
@@ -178,9 +179,18 @@ class Export(Stage):
             return
         if model is not None:
             check_division(checks.problems, model, self.settings.parallelism)
+        self._check_space(model)
         if self.settings.tokenizer.source == "auto" and source != "random":
             with checks.problems.collecting():
                 check_tokenizer(path)
+
+    def _check_space(self, model: Any) -> None:
+        """Room for the weights, where the checkpoint tells their number and none is written yet."""
+        checks, settings = self.launch.checks, self.settings
+        target = checks.on_host(settings.checkpoint_dir)
+        if isinstance(model, ModelConfig) and settings.source != "random" and not target.exists():
+            size = (4 if settings.weight_data_type == "fp32" else 2) * value_count(model)
+            checks.space(target, size, "base_results_dir or export.run.results_dir")
 
 
 def read_sizes(path: Path, source: str = "auto") -> Any:

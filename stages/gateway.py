@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.paths import with_absolute_paths
+from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import GatewayJobSettings
 from stages.checks import check_gateway
 from stages.deploy import Deploy
@@ -75,6 +76,9 @@ class Gateway(ServiceStage):
     def check_own(self) -> None:
         checks, settings, deploy = self.launch.checks, self.settings, self._deploy
         check_gateway(checks, settings.gateway, deploy.settings.security, self.name)
+        if not self.launch.cluster.serves_others:
+            port = settings.gateway.port or 0
+            checks.port(settings.host or LOOPBACK, port, f"{self.name}.port")
         if settings.tokenizer_dir is not None:
             what = "the folder of tokenizer files"
             checks.exists(what, settings.tokenizer_dir, "gateway.tokenizer_dir")

@@ -73,7 +73,7 @@ def _announce(
 ) -> None:
     job = {"folder": settings.job_folder, "id": os.environ.get("SLURM_JOB_ID")}
     facts = {"openai": url, "models": process.models, "ready": settings.ready, "job": job}
-    ready_files.write(facts)
-    print(f"ready: {json.dumps(facts)}", flush=True)
     command = example_command(url, process.models[0], keyed=process.keyed)
     print(f"try: {command}", flush=True)
+    ready_files.write(facts)
+    print(f"ready: {json.dumps(facts)}", flush=True)

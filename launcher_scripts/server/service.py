@@ -303,11 +303,11 @@ class Service:
         }
         if GATEWAY in self._ports:
             facts["openai"] = self._openai
-        self._ready_files.write(facts)
-        print(f"ready: {json.dumps(facts)}", flush=True)
-        if self._gateway is not None:
+        if self._gateway is not None:  # whoever waits for the file finds the line in the log
             model, keyed = self._gateway.models[0], self._gateway.keyed
             print(f"try: {example_command(facts['openai'], model, keyed=keyed)}", flush=True)
+        self._ready_files.write(facts)
+        print(f"ready: {json.dumps(facts)}", flush=True)
         print(f"seconds of the start:\n{start_table(facts['timeline'])}", flush=True)
 
     def watch(self) -> None:

@@ -116,6 +116,8 @@ def arguments(launcher: Path, tmp_path: Path, nemo_file: Path) -> list[str]:
         "export.run.model_train_name=tiny",
         f"export.model.checkpoint_path='{nemo_file}'",
         "export.model.tensor_model_parallel_size=2",
+        # The machine's own servers do not matter.
+        *(f"deploy.server.{kind}_port=0" for kind in ("http", "grpc", "metrics")),
         "evaluate.tasks.lambada.data_file=" + str(nemo_file),
     ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import socket
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from tests.login.conftest import LOCAL, Planner, write_nemo
+from tests.login.test_defaults import CONFIG
 
 
 @pytest.fixture
@@ -262,7 +265,6 @@ def test_one_answer_for_one_mistake(problems: Finder, override: str, answer: str
     ("override", "answer"),
     [
         ("deploy.server.http_port=70000", "1-65535; change deploy.server.http_port"),
-        ("deploy.server.grpc_port=8000", "two of the server's ports are equal"),
         ("deploy.server.device=tpu", "choices: auto, cpu, cuda"),
         ("deploy.server.tritonserver=/nowhere/tritonserver", "the server is not there"),
         ("deploy.run.nodes=0", "nodes must be at least 1"),
@@ -287,6 +289,12 @@ def test_one_answer_for_one_mistake_in_serving(
 ) -> None:
     found = problems("stages=[export,deploy,evaluate]", override)
     assert any(answer in message for message in found), found
+
+
+def test_two_equal_ports(problems: Finder) -> None:
+    equal = ("deploy.server.grpc_port=4567", "deploy.gateway.port=4567")
+    found = problems("stages=[export,deploy]", *equal)
+    assert any("two of the server's ports are equal" in message for message in found)
 
 
 @pytest.mark.parametrize(("container", "checked"), [("null", True), ("/images/a.sqsh", False)])
@@ -600,3 +608,42 @@ def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
     assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
     (inner / "merges.txt").write_text("")
     assert plan(LOCAL, *arguments, given).stages
+
+
+@pytest.mark.parametrize(
+    ("key", "stages"),
+    [
+        *((f"deploy.server.{kind}_port", "export,deploy") for kind in ("http", "grpc", "metrics")),
+        ("deploy.gateway.port", "export,deploy"),
+        ("gateway.port", "export,deploy,gateway"),
+    ],
+)
+def test_a_taken_port_is_named_before_the_export(
+    problems: Finder, plan: Planner, arguments: list[str], key: str, stages: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (found,) = problems(f"stages=[{stages}]", f"{key}={port}")
+        change = f"change {key} (0: a free one)"
+        assert found == f"the port is in use by another program; got {port}; {change}"
+        more = ["dry_run=True", LOCAL, *arguments, f"stages=[{stages}]", f"{key}={port}"]
+        assert any("the port is in use" in text for text in plan(*more).absent)
+        others = ["cluster_type=bcp", *more[2:], "dry_run=True"]
+        assert not any("the port is in use" in text for text in plan(*others).absent)
+
+
+def test_a_full_disk_is_named_before_the_export(
+    problems: Finder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").touch()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    checkpoint = f"export.model.checkpoint_path={folder}"
+    (found,) = problems(checkpoint, "export.model.tokenizer=none")
+    assert "needs about 13.2 GB of files; got '1.0 GB free on that disk'" in found
+    fp32 = "export.model.weight_data_type=fp32"
+    (found,) = problems(checkpoint, "export.model.tokenizer=none", fp32)
+    assert "needs about 26.4 GB" in found
