@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.tasks import RENAMED_TASKS
+from stages import STAGES
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
@@ -71,6 +72,17 @@ def _restore_texts(config: Any, texts: Any, *, in_variables: bool) -> None:
         kinds = (int, float, bool) if in_variables else (int,)
         if type(plain) in kinds and isinstance(text, str) and str(plain) != text:
             config[name] = text
+
+
+def with_stage_options(arguments: Iterable[str]) -> list[str]:
+    """The arguments with a plus before `<stage>.cluster.<key>`: any key of the cluster can be
+    there, and conf/ lists none.
+    """
+    key = re.compile(rf"\+{{0,2}}(({'|'.join(STAGES)})\.cluster(\.\w+)?=)")
+    return [
+        key.sub(r"++\1", argument, count=1) if key.match(argument) else argument
+        for argument in arguments
+    ]
 
 
 def with_texts_of_variables(arguments: Iterable[str]) -> list[str]:

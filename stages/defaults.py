@@ -80,7 +80,8 @@ def _gpus_of_a_cluster(config: DictConfig) -> int | None:
     if config.cluster.type == "interactive":
         return None
     gpus = config.cluster.gpus_per_node
-    return gpus if isinstance(gpus, int) else 1
+    count = str(gpus).rpartition(":")[2]  # `a100:8` names Slurm's type, too
+    return int(count) if count.isdecimal() else 1
 
 
 def _parallel_size(config: DictConfig) -> int:

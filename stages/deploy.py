@@ -60,7 +60,7 @@ class Deploy(ServiceStage):
     @cached_property
     def settings(self) -> DeploySettings:
         server = values_of(ServerOptions, self.block.server)
-        if server["host"] is None and not self.launch.cluster.serves_others:
+        if server["host"] is None and not self.cluster.serves_others:
             server["host"] = LOOPBACK
         if self.block.promote is not None:
             server |= dict.fromkeys(self.block.server.ports, 0)
@@ -80,7 +80,7 @@ class Deploy(ServiceStage):
     def restarts(self) -> int:
         if self.block.restarts is not None:
             return self.block.restarts
-        return RESTARTS if self.launch.cluster.serves_others else 0
+        return RESTARTS if self.cluster.serves_others else 0
 
     @property
     def brings(self) -> tuple[str, ...]:
@@ -151,9 +151,11 @@ class Deploy(ServiceStage):
 
     def resources(self) -> Resources:
         """One server per node, on as many nodes as hold every rank."""
-        gpus = self.launch.cluster.gpus_per_node
-        needed = 1 if gpus is None else self.parallelism.nodes(gpus)
-        return Resources(nodes=self.block.run.nodes or needed, time_limit=self.block.run.time_limit)
+        gpus = self.cluster.gpus_per_node
+        nodes = self.block.run.nodes or (1 if gpus is None else self.parallelism.nodes(gpus))
+        # One for each rank on the node, and one for Triton and the gateway.
+        cpus = None if self.remote else max(1, self.parallelism.world_size // max(1, nodes)) + 1
+        return Resources(nodes=nodes, time_limit=self.block.run.time_limit, cpus_per_task=cpus)
 
     def service(self) -> Service:
         return replace(super().service(), candidate_file=self.settings.candidate_file)
@@ -161,13 +163,13 @@ class Deploy(ServiceStage):
     def env(self) -> dict[str, str]:
         """Hide the GPUs of a node that no rank needs: a server takes all that it sees."""
         needed, env = self.step_gpus(), {}
-        if needed is not None and not self.launch.cluster.limits_gpus:
+        if needed is not None and not self.cluster.limits_gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(needed)))
         return {**env, **super().env()}
 
     def step_gpus(self) -> int | None:
         """One GPU of a node for every rank on it, where that is less than the node has."""
-        gpus = self.launch.cluster.gpus_per_node
+        gpus = self.cluster.gpus_per_node
         ranks = self.parallelism.world_size // self.resources().nodes
         if gpus is None or self.remote or ranks >= gpus or self.settings.device == "cpu":
             return None
@@ -178,7 +180,7 @@ class Deploy(ServiceStage):
         return [*given, *super().paths()]
 
     def check_own(self) -> None:
-        checks, cluster, settings = self.launch.checks, self.launch.cluster, self.settings
+        checks, cluster, settings = self.launch.checks, self.cluster, self.settings
         nodes = self.block.run.nodes
         if nodes is not None and nodes < 1:
             checks.problems.add("nodes must be at least 1", got=nodes, change="deploy.run.nodes")
@@ -205,7 +207,7 @@ class Deploy(ServiceStage):
             checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
 
     def _check_replicas(self) -> None:
-        checks, most, key = self.launch.checks, self.launch.cluster.max_replicas, "deploy.replicas"
+        checks, most, key = self.launch.checks, self.cluster.max_replicas, "deploy.replicas"
         count, first, server = self.block.replicas, self.block.first_replica, self.block.server
         if first is not None and first < 0:
             change = "deploy.first_replica"
@@ -220,7 +222,7 @@ class Deploy(ServiceStage):
             )
             return
         ports = tuple(server.ports.values())
-        if count > 1 and any(ports) and not self.launch.cluster.whole_nodes:
+        if count > 1 and any(ports) and not self.cluster.whole_nodes:
             checks.problems.add(
                 "replicas that share a node need ports of their own",
                 got=ports,

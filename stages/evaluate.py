@@ -330,9 +330,14 @@ class Evaluate(Stage):
 
     @property
     def _beside_server(self) -> bool:
-        return self.block.in_deploy_job and self.launch.cluster.hosts_clients
+        return self.block.in_deploy_job and self.cluster.hosts_clients
 
     def _check_deploy_job(self) -> None:
+        if self.cluster is not self.launch.cluster:
+            self.launch.checks.problems.add(
+                "a client in its server's job has that job's options of the cluster",
+                change="evaluate.in_deploy_job=False, or deploy.cluster.* for both",
+            )
         if self._deploy.replicas:
             self.launch.checks.problems.add(
                 "a client beside its server would measure one replica alone",

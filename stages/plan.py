@@ -223,7 +223,7 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
 def _check(stage: Stage) -> None:
     """What is wrong with a stage goes to its launch's checks, or is raised."""
     stage.check()
-    stage.launch.cluster.render(stage.job(_next_folder(stage)))
+    stage.cluster.render(stage.job(_next_folder(stage)))
 
 
 def _next_folder(stage: Stage) -> JobFolder:

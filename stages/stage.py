@@ -106,12 +106,16 @@ class Stage(ABC):
     caches: ClassVar[Mapping[str, str]] = {}
 
     block: Any
+    cluster: Cluster[Any]
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.block = build(
-            self.block_type, launch.blocks[self.name], f"the {self.name} stage", key=self.name
+        block = dict(launch.blocks[self.name] or {})
+        own = block.pop("cluster", None) or {}
+        self.cluster = (
+            launch.cluster.for_stage(own, f"{self.name}.cluster") if own else launch.cluster
         )
+        self.block = build(self.block_type, block, f"the {self.name} stage", key=self.name)
 
     @cached_property
     @abstractmethod
@@ -185,17 +189,17 @@ class Stage(ABC):
 
     @property
     def in_container(self) -> bool:
-        return self.launch.cluster.in_container and self.launch.config.container is not None
+        return self.cluster.in_container and self.launch.config.container is not None
 
     @property
     def python(self) -> str:
         """The interpreter of the steps; on the host the one that plans the job."""
-        return self.launch.cluster.python or ("python3" if self.in_container else sys.executable)
+        return self.cluster.python or ("python3" if self.in_container else sys.executable)
 
     @property
     def overlay(self) -> Path | None:
         """The folder of Python packages that the jobs' interpreter lacks."""
-        given = self.launch.cluster.overlay
+        given = self.cluster.overlay
         return None if given is None else Path(absolute(given))
 
     @property
@@ -253,6 +257,7 @@ class Stage(ABC):
             container=self._container(folder),
             service=self.service(),
             server=server,
+            options=self.cluster.options,
             replicas=self.replicas,
             first_replica=self.first_replica,
         )
@@ -320,5 +325,5 @@ class ServiceStage(Stage):
         settings = self.settings
         stop_timeout = settings.stop_timeout + CLEANUP_SECONDS
         if self.in_container:
-            stop_timeout += self.launch.cluster.removal_seconds
+            stop_timeout += self.cluster.removal_seconds
         return Service(settings.ready_file, settings.ready_timeout, stop_timeout)

@@ -67,4 +67,4 @@ class BcpCluster(ForegroundCluster[BcpOptions]):
             )
 
     def render(self, job: Job) -> str:
-        return render("bcp.sh.j2", job=job, options=self.options)
+        return render("bcp.sh.j2", job=job, options=self.options_of(job))

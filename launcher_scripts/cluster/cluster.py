@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.options import ClusterOptions
 from launcher_scripts.cluster.record import JobRecord
 from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.errors import LauncherError, Problems
+from launcher_scripts.common.errors import ConfigError, LauncherError, Problems, problem
 from launcher_scripts.config.schema import build
 
 Options = TypeVar("Options", bound=ClusterOptions)
@@ -47,6 +48,23 @@ class Cluster(ABC, Generic[Options]):
         options: Any = build(cls.options_type, values, "the cluster's configuration", key="cluster")
         return cls(options)
 
+    def for_stage(self, values: Mapping[str, Any], key: str) -> Cluster[Any]:
+        """The cluster with options of one stage's jobs. key: of the configuration, of `values`"""
+        if "type" in values:
+            raise ConfigError(
+                problem(
+                    "all stages have one cluster type", got=values["type"], change=f"{key}.type"
+                )
+            )
+        own = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        options: Any = build(self.options_type, {**own, **values}, f"the options of {key}", key=key)
+        return type(self)(options)
+
+    def options_of(self, job: Job) -> Options:
+        """The options of a job: those of its stage, if it has some."""
+        options: Any = self.options if job.options is None else job.options
+        return cast(Options, options)
+
     @property
     def whole_nodes(self) -> bool:
         """Whether no other job shares a node."""
@@ -65,7 +83,7 @@ class Cluster(ABC, Generic[Options]):
     @property
     def gpus_per_node(self) -> int | None:
         """GPUs that a job gets on every node; None where that is not known."""
-        return self.options.gpus_per_node
+        return self.options.num_gpus
 
     @property
     def python(self) -> str | None:

@@ -41,4 +41,4 @@ class InteractiveCluster(ForegroundCluster[InteractiveOptions]):
         return without_job(os.environ)
 
     def render(self, job: Job) -> str:
-        return render("local.sh.j2", job=job)
+        return render("local.sh.j2", job=job, options=self.options_of(job))

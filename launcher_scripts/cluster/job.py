@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.cluster.options import ClusterOptions
 from launcher_scripts.cluster.record import ID_FILE, JobRecord, write_text
 from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.config.settings import settings_text
@@ -23,12 +24,14 @@ class Resources:
     """What a job asks of the cluster. time_limit is in Slurm's notation.
 
     gpus_per_node: None: what the cluster's configuration says; 0: none, on a node that others use
+    cpus_per_task: CPUs that a task needs, where the configuration has no number; None: unknown
     """
 
     nodes: int = 1
     tasks_per_node: int = 1
     time_limit: str = "1:00:00"
     gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class Job:
     client:       a job that runs beside this service, on the same nodes; its result is the job's
     ends_with_client: whether a later job of the same command line stops this service: it ends
                   with that job, also where that job cannot stop it
+    options:      the cluster's options of this job's stage; None: those of the cluster
     gateway:      the job of the gateway that the same command line puts before this server
     replicas:     how many times a service is started, as an array of jobs; 0: once, and no array
     first_replica: the number of the array's first task
@@ -187,6 +191,7 @@ class Job:
     promotes: bool = False
     client: Job | None = None
     ends_with_client: bool = False
+    options: ClusterOptions | None = None
     gateway: Job | None = None
     replicas: int = 0
     first_replica: int = 0

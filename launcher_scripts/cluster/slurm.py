@@ -18,7 +18,7 @@ from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.environment import SubmissionEnvironment
 from launcher_scripts.cluster.job import Job, Submitted
 from launcher_scripts.cluster.record import JobRecord, write_text
-from launcher_scripts.cluster.slurm_options import SlurmOptions
+from launcher_scripts.cluster.slurm_options import SlurmOptions, option_name
 from launcher_scripts.cluster.slurm_room import check_room
 from launcher_scripts.cluster.slurm_script import slurm_script
 from launcher_scripts.cluster.state import JobState, wait_for
@@ -56,7 +56,8 @@ class ScriptExecutor(SlurmExecutor):
         return {name.replace("_", "-"): value for name, value in parameters.items()}
 
     def environment(self) -> SubmissionEnvironment:
-        return SubmissionEnvironment.of(os.environ, self.flags())
+        further = map(option_name, self.options.sbatch_args)
+        return SubmissionEnvironment.of(os.environ, {*self.flags(), *further})
 
     def script(self) -> str:
         """The text that sbatch is given."""
@@ -68,7 +69,9 @@ class ScriptExecutor(SlurmExecutor):
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         dependency = []
         if self.dependency is not None:
-            dependency = [f"--dependency={self.dependency}", "--kill-on-invalid-dep=yes"]
+            dependency = [f"--dependency={self.dependency}"]
+        if self.dependency is not None or self.options.dependency is not None:
+            dependency.append("--kill-on-invalid-dep=yes")
         return ["sbatch", *dependency, str(submission_file_path)]
 
     def submit_script(self) -> str:
@@ -93,6 +96,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
         super().__init__(options)
         self._submitted: list[Submitted] = []
         self._handing_over: Job | None = None
+        self._printed_notes: set[str] = set()
 
     @property
     def whole_nodes(self) -> bool:
@@ -114,7 +118,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
             )
 
     def render(self, job: Job) -> str:
-        return ScriptExecutor(job, self.options).script()
+        return ScriptExecutor(job, self.options_of(job)).script()
 
     def test(self, job: Job) -> str | None:
         """What sbatch says to the script without queueing it; None where no Slurm answers.
@@ -123,7 +127,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
         """
         if not slurm_queue.answers():
             return None
-        executor = ScriptExecutor(job, self.options)
+        executor = ScriptExecutor(job, self.options_of(job))
         environment = executor.environment()
         tried = subprocess.run(
             ["sbatch", "--test-only"],
@@ -139,25 +143,37 @@ class SlurmCluster(Cluster[SlurmOptions]):
             key = slurm_queue.refused_key(said)
             problems.add(f"sbatch would refuse the {job.stage} job: {said}", change=key)
         else:
-            options = self._options(environment)
+            options = _with_defaults(executor.options, environment)
             if options.qos is None:  # a quality of service can lift the partition's limits
                 slurm_queue.check_partition(options.partition, job.resources, problems, job.stage)
             check_room(job, options, problems)
+            self._check_mpi(job, options, problems)
         problems.raise_if_any(ClusterError)
-        return "\n# ".join([said, *environment.notes()])
+        return "\n# ".join([said, *self._notes(job)])
 
-    def _options(self, environment: SubmissionEnvironment) -> SlurmOptions:
-        """The options with the defaults of the user's shell."""
-        names = {"partition", "qos", "constraint"} & environment.defaults.keys()
-        values: dict[str, Any] = {
-            name: environment.variables[environment.defaults[name]] or None for name in names
-        }
-        return replace(self.options, **values)
+    def _check_mpi(self, job: Job, options: SlurmOptions, problems: Problems) -> None:
+        """Tasks on several nodes find each other through a plugin of srun."""
+        types = slurm_queue.mpi_types()
+        if job.resources.nodes > 1 and any(step.mpi for step in job.steps) and types:
+            problems.check_choice("mpi type of this srun", options.mpi, types, "cluster.mpi")
+
+    def _notes(self, job: Job) -> list[str]:
+        """What a user should know of the submission."""
+        options, needed = self.options_of(job), job.resources.cpus_per_task
+        notes = ScriptExecutor(job, options).environment().notes()
+        if needed is not None and options.cpus_per_task and options.cpus_per_task < needed:
+            notes.append(
+                f"cluster.cpus_per_task={options.cpus_per_task} is fewer than the {needed} CPUs "
+                f"that the {job.stage} job needs: one for each rank on a node and one more"
+            )
+        return notes
 
     def submit(self, job: Job, after: Submitted | None = None) -> Submitted:
-        executor = ScriptExecutor(job, self.options)
-        for note in executor.environment().notes() if not self._submitted else ():
-            print(f"note: {note}")
+        executor = ScriptExecutor(job, self.options_of(job))
+        for note in self._notes(job):
+            if note not in self._printed_notes:
+                print(f"note: {note}")
+                self._printed_notes.add(note)
         job.write(executor.script())
         executor.dependency = _dependency(job, after)
         self._handing_over = job
@@ -218,6 +234,15 @@ class SlurmCluster(Cluster[SlurmOptions]):
     def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:
         _complain(slurm_queue.signal_job(job_id))
         wait_for(lambda: cls.state(folder, record, job_id).ended, _CANCEL_SECONDS)
+
+
+def _with_defaults(options: SlurmOptions, environment: SubmissionEnvironment) -> SlurmOptions:
+    """The options with the defaults of the user's shell."""
+    names = {"partition", "qos", "constraint"} & environment.defaults.keys()
+    values: dict[str, Any] = {
+        name: environment.variables[environment.defaults[name]] or None for name in names
+    }
+    return replace(options, **values)
 
 
 def _hand_over(executor: ScriptExecutor) -> str:

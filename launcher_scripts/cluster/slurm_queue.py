@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -131,6 +132,16 @@ def configuration() -> dict[str, str]:
     lines = shown.stdout.splitlines() if shown is not None else []
     pairs = (line.partition("=") for line in lines)
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
+
+
+def mpi_types() -> list[str]:
+    """The names that this machine's `srun --mpi` accepts; empty if it cannot be asked."""
+    shown = _ask("srun", "--mpi=list")
+    if shown is None or shown.returncode:
+        return []
+    names = re.findall(r"^(?:srun:)?[ \t]+([a-z]\w*)$", shown.stdout + shown.stderr, re.MULTILINE)
+    versions = re.findall(r"pmix_v\d+", shown.stdout + shown.stderr)
+    return list(dict.fromkeys([*names, *versions]))
 
 
 def host_names(hosts: str | None) -> list[str]:

@@ -49,6 +49,8 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
         return
     if options.constraint is not None and not _FEATURE.fullmatch(options.constraint):
         return  # which nodes it means is Slurm's to say
+    if options.partition != _options_of(job.server, options).partition:
+        return  # they may share no node
     cluster = _ask_cluster()
     partitions = slurm_queue.partitions(options.partition)
     if not partitions or not cluster.nodes:
@@ -75,7 +77,8 @@ def _has_room(
         return True
     whole = partition.get("OverSubscribe") == "EXCLUSIVE"
     taken, wanted = (
-        _share(options.sbatch(one), partition, cluster, whole=whole) for one in (server, job)
+        _share(_options_of(one, options).sbatch(one), partition, cluster, whole=whole)
+        for one in (server, job)
     )
     nodes = _eligible(options, partition, cluster)
     both = wanted.beside(taken)
@@ -83,6 +86,10 @@ def _has_room(
         return True
     others = len(nodes) - server.resources.nodes * max(1, server.replicas)
     return others >= job.resources.nodes
+
+
+def _options_of(job: Job, options: SlurmOptions) -> SlurmOptions:
+    return job.options if isinstance(job.options, SlurmOptions) else options
 
 
 def _share(
@@ -96,11 +103,11 @@ def _share(
     if whole or parameters["exclusive"] is True:
         return NodeShare(_ALL, _ALL, _ALL)
     cpus = parameters["ntasks_per_node"] * (parameters["cpus_per_task"] or 1)
-    gpus = parameters["gpus_per_node"] or parameters["gpus_per_task"] or 0
+    gpus = str(parameters["gpus_per_node"] or parameters["gpus_per_task"] or 0)
     memory = 0.0
     if cluster.memory:
         memory = _memory(parameters["mem"], cpus, (partition, cluster.default_memory))
-    return NodeShare(cpus, memory, gpus)
+    return NodeShare(cpus, memory, int(gpus.rpartition(":")[2]))
 
 
 def _memory(asked: str | None, cpus: int, defaults: Iterable[Mapping[str, str]]) -> float:

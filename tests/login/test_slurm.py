@@ -34,7 +34,7 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
     assert names == {*own, "client_job_id"}
     assert (folder / "job_id").read_text() == "102\n"
     assert (folder / "client_job_id").read_text() == "103\n"
-    assert "--mpi=pmix" in Path(f"{calls}.2.sh").read_text()
+    assert "--mpi=none" in Path(f"{calls}.2.sh").read_text()
 
 
 def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -> None:

@@ -30,7 +30,7 @@ trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 T
 # Step 1 of 1: start_server
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
     --gpus-per-node=2 \
     --chdir=/mount/results/gpt3_126m/jobs/001 \
     python3 -m launcher_scripts.steps.start_server --settings /mount/results/gpt3_126m/jobs/001/deploy_gpt3_126m_hydra.yaml &

@@ -119,7 +119,7 @@ trap 'kill "$watcher" 2> /dev/null || true' EXIT
 # Step 1 of 1: start_server
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
     --gpus-per-node=2 \
     --chdir=/mount/results/jobs/deploy \
     bash -c 'in_container "$@"' bash \

@@ -126,7 +126,7 @@ trap 'exit 143' TERM
 # The server
 srun \
     --nodes=1 --ntasks=1 --ntasks-per-node=1 \
-    --kill-on-bad-exit=1 --overlap --mpi=pmix \
+    --kill-on-bad-exit=1 --overlap --mpi=none \
     --gpus-per-node=2 \
     --output=/mount/results/jobs/deploy/server-deploy_gpt3_126m_%j.out --open-mode=append \
     --chdir=/mount/results/jobs/deploy \

@@ -2,6 +2,7 @@
 # deploy: deploy $(touch x) "it's" ü
 #SBATCH --account=4711
 #SBATCH --comment='it is "#1"'
+#SBATCH --cpus-per-task=9
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name='nemo-megatron-deploy $(touch x) "it'"'"'s" ü'
 #SBATCH --mem=0
@@ -37,6 +38,7 @@ trap 'signalled=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' USR1 T
 srun \
     --nodes=2 --ntasks=2 --ntasks-per-node=1 \
     --kill-on-bad-exit=1 --overlap --mpi=pmix --label \
+    --cpus-per-task=9 \
     --container-image='/images/launcher inference.sqsh' \
     --container-mounts=/models/gpt:/models:ro,/lustre:/lustre,/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/gpt3_126m/jobs/001 \
