@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher_scripts.common.json_schema import schemas_of, supported_schema
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
@@ -124,7 +125,7 @@ class Generation:
         self.options = options
         self.record = record
         self._timeout = body.timeout or limits.timeout
-        self._grammar_parameter, self._grammar = _grammar(body, options)
+        self._grammar_parameter, self._grammar = _grammar(body, options, record.warnings)
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         record.model = model.name
@@ -327,8 +328,13 @@ def _cache_salt(owner: str | None, given: str | None) -> int:
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big")
 
 
-def _grammar(body: SamplingBody, options: GenerationOptions) -> tuple[str, bytes | None]:
-    """The parameter that asks for a grammar, and guided_grammar. Raises ApiError for a long one."""
+def _grammar(
+    body: SamplingBody, options: GenerationOptions, warnings: list[str]
+) -> tuple[str, bytes | None]:
+    """The parameter that asks for a grammar, and guided_grammar.
+
+    Raises ApiError for a long one, and for schemas that cannot be followed.
+    """
     parameter, grammar = next(iter(body.grammars.items()), ("", None))
     if grammar is None:
         return parameter, None
@@ -340,6 +346,11 @@ def _grammar(body: SamplingBody, options: GenerationOptions) -> tuple[str, bytes
             f"{parameter} is too long: got {len(text)} bytes as JSON, at most {MAX_GRAMMAR_BYTES}",
             parameter,
         )
+    try:
+        for schema in schemas_of(grammar):
+            warnings += [f"{parameter}: {note}" for note in supported_schema(schema)[1]]
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"{parameter}: {error}", parameter) from error
     return parameter, text
 
 

@@ -603,3 +603,20 @@ def test_drafts_follow_no_grammar(form: dict[str, Any]) -> None:
     error = refused(client_of(served(backend)), num_speculative_tokens=4, **form)
     assert (error["param"], error["code"]) == ("num_speculative_tokens", "unsupported_parameter")
     assert not backend.requests
+
+
+def test_what_a_schema_cannot_ask_for_is_named() -> None:
+    backend = FakeBackend()
+    client = client_of(served(backend))
+
+    def body(schema: dict[str, Any]) -> dict[str, Any]:
+        form = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": schema}}}}
+        return {"prompt": "a", "response_format": form}
+
+    answer = client.post("/v1/completions", json=body({"type": "string", "format": "phone"}))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-warning"] == "response_format: the format phone is ignored"
+    error = refused(client, **body({"type": "array", "uniqueItems": True}))
+    assert error["param"] == "response_format"
+    assert "uniqueItems at #/properties/a is not supported there" in error["message"]
+    assert len(backend.requests) == 1

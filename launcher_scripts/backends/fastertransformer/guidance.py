@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.common.json_schema import supported_schema
 from launcher_scripts.common.limited_process import (
     LimitedProcesses,
     WorkLimitError,
@@ -45,8 +46,9 @@ _WHITESPACE = r"[ ]|\n[ \t]{0,32}"
 
 def _json_schema(value: Any) -> str:
     options = {"whitespace_pattern": _WHITESPACE}
+    schema, _ = supported_schema(value)
     matcher = _library().LLMatcher
-    return str(matcher.grammar_from_json_schema(json.dumps(value), overrides=options))
+    return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
 def _json_object(value: Any) -> str:

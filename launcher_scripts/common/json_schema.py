@@ -1,0 +1,334 @@
+"""JSON schemas in the keywords that llguidance follows.
+
+Keywords that it does not know are written in others where that is possible: every text of the
+result is one of the schema. An unknown `format` is left out. Meaning of the keywords: JSON Schema,
+draft 2020-12, https://json-schema.org/draft/2020-12.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+Schema = dict[str, Any]
+# Formats of strings that llguidance follows; numbers may have any.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+MAX_UNIQUE = 4  # values of which all orders are written out
+MAX_CONTAINS = 8  # items among which the one is that `contains` asks for
+_TYPES = ("null", "boolean", "object", "array", "number", "string")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalItems", "additionalProperties", "then", "else", "contains")
+# Keywords without an effect of their own -> those that they belong to.
+_COMPANIONS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_COMBINATIONS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+
+
+def supported_schema(schema: Any) -> tuple[Any, list[str]]:
+    """The schema without unknown keywords, and notes of formats and positions that it simplifies.
+
+    Raises ValueError for a keyword that cannot be written in others.
+    """
+    notes: list[str] = []
+    return _rewrite(schema, "#", {}, notes), list(dict.fromkeys(notes))
+
+
+def _rewrite(schema: Any, path: str, parent: Mapping[str, Any], notes: list[str]) -> Any:
+    """parent: the schema of the same value that has this one in `allOf`; {}: there is none"""
+    if not isinstance(schema, dict):
+        return schema
+    result: Any = dict(schema)
+    for key in _MAPS:
+        if isinstance(result.get(key), dict):
+            members = result[key].items()
+            result[key] = {
+                name: _rewrite(each, f"{path}/{key}/{name}", {}, notes) for name, each in members
+            }
+    properties = {**parent.get("properties", {}), **_mapping(schema, "properties")}
+    known = {"properties": properties, "type": schema.get("type", parent.get("type"))}
+    for key, needs in _COMPANIONS.items():
+        if needs not in schema:
+            result.pop(key, None)
+    for key in _LISTS:
+        if isinstance(result.get(key), list):
+            beside = known if key == "allOf" else {}
+            result[key] = [
+                _rewrite(each, f"{path}/{key}/{place}", beside, notes)
+                for place, each in enumerate(result[key])
+            ]
+    for key in _SCHEMAS:
+        if isinstance(result.get(key), dict):
+            result[key] = _rewrite(result[key], f"{path}/{key}", {}, notes)
+    for key, rule in _RULES.items():
+        if isinstance(result, dict) and key in result:
+            result = rule(result, known, notes)
+            if result is None:
+                raise ValueError(f"{key} at {path} is not supported there")
+    return result
+
+
+# A rule gets a schema with its keyword, which it may change, what is known of the value besides,
+# and the notes. It returns the new schema; None: the keyword cannot be written in others.
+Rule = Callable[[Schema, Mapping[str, Any], list[str]], Any]
+
+
+def _format(schema: Schema, _: Mapping[str, Any], notes: list[str]) -> Any:
+    name = schema["format"]
+    if schema.get("type", "string") == "string" and name not in FORMATS:
+        notes.append(f"the format {str(name)[:64]} is ignored")
+        del schema["format"]
+    return schema
+
+
+def _if(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+    """Alternatives by the value of one property, of which all values are known."""
+    condition = schema.pop("if")
+    branches = [schema.pop(key, True) for key in ("then", "else")]
+    if isinstance(condition, bool) or condition == {}:
+        return _all_of(schema, branches[0 if condition is not False else 1])
+    properties = _mapping(condition, "properties") if isinstance(condition, dict) else {}
+    if len(properties) != 1 or condition.keys() - {"properties", "required", "type"}:
+        return None
+    ((name, test),) = properties.items()
+    required = condition.get("required", [])
+    domain, values = _values(known["properties"].get(name)), _values(test)
+    is_object = known["type"] == "object" and condition.get("type", "object") == "object"
+    if domain is None or values is None or not is_object or not set(required) <= {name}:
+        return None
+    alternatives = []
+    for branch, holds in zip(branches, (True, False), strict=True):
+        selected = [each for each in domain if _contains(values, each) is holds]
+        # Without the property the condition holds, unless it requires the property.
+        needed = bool(required) if holds else not required
+        case: Schema = {"properties": {name: {"enum": selected} if selected else False}}
+        if needed:
+            case["required"] = [name]
+        if selected or not needed:
+            alternatives.append(_all_of(case, branch))
+    return _all_of(schema, {"anyOf": alternatives} if alternatives else False)
+
+
+def _not(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+    """What is left of listed values, types and properties."""
+    excluded = schema.pop("not")
+    if isinstance(excluded, dict) and excluded.keys() == {"anyOf"}:
+        for each in excluded["anyOf"]:
+            schema = _not({**schema, "not": each}, known, [])
+            if not isinstance(schema, dict):
+                return schema
+        return schema
+    if isinstance(excluded, bool) or excluded == {}:
+        return schema if excluded is False else False
+    keys = excluded.keys() if isinstance(excluded, dict) else set()
+    if keys == {"type"}:
+        return _without_types(schema, excluded["type"])
+    if keys == {"required"} and known["type"] == "object":
+        absent = [{"properties": {name: False}} for name in excluded["required"]]
+        return _all_of(schema, {"anyOf": absent} if absent else False)
+    values, domain = _values(excluded), _values(schema)
+    if values is None or domain is None or not keys <= {"enum", "const"}:
+        return None
+    left = [each for each in domain if not _contains(values, each)]
+    rest = {key: value for key, value in schema.items() if key not in ("enum", "const")}
+    return {**rest, "enum": left} if left else False
+
+
+def _without_types(schema: Schema, excluded: Any) -> Any:
+    names = excluded if isinstance(excluded, list) else [excluded]
+    types = schema.get("type", list(_TYPES))
+    types = types if isinstance(types, list) else [types]
+    if "integer" in names and "number" in types and "number" not in names:
+        return None
+    removed = {*names, *(["integer"] if "number" in names else [])}
+    left = [each for each in types if each not in removed]
+    return {**schema, "type": left[0] if len(left) == 1 else left} if left else False
+
+
+def _unique_items(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+    """All orders of a few values."""
+    if schema.pop("uniqueItems") is not True or schema.get("maxItems", 2) <= 1:
+        return schema
+    values = _values(schema.get("items"))
+    if values is None or len(values) > MAX_UNIQUE or known["type"] != "array":
+        return None
+    if {"prefixItems", "contains"} & schema.keys():
+        return None
+    sizes = range(
+        schema.pop("minItems", 0), min(schema.pop("maxItems", MAX_UNIQUE), len(values)) + 1
+    )
+    del schema["items"]
+    lists = [
+        {"type": "array", "prefixItems": [{"const": each} for each in order], **_length(size)}
+        for size in sizes
+        for order in permutations(values, size)
+    ]
+    return _all_of(schema, {"anyOf": lists} if lists else False)
+
+
+def _length(size: int) -> Schema:
+    return {"items": False, "minItems": size, "maxItems": size}
+
+
+def _array_contains(schema: Schema, known: Mapping[str, Any], notes: list[str]) -> Any:
+    """An alternative for each position of the item."""
+    wanted, least = schema.pop("contains"), schema.pop("minContains", 1)
+    if least == 0 and "maxContains" not in schema:
+        return schema
+    if least != 1 or known["type"] != "array" or {"maxContains", "prefixItems"} & schema.keys():
+        return None
+    item, most = schema.get("items", True), schema.get("maxItems", MAX_CONTAINS + 1)
+    if most > MAX_CONTAINS:
+        notes.append(f"the item that contains asks for is one of the first {MAX_CONTAINS}")
+    own = wanted if item is True else {"allOf": [item, wanted]}
+    fewest = schema.pop("minItems", 0)
+    places = [
+        {"type": "array", "prefixItems": [*[item] * place, own], "items": item}
+        | {"minItems": max(fewest, place + 1)}
+        for place in range(min(most, MAX_CONTAINS))
+    ]
+    schema.pop("items", None)
+    return _all_of(schema, {"anyOf": places} if places else False)
+
+
+def _property_names(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+    """Properties, or patterns of properties, and no others."""
+    names = schema.pop("propertyNames")
+    if names is True or names in ({}, {"type": "string"}):
+        return schema
+    if not isinstance(names, dict) or schema.get("patternProperties"):
+        return None
+    names = {key: value for key, value in names.items() if key != "type"}
+    properties, others = _mapping(schema, "properties"), schema.get("additionalProperties", True)
+    listed = _values(names) if names.keys() <= {"enum", "const"} else None
+    if listed is not None:
+        allowed = [each for each in listed if isinstance(each, str)]
+        given = {name: properties.get(name, others) for name in allowed}
+        return {
+            **schema,
+            "properties": {**dict.fromkeys(properties, False), **given},
+            "additionalProperties": False,
+        }
+    pattern = _name_pattern(names)
+    if pattern is None or (properties and others is not True):
+        return None
+    given = {
+        name: value if re.search(pattern, name) else False for name, value in properties.items()
+    }
+    return {
+        **schema,
+        "properties": given,
+        "patternProperties": {pattern: others},
+        "additionalProperties": False,
+    }
+
+
+def _name_pattern(names: Schema) -> str | None:
+    """A regular expression of the names."""
+    if names.keys() == {"pattern"}:
+        try:
+            re.compile(names["pattern"])
+        except (re.error, TypeError):
+            return None
+        return str(names["pattern"])
+    if names.keys() <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
+
+
+def _dependent_required(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+    return _dependent(
+        schema,
+        {name: {"required": others} for name, others in schema.pop("dependentRequired").items()},
+    )
+
+
+def _dependent_schemas(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+    return _dependent(schema, schema.pop("dependentSchemas"))
+
+
+def _dependent(schema: Schema, schemas: Mapping[str, Any]) -> Any:
+    """Each property is absent, or what depends on it holds."""
+    result: Any = schema
+    for name, other in schemas.items():
+        present = _all_of({"required": [name]}, other)
+        result = _all_of(result, {"anyOf": [{"properties": {name: False}}, present]})
+    return result
+
+
+def _unevaluated_properties(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+    return _unevaluated(schema, "unevaluatedProperties", "additionalProperties")
+
+
+def _unevaluated_items(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+    return _unevaluated(schema, "unevaluatedItems", "items")
+
+
+def _unevaluated(schema: Schema, key: str, others: str) -> Any:
+    value = schema.pop(key)
+    if value is True or value == {}:
+        return schema
+    if any(each in schema for each in _COMBINATIONS):
+        return None
+    return {others: value, **schema}
+
+
+# Those that look at other keywords come before the ones that change these.
+_RULES: dict[str, Rule] = {
+    "format": _format,
+    "not": _not,
+    "if": _if,
+    "uniqueItems": _unique_items,
+    "contains": _array_contains,
+    "propertyNames": _property_names,
+    "unevaluatedProperties": _unevaluated_properties,
+    "unevaluatedItems": _unevaluated_items,
+    "dependentRequired": _dependent_required,
+    "dependentSchemas": _dependent_schemas,
+}
+
+
+def _all_of(schema: Any, other: Any) -> Any:
+    """Both at once."""
+    if other is True or other == {}:
+        return schema
+    if schema is False or other is False:
+        return False
+    return {**schema, "allOf": [*schema.get("allOf", []), other]}
+
+
+def _values(schema: Any) -> list[Any] | None:
+    """All values of a schema that lists them."""
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    return [True, False] if schema.get("type") == "boolean" else None
+
+
+def _contains(values: Sequence[Any], value: Any) -> bool:
+    """As JSON: true is not 1."""
+    return any(_canonical(each) == _canonical(value) for each in values)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _mapping(schema: Mapping[str, Any], key: str) -> Schema:
+    value = schema.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def schemas_of(grammar: Mapping[str, Any]) -> Iterator[Any]:
+    """The JSON schemas of a guided_grammar."""
+    if "json_schema" in grammar:
+        yield grammar["json_schema"]
+    for alternative in grammar.get("any_of", ()):
+        yield from schemas_of(alternative)
