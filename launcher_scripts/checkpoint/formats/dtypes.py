@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 
-# numpy has neither: their bits travel under these names, so that they are not taken for integers.
+# numpy has none of them: their bits have these names, so that they are not taken for integers.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 FLOAT8 = np.dtype([("float8_e4m3fn", "u1")])
+E8M0 = np.dtype([("float8_e8m0fnu", "u1")])  # powers of two, of scales
 
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype("<f8"), np.dtype("<f4"), np.dtype("<f2"), BFLOAT16)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Region
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, E8M0, FLOAT8
 from launcher_scripts.checkpoint.formats.source_tensor import check_axes
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import parse_json
@@ -24,6 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": BFLOAT16,
     "F8_E4M3": FLOAT8,
+    "F8_E8M0": E8M0,
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),

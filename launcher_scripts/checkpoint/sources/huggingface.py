@@ -27,14 +27,14 @@ from launcher_scripts.checkpoint.sources.huggingface_files import (
     read_tensors,
     weight_files,
 )
-from launcher_scripts.checkpoint.sources.huggingface_fp8 import (
-    KEY,
-    MODELOPT_FILE,
-    check_no_weight_is_left,
-    weight_scheme,
-)
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_name
 from launcher_scripts.checkpoint.sources.huggingface_multimodal import NOTE as IMAGES_NOTE
+from launcher_scripts.checkpoint.sources.huggingface_quantization import (
+    FILES,
+    KEY,
+    check_no_weight_is_left,
+    weight_schemes,
+)
 from launcher_scripts.checkpoint.sources.huggingface_raw import (
     PREDICTORS,
     RawConfig,
@@ -218,13 +218,14 @@ def _widened(
     Raises CheckpointError.
     """
     problems = Problems(f"the quantized weights of {archive.path}")
-    there = MODELOPT_FILE in archive.names()
-    scheme = weight_scheme(raw, read_mapping(archive, MODELOPT_FILE) if there else None, problems)
-    if scheme and not problems.messages:
-        scheme.applied(tensors, problems)
+    present = {name: read_mapping(archive, name) for name in FILES if name in archive.names()}
+    schemes = weight_schemes(raw, present, problems)
+    if not problems.messages:
+        for scheme in schemes:
+            scheme.applied(tensors, problems)
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
-    return [scheme.note] if scheme else []
+    return [scheme.note for scheme in schemes if scheme.note]
 
 
 def _without_predictors(

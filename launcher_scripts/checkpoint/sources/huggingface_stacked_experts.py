@@ -84,7 +84,7 @@ class Mxfp4Tensor(SourceTensor):
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         found = (workspace or Workspace()).array(name, self.shape, self.dtype)
         stored = self.blocks.read()
-        np.take(_pairs(), stored, axis=0, out=found.reshape(*stored.shape, 2), mode="wrap")
+        np.take(fp4_pairs(), stored, axis=0, out=found.reshape(*stored.shape, 2), mode="wrap")
         powers = np.ldexp(np.float32(1), self.exponents.read().astype(np.int32) - _EXPONENT_BIAS)
         groups = found.reshape(*stored.shape[:2], _BLOCK)
         groups *= powers[:, :, None]
@@ -92,8 +92,8 @@ class Mxfp4Tensor(SourceTensor):
 
 
 @cache
-def _pairs() -> NDArray[Any]:
-    """The two numbers of every byte, float32 [256, 2]."""
+def fp4_pairs() -> NDArray[Any]:
+    """The two e2m1 numbers of every byte, the lower half first, float32 [256, 2]."""
     numbers = np.array([*_NUMBERS, *(-number for number in _NUMBERS)], np.float32)
     every = np.arange(256)
     return np.stack([numbers[every & 15], numbers[every >> 4]], axis=1)
