@@ -126,7 +126,7 @@ def adopt_orphans() -> None:
 
 
 # States of a process.
-ENDED, SUSPENDED = ("Z", "X"), ("T", "t")
+ENDED, SUSPENDED, RUNNABLE = ("Z", "X"), ("T", "t"), "R"
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,13 @@ class ProcessStat:
 
     state:   one letter
     started: clock ticks between the start of the machine and that of the process
+    cpu:     clock ticks of processors that it has used
     """
 
     state: str
     parent: int
     started: int
+    cpu: int
 
 
 def seconds_since(ticks: int) -> float:
@@ -147,10 +149,32 @@ def seconds_since(ticks: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def process_stat(pid: int) -> ProcessStat:
-    """Raises OSError when there is no such process."""
+def process_stat(pid: int | str) -> ProcessStat:
+    """pid: or self/task/<id>, of a thread. Raises OSError when there is no such process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+    cpu = int(fields[11]) + int(fields[12])
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]), cpu)
+
+
+class Activity:
+    """Whether a process or a thread gets on, however slowly the machine lets it.
+
+    A hanging one does not: it neither uses processors nor waits for one.
+    """
+
+    def __init__(self, pid: int | str) -> None:
+        """pid: see process_stat"""
+        self._pid = pid
+        self._cpu: int | None = None
+
+    def works(self) -> bool:
+        """Whether it has used a processor since it was asked last, or wants one now."""
+        try:
+            stat = process_stat(self._pid)
+        except OSError:
+            return False
+        before, self._cpu = self._cpu, stat.cpu
+        return stat.state == RUNNABLE or (before is not None and stat.cpu > before)
 
 
 def process_name(pid: int) -> str:

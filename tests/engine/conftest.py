@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import pytest
 
-from launcher_scripts.common.processes import is_suspended
+from launcher_scripts.common.processes import Activity, is_suspended
 from launcher_scripts.engine.distributed import worker, workers
 from launcher_scripts.engine.distributed.rank_processes import RankOrder
 
@@ -37,6 +37,7 @@ class ForkedRank:
         self.rank = order.rank
         self._process = FORKSERVER.Process(target=run_rank, args=(order, dict(os.environ)))
         self._process.start()
+        self._activity = Activity(self.pid)
 
     @property
     def pid(self) -> int:
@@ -48,6 +49,9 @@ class ForkedRank:
         if code is None:
             return "is stopped (SIGSTOP)" if is_suspended(self.pid) else None
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+    def works(self) -> bool:
+        return self._activity.works()
 
     def ended(self) -> bool:
         return self._process.exitcode is not None

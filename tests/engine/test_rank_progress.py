@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +19,7 @@ from launcher_scripts.engine.distributed.heartbeat import (
 )
 from launcher_scripts.engine.distributed.step_times import SLOW_LINKS, seconds_per_token
 from tests.engine.small_models import small_config
+from tests.processes import wait_for
 
 
 class Clock:
@@ -191,6 +193,28 @@ def test_a_host_s_step_may_take_three_times_what_such_steps_took():
         clock.now += seconds
         progress.end_step()
     assert alone == pytest.approx([120, 120, 120, 1.2, 120, 3.0, 1.2, 3.0, 2.7])
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_thread_that_works_is_not_idle(works: bool):
+    progress, ended = RankProgress(), threading.Event()
+
+    def compute() -> None:
+        progress.loaded()
+        progress.begin_step()
+        while works and not ended.is_set():
+            pass
+        ended.wait()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        wait_for(lambda: progress.heartbeat().quiet > 0.5)
+        beat = progress.heartbeat()
+        assert (beat.idle < 0.4) == works, beat
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("absent", [0, 1])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.distributed.heartbeat import ALONE_SECONDS, Heartbeat, Watchdog
+from launcher_scripts.engine.distributed.heartbeat import (
+    ALONE_SECONDS,
+    WORKING_SECONDS,
+    Heartbeat,
+    Watchdog,
+)
 
 TP2 = Parallelism(2, 1)
 PP2 = Parallelism(1, 2)
@@ -70,6 +75,31 @@ CASES = {
     ),
     "what a stage sent does not arrive": (PP2, beat("waiting", 1), beat("receive", 1), [1]),
     "stages are steps apart": (PP2, beat("waiting", 9, step=9), beat("computing", 5), []),
+    "it works on a busy machine": (
+        TP2,
+        beat("all_reduce", 4),
+        beat("computing", 3, quiet=90.0, idle=0.4),
+        [],
+    ),
+    "it worked, and then did nothing": (
+        TP2,
+        beat("all_reduce", 4),
+        beat("computing", 3, quiet=90.0, idle=4.5),
+        [1],
+    ),
+    "its work never ends": (
+        TP2,
+        beat("all_reduce", 4),
+        beat("computing", 3, quiet=WORKING_SECONDS + 5.0, idle=0.0),
+        [1],
+    ),
+    "it reads a large step": (
+        TP2,
+        beat("all_reduce", 5),
+        beat("waiting", 4, step=6, idle=0.0),
+        [],
+    ),
+    "a stage works on": (PP2, beat("computing", 0, quiet=200.0, idle=0.0), beat("receive", 1), []),
     "still loading": (TP2, beat("all_reduce", 4), beat("loading", 0), []),
 }
 

@@ -7,10 +7,14 @@ each other as long as any of them computes. A long prefill is therefore no failu
 On CUDA the host only launches, so a rank that waits is seen by its device, which does not finish a
 step. Then the ranks that have not launched that step are to blame; where all have, those whose
 devices have not finished it.
+
+Seconds alone do not say that a rank on the CPU is stuck: a large request on a busy machine takes
+many. One that uses a processor, or waits for one, gets on, and has far more of them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.processes import Activity
 from launcher_scripts.engine.distributed.messages import Message
 
 HEARTBEAT_SECONDS = 0.5
@@ -39,6 +44,7 @@ SLOWER = 3.0  # so many times what it took before, a step may take
 FORGETTING = 0.9  # what a token took at the most loses so much of its weight with every step
 # Seconds in vain, beside what ranks announce. Cores that have much else to do need the longer ones.
 EXCHANGE_SECONDS = {"cpu": 4.0, "cuda": 3.0}
+WORKING_SECONDS = 600.0  # more, for a rank that works
 HEARTBEAT_AGE = 1.0  # what is known of a rank may be so many seconds old
 SKEW = 3.0  # ranks with the same work take at most so many times as long as each other
 
@@ -58,6 +64,7 @@ class Heartbeat(Message, frozen=True):
     allowed: seconds that the step it is at may rightly take beyond the usual
     alone:   seconds beyond the usual that it may compute while other stages wait for it; of a
              device `allowed` says it
+    idle:    of `quiet`, the seconds since it was last seen at work on the CPU; None: not looked at
     """
 
     step: int = 0
@@ -71,6 +78,7 @@ class Heartbeat(Message, frozen=True):
     held: float = 0.0
     allowed: float = 0.0
     alone: float = 0.0
+    idle: float | None = None
 
     def doing(self) -> str:
         """In words."""
@@ -157,6 +165,9 @@ class RankProgress:
         self._device: _Steps | None = None
         self._known: set[Hashable] = set()
         self._begun = self._alone = 0.0
+        self._thread: int | None = None  # that computes, and is looked at
+        self._activity: Activity | None = None
+        self._worked = 0.0
         self._tokens: tuple[Hashable, int] | None = None
         self._rates: dict[Hashable, float] = {}  # seconds that a token of a kind of step took
         self._interrupted: _Now | None = None
@@ -182,6 +193,9 @@ class RankProgress:
         self._tokens = None
         self._alone = 0.0
         self._begun = self._clock()
+        thread = threading.get_native_id()
+        if self._device is None and thread != self._thread:
+            self._thread, self._activity = thread, Activity(f"self/task/{thread}")
         self._change(COMPUTING)
 
     def expect(self, kind: Hashable, tokens: int) -> None:
@@ -236,10 +250,14 @@ class RankProgress:
     def heartbeat(self) -> Heartbeat:
         """The state now. Raises ServerError when the device has failed."""
         phase, patience, since = self._now
-        quiet = self._clock() - since
-        state = (self._step, phase, self._ticks, quiet, self._stretch, patience)
+        now = self._clock()
+        state = (self._step, phase, self._ticks, now - since, self._stretch, patience)
         if self._device is None:
-            return Heartbeat(*state, self._ended, self._ended, alone=self._alone)
+            idle = None
+            if self._activity is not None:
+                self._worked = now if self._activity.works() else self._worked
+                idle = now - max(self._worked, since)
+            return Heartbeat(*state, self._ended, self._ended, alone=self._alone, idle=idle)
         return Heartbeat(*state, *self._device.state(), alone=self._alone)
 
     @contextmanager
@@ -285,7 +303,9 @@ class Watchdog:
         return [
             rank
             for rank, beat in beats.items()
-            if beat.phase == WAITING and beat.step < sent and min(beat.quiet, since) > self.patience
+            if beat.phase == WAITING
+            and beat.step < sent
+            and min(beat.quiet, since) > self.patience + self._extra(beat)
         ]
 
     def _behind(self, beats: Mapping[int, Heartbeat]) -> list[int]:
@@ -300,11 +320,21 @@ class Watchdog:
             ahead = [peer for peer in self._peers(rank, beats) if _is_ahead(peer, beat)]
             allowed = max([self.patience, *(SKEW * peer.stretch for peer in ahead)])
             others = [other for other in beats.values() if other.phase not in OWN_WORK]
-            quiet = beat.quiet - beat.patience
+            quiet = beat.quiet - beat.patience - self._extra(beat)
             alone = self.patience + beat.alone
             if (ahead and quiet > allowed) or (idle and others and quiet > alone):
                 found.append(rank)
         return found
+
+    def _comes(self, beat: Heartbeat, step: int) -> bool:
+        """Whether the rank may still come to an exchange of the step: it computes, or reads it."""
+        reads = beat.phase == WAITING and beat.step < step and self._extra(beat) > 0
+        return reads or (beat.phase in OWN_WORK and beat.step <= step)
+
+    def _extra(self, beat: Heartbeat) -> float:
+        """Seconds more for a rank that works."""
+        working = beat.idle is not None and beat.idle <= self.patience
+        return WORKING_SECONDS if working else 0.0
 
     def _unfinished(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that have not launched a step for which devices wait, or do not finish it."""
@@ -325,7 +355,7 @@ class Watchdog:
         found = []
         for rank, beat in beats.items():
             idle = beat.phase in (WAITING, DEVICE, *OWN_WORK)
-            awaited = any(o.phase in OWN_WORK and o.step <= beat.step for o in beats.values())
+            awaited = any(self._comes(other, beat.step) for other in beats.values())
             if not idle and not awaited:
                 found.append(rank)
         overdue = {rank: beats[rank].quiet - self.patience - beats[rank].patience for rank in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Rank(Peer):
         self.heartbeat = Heartbeat(phase=LOADING)
         self._where = f" on node {node}" if several_nodes else ""
         self._trouble_since: float | None = None
+        self._worked = -math.inf  # when its process was last seen at work
         super().__init__(f"rank {rank}{self._where}")
 
     def joins(self, link: Link, hello: RankHello) -> None:
@@ -92,12 +94,15 @@ class Rank(Peer):
         self.label = f"rank {self.rank}{self._where} ({host}pid {hello.pid})"
         self.link = link
 
-    def trouble(self, stall_timeout: float) -> str | None:
-        """Why the rank counts as lost, and what it was doing; None while it is well."""
-        found = self._trouble(stall_timeout)
+    def trouble(self, stall_timeout: float, working: float) -> str | None:
+        """Why the rank counts as lost, and what it was doing; None while it is well.
+
+        working: seconds more without a sign of life while its process here gets on
+        """
+        found = self._trouble(stall_timeout, working)
         return None if found is None else f"{self.label} {found} while {self.heartbeat.doing()}"
 
-    def _trouble(self, stall_timeout: float) -> str | None:
+    def _trouble(self, stall_timeout: float, working: float) -> str | None:
         if self.process is not None:
             trouble = self.process.trouble()
             if trouble is None:
@@ -112,6 +117,10 @@ class Rank(Peer):
         if self.link is None:
             return None
         limit = max(stall_timeout, LOADING_SILENCE if self.heartbeat.phase == LOADING else 0.0)
+        if self.process is not None and self.process.works():
+            self._worked = time.monotonic()
+        if time.monotonic() - self._worked <= limit:
+            limit += working
         if self.silence() > limit:
             return f"gave no sign of life for {self.silence():.0f} s"
         return None

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from launcher_scripts.common.processes import (
     PRIVATE,
+    Activity,
     is_suspended,
     own_environment,
     own_python,
@@ -48,6 +49,7 @@ class RankProcess:
             stdin=subprocess.PIPE,
             umask=PRIVATE,
         )
+        self._activity = Activity(self._process.pid)
         # The token is in nobody's command line or environment.
         if self._process.stdin is not None:
             with suppress(BrokenPipeError), self._process.stdin as told:
@@ -65,6 +67,10 @@ class RankProcess:
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"ended with exit code {code}"
+
+    def works(self) -> bool:
+        """Whether it gets on; see Activity."""
+        return self._activity.works()
 
     def ended(self) -> bool:
         return self._process.poll() is not None

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.engine.distributed.heartbeat import (
     EXCHANGE_SECONDS,
+    WORKING_SECONDS,
     Heartbeat,
     RankProgress,
     Watchdog,
@@ -72,6 +73,8 @@ class WorkerGroup:
         self._progress = progress
         self._on_failure = on_failure
         self._watchdog = Watchdog(settings.parallelism, EXCHANGE_SECONDS[settings.device_type])
+        # A host that waits for its device may look busy.
+        self._working = WORKING_SECONDS if settings.device_type == "cpu" else 0.0
         self._ranks = {
             rank: Rank(rank, node, settings.nodes > 1)
             for node in range(settings.nodes)
@@ -313,7 +316,7 @@ class WorkerGroup:
             if trouble is not None:
                 return trouble
         for rank in self._ranks.values():
-            trouble = rank.trouble(self._settings.stall_timeout)
+            trouble = rank.trouble(self._settings.stall_timeout, self._working)
             if trouble is not None:
                 return trouble
         known = {0: own, **{r.rank: r.heartbeat for r in self._ranks.values()}}
