@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.tasks import Scale, Task
+from launcher_scripts.checkpoint.convert.tasks import Scale, Task, source_of
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
@@ -29,7 +29,11 @@ from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
-from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.sources.source_checkpoint import (
+    SourceCheckpoint,
+    TensorShards,
+    WholeTensors,
+)
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
@@ -168,6 +172,7 @@ def with_adapters(
                 else:
                     found.add(opened(path, kind, family, scratch), kind, number)
     loras = _read_loras(settings.lora_checkpoints, base, problems, scratch)
+    base = found.base = _with_tables(base, found.adapters, problems)
     problems.raise_if_any(CheckpointError)
     found.shards.update(loras.shards)
     count = len(settings.ia3_checkpoints)
@@ -189,6 +194,60 @@ def with_adapters(
     )
 
 
+def _with_tables(
+    base: SourceCheckpoint, adapters: Sequence[Adapter], problems: Problems
+) -> SourceCheckpoint:
+    """The base with the adapters' tables of the vocabulary in the place of its own."""
+    tables: dict[str, SourceTensor] = {}
+    for adapter in adapters:
+        for row in adapter.tables.keys() & tables.keys():
+            problems.add(f"two adapters bring {row} of their own", got=str(adapter.path))
+        tables |= adapter.tables
+    sizes = {table.shape[0] for table in tables.values() if table.shape}
+    if len(sizes) > 1:
+        problems.add("the adapters' tables of the vocabulary have different rows", got=sizes)
+    if len(sizes) != 1 or problems.messages:
+        return base
+    tied = getattr(base.config, "tied_embeddings", False)
+    unties = tied and not all(adapter.ties for adapter in adapters if adapter.tables)
+    changes = {"vocab_size": sizes.pop()} | ({"tied_embeddings": False} if unties else {})
+    config = dataclasses.replace(base.config, **changes)
+    tensors = {}
+    for spec in family_of(config).weights(config):
+        source = source_of(spec, base.dialects)
+        if spec.partition is not Partition.VOCAB_PARALLEL or len(spec.shape) != 2 or source is None:
+            continue
+        (key, *_), first = source.keys, _first_table(base)
+        if spec.name in tables and (source.layout != "as_is" or len(source.keys) > 1):
+            problems.add(f"the base keeps {spec.name} in another form than the adapter has it")
+        elif spec.name in tables:
+            tensors[key] = tables[spec.name]
+        elif unties and first is not None and key not in base.names():
+            tensors[key] = first
+    return _replaced(base, config, tensors)
+
+
+def _first_table(base: SourceCheckpoint) -> SourceTensor | None:
+    """The table that a base ties its others to."""
+    for spec in family_of(base.config).weights(base.config):
+        source = source_of(spec, base.dialects)
+        if spec.partition is Partition.VOCAB_PARALLEL and len(spec.shape) == 2 and source:
+            return base.find(source.keys[0], spec.partition)
+    return None
+
+
+def _replaced(
+    base: SourceCheckpoint, config: Any, tensors: Mapping[str, SourceTensor]
+) -> SourceCheckpoint:
+    """The base with other hyperparameters, and whole tensors in the place of its own."""
+    values: dict[str, Any] = {"config": config}
+    if isinstance(base, TensorShards):
+        values["shards"] = {**base.shards, **{key: (value,) for key, value in tensors.items()}}
+    elif isinstance(base, WholeTensors):
+        values["tensors"] = {**base.tensors, **tensors}
+    return dataclasses.replace(base, **values)  # type: ignore[type-var]
+
+
 def _read_loras(
     paths: Sequence[str], base: SourceCheckpoint, problems: Problems, scratch: Path | None
 ) -> LoRAStack:
@@ -204,6 +263,9 @@ def _read_loras(
             adapters[name] = _read_adapter(path, base) or nemo_lora(
                 opened(path, "adapter", family, scratch), base
             )
+            if adapters[name].tables:
+                what = f"{path} brings tables of the vocabulary: it can only be merged"
+                problems.add(what, change="export.model.adapter_checkpoints")
     if adapters:
         with problems.collecting():
             return stacked_lora(adapters, base)

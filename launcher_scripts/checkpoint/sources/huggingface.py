@@ -120,7 +120,8 @@ class HuggingFaceCheckpoint(WholeTensors):
             }
         heads = {HEAD, *row.tied.get(HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
-        _untied(tensors, row.tied)
+        own_head = has_own_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
+        _untied(tensors, row.tied, own_head)
         said = raw | _generation(archive)
         problems = Problems(str(archive.path / CONFIG_NAME))
         values = RawConfig(said, tensors.keys(), problems)
@@ -244,11 +245,17 @@ def _without_predictors(
     return kept, len(kept) < len(tensors)
 
 
-def _untied(tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]]) -> None:
-    """Keep tied tensors once, under their usual name, whatever name the checkpoint gave them."""
+def _untied(
+    tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]], own_head: bool
+) -> None:
+    """Keep tied tensors once, under their usual name, whatever name the checkpoint gave them.
+
+    own_head: the output layer has a table of its own, also where its values are the input's
+    """
     for name, others in tied.items():
         for other in others:
             if other in tensors and name not in tensors:
                 tensors[name] = tensors[other]
-            if other in tensors and same_values(tensors[other], tensors[name]):
+            is_own = own_head and other == HEAD
+            if other in tensors and not is_own and same_values(tensors[other], tensors[name]):
                 del tensors[other]

@@ -6,6 +6,7 @@ The tensors are named as the modules of transformers that they are for
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from launcher_scripts.checkpoint.convert.tasks import source_of
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
@@ -28,8 +30,13 @@ from launcher_scripts.checkpoint.sources.renaming import renamed, unwrapped
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
+from launcher_scripts.models.family import Partition
 
 CONFIG_NAME = "adapter_config.json"
+_TABLES_NOTE = (
+    "{}: its tables of the vocabulary take the place of the base's; if its training added tokens, "
+    "name its tokenizer in export.model.tokenizer"
+)
 Value = TypeVar("Value")
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _LORA = re.compile(
@@ -121,15 +128,22 @@ class _Settings:
         if layers is not None and not all(type(number) is int for number in found):
             self.problems.add("layers_to_transform must be numbers of layers", got=layers)
 
-    def check_saved(self, parts: _Parts) -> None:
-        """Note what the configuration says was trained, and the file does not hold."""
+    def check_saved(self, parts: _Parts, has_biases: bool) -> None:
+        """Note what the configuration says was trained, and the file does not hold.
+
+        has_biases: the base has such biases as may have been trained
+        """
         for name in self.raw.get("modules_to_save") or []:
             if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.whole):
                 self.problems.add(f"modules_to_save names {name}, which is not in the file")
         if self.raw.get("trainable_token_indices") and not parts.tokens:
             self.problems.add("trainable_token_indices: the tokens' rows are not in the file")
         bias = self.raw.get("bias", "none")
-        if bias != "none" and not any(name.endswith(".bias") for name in parts.whole):
+        if (
+            bias != "none"
+            and has_biases
+            and not any(name.endswith(".bias") for name in parts.whole)
+        ):
             what = "the biases were trained and are not in the file"
             self.problems.add(what, got=f"bias: {bias}")
 
@@ -249,9 +263,11 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         modules[stem] = module
         for name, value in _lora(stem, module, sides, settings).items():
             updates[name] = (*updates.get(name, ()), value)
-    settings.check_saved(parts)
-    ties = bool(settings.raw.get("ensure_weight_tying")) or _drop_copies(updates, base)
+    settings.check_saved(parts, _biases(base, modules, settings.raw.get("bias")))
+    copies = _drop_copies(updates, base)
+    ties = bool(settings.raw.get("ensure_weight_tying")) or copies
     problems.raise_if_any(CheckpointError)
+    tables = _own_tables(updates, base, ties)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
 
     def targets(module: str, linear: bool) -> bool | None:
@@ -259,7 +275,49 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         found = [settings.targets(name, linear) for name in names]
         return None if None in found else any(found)
 
-    return Adapter(path, updates, _dialects(base), targets, ties)
+    notes = (_TABLES_NOTE.format(path.name),) if tables else ()
+    return Adapter(path, updates, _dialects(base), targets, ties, notes, tables)
+
+
+def _biases(base: SourceCheckpoint, modules: Mapping[str, str], kind: Any) -> bool:
+    """True if the base has biases of the kind that was trained: of modules with LoRA, or all."""
+    names = base.names()
+    if kind == "lora_only" and any(f"{module}.weight" in names for module in modules):
+        return any(f"{module}.bias" in names for module in modules)
+    return any(name.endswith("bias") for name in names)
+
+
+def _own_tables(
+    updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint, ties: bool
+) -> dict[str, SourceTensor]:
+    """Take from the updates the tables of the vocabulary that the base cannot hold: of other rows,
+    or one of two that it ties, trained on its own.
+
+    Returns them by the rows of the weight table.
+    """
+    tied = bool(getattr(base.config, "tied_embeddings", False))
+    config = dataclasses.replace(base.config, tied_embeddings=False) if tied else base.config
+    rows: dict[str, set[str]] = {}
+    for dialects in _dialects(base):
+        for spec in family_of(config).weights(config):
+            source = source_of(spec, dialects)
+            if source is None or source.layout != "as_is" or len(source.keys) > 1:
+                continue
+            if spec.partition is Partition.VOCAB_PARALLEL and len(spec.shape) == 2:
+                rows.setdefault(source.keys[0], set()).add(spec.name)
+    whole = {
+        name: values[0].values
+        for name, values in updates.items()
+        if name in rows and isinstance(values[0], Replaced) and values[0].rows is None
+    }
+    resized = any(table.shape[:1] != (config.vocab_size,) for table in whole.values())
+    if not resized and (ties or not tied):
+        return {}
+    for name in whole:
+        updates[name] = updates[name][1:]
+        if not updates[name]:
+            del updates[name]
+    return {row: table for name, table in whole.items() for row in rows[name]}
 
 
 def _plain_names(values: Mapping[str, Value], archive: Archive) -> dict[str, Value]:

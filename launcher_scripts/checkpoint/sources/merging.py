@@ -172,6 +172,8 @@ class Adapter:
     targets:  (name of a module, whether it is a linear layer) -> whether LoRA was learned for it;
               None: its configuration does not say
     ties:     tables that the base ties were trained as one, where they were trained whole
+    tables:   row of the weight table -> a table of the vocabulary in the place of the base's, which
+              has other rows, or is tied to another table
     notes:    what a user should know
     """
 
@@ -181,6 +183,7 @@ class Adapter:
     targets: Callable[[str, bool], bool | None] = lambda _module, _linear: None
     ties: bool = False
     notes: tuple[str, ...] = ()
+    tables: Mapping[str, SourceTensor] = dataclasses.field(default_factory=dict)
 
     def merged(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks of an export with what was learned for them; raises as `places`."""
