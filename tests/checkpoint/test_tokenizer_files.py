@@ -16,6 +16,7 @@ from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.requests import check_request
 from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.tokenizer_folders import FOLDERS
 from tests.checkpoint_maker import Variant, make_nemo, small_config
 
 BPE = {
@@ -97,6 +98,19 @@ def test_a_mapping_replaces_it(data_dir: Path, tmp_path: Path) -> None:
     config = export(tmp_path, settings).config
     assert (config.start_id, config.pad_id) == (5, 7)
     assert config.end_id == load_tokenizer(folder).end_id
+
+
+def test_a_named_file_of_a_class_is_read_with_the_files_beside_it(tmp_path: Path) -> None:
+    folder = FOLDERS["llama"].write(tmp_path / "hf")
+    settings = TokenizerSettings("files", model=str(folder / "tokenizer.model"))
+    exported = export(tmp_path, settings).folder
+    tokenizer = load_tokenizer(exported)
+    assert not (exported / "tokenizer.model").exists()
+    assert tokenizer.encode("<|im_start|>") == [tokenizer.special_id("<|im_start|>")]
+    (folder / "tokenizer_config.json").unlink()
+    (tmp_path / "again").mkdir()
+    exported = export(tmp_path / "again", settings).folder
+    assert (exported / "tokenizer.model").is_file()
 
 
 def test_named_files_must_be_there(tmp_path: Path) -> None:

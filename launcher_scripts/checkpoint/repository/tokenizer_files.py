@@ -229,16 +229,17 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
         except OSError as error:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
-        # Of a slow form, the class and the tokens beside it are not read.
-        own = () if path.name == "tokenizer.json" else OPTIONAL_FILES
-        for companion in (name for name in COMPANION_FILES if name not in own):
+        for companion in (*COMPANION_FILES, ADDED_TOKENS):
             beside = path.with_name(companion)
             if beside.is_file():
                 files[companion] = read_plain(beside)
     if not files and not problems.messages:
         problems.add("no file is named", change=ADVICE)
     problems.raise_if_any(CheckpointError)
-    return unified_files(files, {}) if "tokenizer.json" in files else files
+    if "tokenizer.json" in files or b'"tokenizer_class"' in files.get(OPTIONAL_FILES[1], b""):
+        return unified_files(files, {})
+    # NeMo and Megatron-LM read these files alone.
+    return {name: files[name] for name in files if name not in (*OPTIONAL_FILES, ADDED_TOKENS)}
 
 
 def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:

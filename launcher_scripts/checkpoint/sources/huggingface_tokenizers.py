@@ -170,6 +170,9 @@ class _Folder:
             tokenizer = self._of_pieces(model)
         else:
             tokenizer = self._of_merges()
+        if not tokenizer.get_vocab_size(with_added_tokens=False):
+            what = "the tokenizer has no tokens"
+            raise CheckpointError(problem(what, got=sorted(self.files), change=ADVICE))
         named = {role: str(getattr(token, "content", token)) for role, token in roles.items()}
         self._add_tokens(tokenizer, [*roles.values()], self._extra(declared))
         self._surround(tokenizer, named)
