@@ -5,7 +5,10 @@ Copied beside the text models of a repository, so it imports nothing of this pro
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import struct
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +18,12 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 from older_servers import failure
 from text_parameters import ParameterError, parameter_values
+
+# DLTensor: data, device type and id, axes, type code, bits, lanes, shape, strides, byte offset
+_DLPACK = struct.Struct("@PiiiBBHPPQ")
+_BFLOAT = 4  # kDLBfloat
+ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
+ctypes.pythonapi.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 class BadRequestError(Exception):
@@ -39,6 +48,24 @@ def require_working_arrays() -> None:
             "numpy==1.26.4), install 'numpy<2' for its Python, or export with "
             "export.model.tokenizer=none to serve token ids only"
         )
+
+
+def as_float32(tensor: Any) -> Any:
+    """Return an output as FP32: Triton's HTTP does not write FP16 and BF16 as JSON.
+
+    numpy has no BF16, so its bits are read from the tensor's DLPack structure:
+    https://dmlc.github.io/dlpack/latest/c_api.html
+    """
+    capsule = tensor.to_dlpack()
+    address = ctypes.pythonapi.PyCapsule_GetPointer(ctypes.py_object(capsule), b"dltensor")
+    fields = _DLPACK.unpack(ctypes.string_at(address, _DLPACK.size))
+    data, _, _, num_axes, code, _, _, shape_address, _, offset = fields
+    if code != _BFLOAT:
+        return pb_utils.Tensor(tensor.name(), tensor.as_numpy().astype(np.float32))
+    shape = (ctypes.c_int64 * num_axes).from_address(shape_address)[:]
+    content = ctypes.string_at(data + offset, 2 * math.prod(shape))
+    bits = np.frombuffer(content, np.uint16).astype(np.uint32) << 16
+    return pb_utils.Tensor(tensor.name(), bits.view(np.float32).reshape(shape))
 
 
 def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> list[Any]:

@@ -148,7 +148,8 @@ class TextContract:
         inputs, outputs = self.ensemble_inputs, self.ensemble_outputs
         if self.todays_names:
             inputs, outputs = _with_todays(inputs), (*outputs, TEXT_OUTPUT)
-        return declared(inputs, data_type), declared(outputs, data_type)
+        # Outputs are FP32 in every model: HTTP has no JSON for FP16 and BF16.
+        return declared(inputs, data_type), outputs
 
     @property
     def roles(self) -> tuple[str, ...]:

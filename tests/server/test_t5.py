@@ -5,6 +5,7 @@ text out.
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -303,6 +304,13 @@ def test_an_encoder_is_evaluated(
     assert sizes == [(1, 6), (2, 6)] and "encode (2 items)" in capsys.readouterr().out
 
 
+def post_json(ready: dict[str, Any], model: str, verb: str, body: dict[str, Any]) -> Any:
+    url = f"http://{ready['http']}/v2/models/{model}/{verb}"
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 @needs_server
 @pytest.mark.parametrize(
     ("data_type", "ensemble", "tolerance"),
@@ -321,6 +329,15 @@ def test_states_of_the_encoder(
         answer = client.infer(data_type, **t5_request(SOURCES, is_return_attentions=True))
         told = client.infer(ensemble, INPUT_0=text_rows("Hello"))
         short = client.infer(data_type, **t5_request(SOURCES[:1]))
+    # As curl does, with JSON both ways.
+    given = {"name": "INPUT_0", "shape": [1, 1], "datatype": "BYTES", "data": ["Hello"]}
+    inferred = post_json(encoders, ensemble, "infer", {"inputs": [given]})
+    (output,) = inferred["outputs"]
+    assert output["datatype"] == "FP32" and output["name"] == "output_hidden_state"
+    generated = post_json(encoders, ensemble, "generate", {"INPUT_0": ["Hello"]})
+    for values in (output["data"], generated["output_hidden_state"]):
+        states = np.float32(values).reshape(told["output_hidden_state"].shape)
+        np.testing.assert_array_equal(states, told["output_hidden_state"])
     width = max(map(len, SOURCES))
     assert answer["output_attentions"].shape == (3, 2, 4, width, width)
     assert set(short) == {"output_hidden_state"}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 from launcher_scripts import backends
 from launcher_scripts.common.tokenizer import load_tokenizer
@@ -65,6 +66,34 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in list(sys.modules):
         if name in LONE_MODULES or name.startswith("launcher_scripts.backends.p"):
             del sys.modules[name]
+
+
+class TorchTensor:
+    """An output of a token model, which may be BF16."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def name(self) -> str:
+        return "output_hidden_state"
+
+    def to_dlpack(self) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._values)
+
+    def as_numpy(self) -> np.ndarray:
+        return self._values.numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1,), (2, 0, 3)])
+def test_an_encoders_outputs_become_fp32(
+    text_module: Any, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    text_module("preprocessing")
+    values = torch.randn(2, *shape).to(dtype)[1]  # with an offset in its memory
+    converted = sys.modules["text_tensors"].as_float32(TorchTensor(values))
+    assert (converted.name, converted.values.dtype) == ("output_hidden_state", np.float32)
+    np.testing.assert_array_equal(converted.values, values.float().numpy())
 
 
 class WordTokenizer:

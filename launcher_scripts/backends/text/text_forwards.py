@@ -15,7 +15,7 @@ from client_watch import ClientWatch
 from older_servers import failure
 from text_answers import Senders, TextAnswer
 from text_channel import FORWARDED, Channel, Message
-from text_tensors import BadRequestError, error_response
+from text_tensors import BadRequestError, as_float32, error_response
 
 SENDING_THREADS = 2
 WATCH_REST = 4.0  # see ClientWatch
@@ -101,7 +101,7 @@ class Forwards:
         """Send the request; returns when the token model has it, in a session when that is done."""
         try:
             if self._channel is None:
-                forward.answer.pass_on(forward.ask())
+                forward.answer.pass_on(list(map(as_float32, forward.ask())))
                 return
             streams = int(forward.answer.request.streams)
             forward.ask(f"{FORWARDED} {forward.key} {self._channel.name} {streams}")
