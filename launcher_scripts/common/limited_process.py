@@ -57,6 +57,10 @@ class WorkLimitError(Exception):
     """An item that exceeds a limit, or that crashes the process that works on it."""
 
 
+class WorkTimeoutError(WorkLimitError):
+    """An item that takes too long by the clock: the machine may be busy."""
+
+
 class LimitedProcesses:
     """Processes of one function. They start when they are needed, and again after one was killed.
 
@@ -130,7 +134,7 @@ class _Process:
         except (OSError, EOFError) as error:
             raise WorkLimitError(self._reason(self._end())) from error
         self._end(-signal.SIGKILL)
-        raise WorkLimitError(f"it takes longer than {seconds:g} s")
+        raise WorkTimeoutError(f"it takes longer than {seconds:g} s")
 
     def _end(self, code: int | None = None) -> int:
         """End the process; returns `code`, or else the one that it ended with by itself."""

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,9 +18,11 @@ import pytest
 import tokenizers
 import torch
 
+from launcher_scripts.backends.fastertransformer import guidance as guidance_module
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
-from launcher_scripts.common.errors import RequestError
+from launcher_scripts.common.errors import BusyError, RequestError
+from launcher_scripts.common.limited_process import WorkTimeoutError
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
@@ -440,6 +443,40 @@ def test_a_grammar_is_compiled_once_for_all_rows(monkeypatch):
     token = guidance("gpt2bpe")[1].encode("a")[0]
     assert guides[0].accept(token)
     assert guides[0].mask() != guides[1].mask() == guides[2].mask()
+    assert made.is_compiled('{"regex": "a+b"}')
+
+
+@needs_llguidance
+def test_a_refused_grammar_is_refused_at_once_and_takes_no_place(monkeypatch):
+    made = guidance.__wrapped__("gpt2bpe")[0]
+    monkeypatch.setattr(guidance_module, "MAX_REFUSALS", 2)
+    calls = []
+
+    def refuse(text: str) -> str:
+        calls.append(text)
+        return f"no {text}"
+
+    monkeypatch.setattr(made._trials, "call", refuse)
+    for text in ("a", "a", "b", "c", "c", "a"):
+        with pytest.raises(RequestError, match=f"no {text}"):
+            made.guide(text)
+    assert calls == ["a", "b", "c", "a"]
+    assert not made._compiled
+
+    def too_late(_: str) -> str:
+        raise WorkTimeoutError("it takes longer than 60 s")
+
+    monkeypatch.setattr(made._trials, "call", too_late)
+    for _ in range(2):
+        with pytest.raises(BusyError, match="guided_grammar cannot be compiled in time"):
+            made.guide("d")
+    assert not made.is_compiled("d")
+
+
+def test_the_processes_that_compile_grammars_do_not_load_torch():
+    module = guidance_module.__name__
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @needs_llguidance

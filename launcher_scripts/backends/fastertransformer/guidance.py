@@ -10,6 +10,7 @@ time and memory first.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,14 +21,15 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.common.errors import BusyError, RequestError, problem
 from launcher_scripts.common.json_schema import supported_schema
 from launcher_scripts.common.limited_process import (
     LimitedProcesses,
     WorkLimitError,
     WorkLimits,
+    WorkTimeoutError,
 )
 from launcher_scripts.common.tokenizer import (
     PieceTokenizer,
@@ -36,8 +38,11 @@ from launcher_scripts.common.tokenizer import (
     load_tokenizer,
 )
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
-from launcher_scripts.engine.core.guide import Guide
-from launcher_scripts.models.family import ModelConfig
+
+# The processes that compile grammars import this module, and nothing of torch.
+if TYPE_CHECKING:
+    from launcher_scripts.engine.core.guide import Guide
+    from launcher_scripts.models.family import ModelConfig
 
 # Between two tokens of JSON: a space, or a new line with its indentation. Without a limit a model
 # may fill its answer with white space.
@@ -119,8 +124,9 @@ _TOKENS = re.compile(r"(<\|[^|<>]*\|>)")
 # Of one grammar: to compile it and to compute its first mask.
 LIMITS = WorkLimits(cpu_seconds=2.0, seconds=60.0, memory_mib=128)
 NUM_COMPILERS = 2
-# Grammars that are kept; each has at most LIMITS.memory_mib.
+# Grammars that are kept, each of at most LIMITS.memory_mib; and refusals, by the texts' digests.
 MAX_CACHED = 8
+MAX_REFUSALS = 1024
 MAX_MASK_THREADS = 4
 _TOO_COMPLEX = ("LexerTooComplex", "ParserTooComplex")
 
@@ -142,6 +148,7 @@ class Guidance:
         )
         self._lock = Lock()
         self._compiled: OrderedDict[str, Future[tuple[Any, bytes]]] = OrderedDict()
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()
         # Threads that wait for compilations; guides come out of them.
         self.executor = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammars")
 
@@ -157,11 +164,18 @@ class Guidance:
         self.executor.shutdown(wait=False, cancel_futures=True)
         self._masks.shutdown(wait=False, cancel_futures=True)
 
-    def _compile_once(self, text: str) -> tuple[Any, bytes]:
-        """The grammar's matcher at its start and its first mask; a refused grammar stays refused
-        while it is among those that came last.
-        """
+    def is_compiled(self, text: str) -> bool:
+        """True if a guide is made at once."""
         with self._lock:
+            compiled = self._compiled.get(text)
+        return compiled is not None and compiled.done()
+
+    def _compile_once(self, text: str) -> tuple[Any, bytes]:
+        """The grammar's matcher at its start and its first mask."""
+        digest = hashlib.blake2b(text.encode()).digest()
+        with self._lock:
+            if digest in self._refusals:
+                raise RequestError(self._refusals[digest])
             compiled = self._compiled.get(text)
             if is_new := compiled is None:
                 compiled = self._compiled[text] = Future()
@@ -172,8 +186,18 @@ class Guidance:
             try:
                 compiled.set_result(self._compile(text))
             except BaseException as error:
+                self._forget(text, digest, error)
                 compiled.set_exception(error)
         return compiled.result()
+
+    def _forget(self, text: str, digest: bytes, error: BaseException) -> None:
+        """Keep no grammar that is refused, but that it is."""
+        with self._lock:
+            self._compiled.pop(text, None)
+            if isinstance(error, RequestError) and not isinstance(error, BusyError):
+                self._refusals[digest] = str(error)
+            if len(self._refusals) > MAX_REFUSALS:
+                self._refusals.popitem(last=False)
 
     def _compile(self, text: str) -> tuple[Any, bytes]:
         if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
@@ -187,6 +211,8 @@ class Guidance:
         self._compiler.check()
         try:
             refusal = self._trials.call(text)
+        except WorkTimeoutError as error:
+            raise BusyError(f"guided_grammar cannot be compiled in time: {error}") from error
         except WorkLimitError as error:
             raise RequestError(
                 problem(f"guided_grammar is too complex: {error}", got=text[:200])

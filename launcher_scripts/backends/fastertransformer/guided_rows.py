@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, suppress
@@ -86,9 +87,16 @@ class GuidedRows:
         self.num_waiting = 0
 
     def start(self, rows: Sequence[GuidedRow]) -> None:
-        """Submit the rows of one request as soon as their grammars are compiled."""
-        if rows:
-            self._count(len(rows))
+        """Submit the rows of one request as soon as their grammars are compiled.
+
+        Rows whose grammars are known do not wait for others' grammars.
+        """
+        if not rows:
+            return
+        self._count(len(rows))
+        if all(self._guidance.is_compiled(row.grammar) for row in rows):
+            self._compile(rows)
+        else:
             self._guidance.executor.submit(self._compile, rows)
 
     def _count(self, rows: int) -> None:
@@ -103,11 +111,10 @@ class GuidedRows:
                     continue
                 try:
                     guides.append((row, self._guidance.guide(row.grammar)))
-                except Exception as error:  # of this row; a crash must not leave it unanswered
+                except Exception as error:  # the other rows go on
+                    if not isinstance(error, RequestError):
+                        traceback.print_exc()
                     row.fail(error)
-                    if isinstance(error, RequestError):
-                        continue
-                    raise
         finally:
             self._count(-len(rows))
         with self._together():
