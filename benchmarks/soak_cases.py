@@ -117,6 +117,20 @@ def _words(models: Models, random: np.random.Generator, vocab: int) -> Iterator[
         yield Case("", "", models, (row,))
 
 
+def _guided(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+    while True:
+        grammar = f'{{"regex": "[a-z ]{{1,{int(random.integers(4, 40))}}}"}}'
+        row = replace(_row(random, vocab), guided_grammar=grammar)
+        yield Case("", "", models, (row,))
+
+
+def _scored(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+    while True:
+        count = int(random.integers(0, 10))
+        row = replace(_row(random, vocab), num_log_probs=count, num_prompt_log_probs=count)
+        yield Case("", "", models, (row,))
+
+
 def _cancelled(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         row = replace(_row(random, vocab, min_length=24), output_len=24)
@@ -202,8 +216,12 @@ KINDS = {
     "sampled": Kind(_sampled, _ask_ids, streams=False),
     "beams": Kind(_beams, _ask_ids, streams=False),
     "words": Kind(_words, _ask_ids, streams=False),
+    "guided": Kind(_guided, _ask_ids, streams=False),
+    "scored": Kind(_scored, _ask_ids, streams=False),
     "stream": Kind(_sampled, _ask_stream, streams=True),
     "stream of beams": Kind(_beams, _ask_stream, streams=True),
+    "stream with grammar": Kind(_guided, _ask_stream, streams=True),
+    "stream with scores": Kind(_scored, _ask_stream, streams=True),
     "cancelled": Kind(_cancelled, _ask_stream, streams=True),
     "bad": Kind(_bad, _ask_refused),
     "text": Kind(_text, _ask_text),
