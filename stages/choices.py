@@ -7,6 +7,7 @@ key, without saying which there are, and an unquoted value in the words of its p
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -204,12 +205,30 @@ def check_grammar(arguments: Iterable[str]) -> None:
             except HydraException:
                 readable = False
             if not readable:
-                quoted = "the key" if not key else f"it to '{key}=\"{value}\"'"
+                quoted = f"it to {_quoted(key, value)}" if key else "the key"
                 if value.startswith(("[", "{")) and value.count("[") != value.count("]"):
                     quoted = f"it to '{key}=[A,B]', with every bracket closed"
                 problems.add("Hydra cannot read this as key=value", got=argument, change=quoted)
         before = argument
     problems.raise_if_any(ConfigError)
+
+
+def _quoted(key: str, value: str) -> str:
+    """The argument as a shell passes it and Hydra reads it, with the value as text."""
+    inner = value[1:-1] if value[:1] + value[-1:] == "[]" else None
+    if inner is None or "[" in inner:
+        return shlex.quote(f"{key}={_text(value)}")
+    members = (member.strip() for member in inner.split(","))
+    return shlex.quote(f"{key}=[{','.join(map(_text, members))}]")
+
+
+def _text(value: str) -> str:
+    """A text in quotes as Hydra's grammar has them: a backslash counts before a quote alone."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value
+    escaped = re.sub(r'(\\*)(")', r"\1\1\\\2", value)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f'"{escaped}{escaped[len(escaped) - trailing :]}"'
 
 
 def check_keys(arguments: Iterable[str], conf: Path) -> None:

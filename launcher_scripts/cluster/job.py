@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.cluster.record import ID_FILE, JobRecord, write_text
+from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord, write_text
 from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.config.settings import settings_text
 
@@ -264,5 +264,14 @@ class Submitted:
             first_replica=job.first_replica,
         ).write(job.folder.root)
         if job.client is not None:
-            client = Submitted(job.client, self.job_id, self.after, within=job)
-            client.write_record(cluster_type)
+            self._client(job.client).write_record(cluster_type)
+
+    def remove_record(self) -> None:
+        """Of a job that the cluster has refused."""
+        for name in (RECORD, ID_FILE):
+            (self.job.folder.root / name).unlink(missing_ok=True)
+        if self.job.client is not None:
+            self._client(self.job.client).remove_record()
+
+    def _client(self, client: Job) -> Submitted:
+        return Submitted(client, self.job_id, self.after, within=self.job)

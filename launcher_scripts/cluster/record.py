@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +29,7 @@ Known = TypeVar("Known")
 class JobRecord:
     """The content of job.json. Paths are relative to the folder where they lie in it.
 
+    job_id:       empty between the submission and the cluster's answer
     after:        id of the job that it waits for
     within:       the folder of the server's job that it runs in
     ready_file:   of a service; one per replica, see `ready_path`
@@ -64,6 +65,10 @@ class JobRecord:
         if record is None:
             raise ClusterError(f"there is no {folder / RECORD}")
         return record
+
+    def with_id(self, job_id: str) -> JobRecord:
+        """The record of a job whose launcher has not written the id."""
+        return replace(self, job_id=job_id, log=f"{self.log.removesuffix('_.out')}_{job_id}.out")
 
     def ids(self) -> tuple[str, ...]:
         """The cluster's id of every replica."""

@@ -177,7 +177,14 @@ class SlurmCluster(Cluster[SlurmOptions]):
         job.write(executor.script())
         executor.dependency = _dependency(job, after)
         self._handing_over = job
-        submitted = Submitted(job, _hand_over(executor), after)
+        # Found with its id by `jobs`, also if this process is killed before it has the id.
+        unnumbered = Submitted(job, "", after)
+        unnumbered.write_record(self.type)
+        try:
+            submitted = Submitted(job, _hand_over(executor), after)
+        except ClusterError:
+            unnumbered.remove_record()
+            raise
         self._submitted.append(submitted)
         self._handing_over = None
         submitted.write_record(self.type)

@@ -17,6 +17,9 @@ from launcher_scripts.config.paths import is_same_path
 _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")
 
+# The first fields of the lines in which scontrol shows the state of a job.
+_STATE_LINES = ("JobState=", "Requeue=", "RunTime=", "NodeList=")
+
 FAILED_PREDECESSOR = "DependencyNeverSatisfied"
 # Why a job that waits will wait indefinitely as it is, and what to change. Slurm's words.
 BLOCKING_REASONS: Mapping[str, str] = {
@@ -71,9 +74,9 @@ def answers() -> bool:
 
 def job_state(job_id: str) -> JobState:
     """The state of a job or of one task of an array."""
-    shown = _ask("scontrol", "--oneliner", "show", "job", job_id)
+    shown = _ask("scontrol", "show", "job", job_id)
     if shown is not None and shown.returncode == 0 and shown.stdout.strip():
-        return _of_scontrol(shown.stdout.splitlines()[0])
+        return _of_scontrol(shown.stdout.lstrip().partition("\n\n")[0])
     accounted = _of_accounting(job_id)
     if accounted is not None:
         return accounted
@@ -184,8 +187,12 @@ def _fields(line: str) -> dict[str, str]:
     return dict(item.split("=", 1) for item in line.split() if "=" in item)
 
 
-def _of_scontrol(line: str) -> JobState:
-    fields = _fields(line)
+def _of_scontrol(text: str) -> JobState:
+    """The state of the job in scontrol's lines. Names, comments and paths have lines of their own,
+    whose text is not read.
+    """
+    lines = (line.strip() for line in text.splitlines())
+    fields = _fields(" ".join(line for line in lines if line.startswith(_STATE_LINES)))
     nodes, reason, ran = (fields.get(name, "") for name in ("NodeList", "Reason", "RunTime"))
     state = JobState(
         fields.get("JobState", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.record import RECORD, JobRecord
+from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord
+from launcher_scripts.cluster.slurm_queue import jobs_of_script
 from launcher_scripts.common.errors import LauncherError, lookup, problem
 
 # How deep below the results job folders lie: <model>/<stage>/jobs/<run>, or less.
@@ -20,6 +22,25 @@ class NoSuchJob(LauncherError):
     """Nobody knows a job of that name."""
 
     exit_code = 4
+
+
+class NeverSubmitted(NoSuchJob):
+    """The launcher was killed before the cluster had the job."""
+
+
+def _find_id(folder: Path, record: JobRecord) -> str:
+    """The id of a job whose launcher was killed before it could write it: the job's script does so,
+    and the queue knows the script of one that has not started.
+    """
+    own = folder if record.within is None else Path(record.within)
+    with contextlib.suppress(OSError):
+        job_id = (own / ID_FILE).read_text(encoding="utf-8").strip()
+        if job_id:
+            return job_id
+    ids = jobs_of_script(own / record.script)
+    if not ids:
+        raise NeverSubmitted(f"the job of {folder} was never submitted: {record.name}")
+    return ids[-1]
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,8 @@ class KnownJob:
     @classmethod
     def read(cls, folder: Path) -> KnownJob:
         record = JobRecord.read(folder)
+        if not record.job_id:
+            record = record.with_id(_find_id(folder, record))
         lookup(CLUSTERS, record.cluster_type, f"cluster_type in {folder / RECORD}")
         return cls(folder, record, record.ids())
 
@@ -72,6 +95,8 @@ def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
     for path in {path for pattern in _PATTERNS for path in results.glob(pattern)}:
         try:
             jobs.append(KnownJob.read(path.parent))
+        except NeverSubmitted:
+            continue
         except LauncherError as error:
             damaged.append(str(error))
     jobs.sort(key=lambda job: (job.record.submitted, str(job.folder)))

@@ -72,8 +72,9 @@ def remedy(python: str, torch: bool = False) -> str:
     """What makes the packages, and the key that names them."""
     extra = " --with torch" if torch else ""
     return (
-        "make a folder of packages where there is a network, and name it as cluster.overlay: "
-        f"python3 {COMMAND} --python {python}{extra} FOLDER"
+        "name an interpreter that has them as cluster.python, load a module that puts them on "
+        "PYTHONPATH in cluster.setup, or make a folder of packages where there is a network, and "
+        f"name it as cluster.overlay: python3 {COMMAND} --python {python}{extra} FOLDER"
     )
 
 

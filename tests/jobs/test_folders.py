@@ -140,3 +140,25 @@ def test_a_damaged_job_folder_leaves_its_state_unknown(results: Path, name: str,
     (status,) = look(choose_jobs(results, ["evaluate_tiny"]))
     assert (status.state.name, status.exit_code) == ("UNKNOWN", 5)
     assert name in status.reason
+
+
+def test_a_job_whose_launcher_was_killed_at_the_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script has written the id, or the queue knows the script; or there is no job."""
+    started = make_job(tmp_path, "export", 1, job_id="", log="log-export_tiny_.out")
+    (started / "job_id").write_text("77\n")
+    queued = make_job(tmp_path, "deploy", 1, job_id="", log="log-deploy_tiny_.out")
+    make_job(tmp_path, "gateway", 1, job_id="", log="log-gateway_tiny_.out")
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho '78 {queued}/script.sh'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = {job.name: job.record for job in find_jobs(tmp_path)}
+    assert {name: record.job_id for name, record in found.items()} == {
+        "export_tiny": "77",
+        "deploy_tiny": "78",
+    }
+    assert found["export_tiny"].log == "log-export_tiny_77.out"
+    with pytest.raises(NoSuchJob):
+        choose_jobs(tmp_path, ["gateway_tiny"])

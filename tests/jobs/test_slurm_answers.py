@@ -12,10 +12,20 @@ from launcher_scripts.cluster.slurm_queue import check_partition, job_state, slu
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import Problems
 
-SHOWN = (
-    "JobId=7 JobName=a b JobState={state} Reason={reason} Dependency=(null) Requeue=0 Restarts=2 "
-    "ExitCode={code} RunTime=1-00:00:05 TimeLimit=2-00:00:00 NodeList={nodes} BatchHost=n1\n"
-)
+SHOWN = """\
+JobId=7 JobName=a b JobState=FAILED Restarts=9
+   JobState={state} Reason={reason} Dependency=(null)
+   Requeue=0 Restarts=2 BatchFlag=1 Reboot=0 ExitCode={code}
+   RunTime=1-00:00:05 TimeLimit=2-00:00:00 TimeMin=N/A
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList={nodes}
+   BatchHost=n1
+   Comment=x JobState=CANCELLED Reason=y NodeList=n9 ExitCode=3:0 RunTime=00:00:01
+   WorkDir=/tmp/JobState=TIMEOUT NodeList=n8
+
+JobId=8 JobName=c
+   JobState=TIMEOUT
+"""
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from launcher_scripts.common.errors import ConfigError
 from stages.choices import (
@@ -163,3 +165,23 @@ def test_a_mapping_of_variables_asks_for_quotes(text: str) -> None:
         with_texts_of_variables([f"env_vars={{A: {text}}}"])
     written = ["env_vars={A: 19, B: True, C: 'on', D: null}", "stages=[export]", "+env_vars.A=x"]
     assert with_texts_of_variables(written) == written
+
+
+AWKWARD = (
+    *("a=b", "it's", 'say "x"', r"a\b=c", "ends=\\", r"a\"b", "~x", "{a", "ünï=", "x y=z", '"'),
+    *("$HOME=`ls`", "'a'=b", r'a\\"b='),
+)
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, "[--a=b]", "[~a, b=c]"])
+def test_advice_about_quotes_can_be_followed(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_grammar([f"cluster.comment={value}", "+a=b=c"])
+    advice = caught.value.problems[0].partition("change it to ")[2]
+    (argument,) = shlex.split(advice)
+    check_grammar([argument])
+    read = OverridesParser.create().parse_override(argument).value()
+    expected = [item.strip() for item in value[1:-1].split(",")] if value[0] == "[" else value
+    assert [getattr(item, "text", item) for item in (read if type(read) is list else [read])] == (
+        expected if isinstance(expected, list) else [expected]
+    )

@@ -322,3 +322,14 @@ def test_a_failing_evaluation_stops_the_server(
     result = run("stages=[export,deploy,evaluate]", LOCAL, *arguments, EVALUATE_EXITS="5")
     assert result.returncode == 5
     assert_ended((deploy_folder(tmp_path) / "pids").read_text())
+
+
+def test_a_module_s_pythonpath_comes_after_the_launcher(
+    run: Run, arguments: list[str], launcher: Path
+) -> None:
+    step = "import os\nprint('path', os.environ['PYTHONPATH'])\n"
+    (launcher / "steps" / "convert_checkpoint.py").write_text(step)
+    setup = "cluster.setup=['export PYTHONPATH=/of/a/module:$PYTHONPATH']"
+    ran = run("stages=[export]", LOCAL, *arguments, setup, PYTHONPATH="/of/the/shell")
+    assert ran.returncode == 0, ran.stderr
+    assert f"path {launcher.parent}:/of/a/module:/of/the/shell\n" in ran.stdout

@@ -18,7 +18,7 @@ set -euo pipefail
 # For a launcher that was killed before it could write the id, and as the time of this start.
 echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/deploy/job_id || true
 
-export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
 

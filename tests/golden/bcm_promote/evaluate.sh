@@ -15,7 +15,7 @@ set -euo pipefail
 echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/evaluate/job_id || true
 echo "$SLURM_JOB_ID" > /mount/results/jobs/deploy/client_job_id || true
 
-export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
 

@@ -4,7 +4,7 @@
 # The first command that fails ends the job, and its exit code is the job's.
 set -euo pipefail
 
-export PYTHONPATH=/opt/NeMo-Megatron-Launcher
+export PYTHONPATH=/opt/NeMo-Megatron-Launcher${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
 cd /mount/results/gpt3_126m/jobs/001
