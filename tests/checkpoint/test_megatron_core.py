@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,12 +228,63 @@ def test_layers_without_rotary_positions_are_named_wrongly(said) -> None:
 @pytest.mark.parametrize("name", ["GemmaConfig2B", "CodeGemmaConfig7B", "GemmaModelProvider"])
 @pytest.mark.parametrize("of", [of_bridge, of_nemo2])
 def test_gemmas_class_scales_the_embeddings(of, name) -> None:
-    said = {**ARGUMENTS, "_target_": f"some.package.gemma.{name}"}
+    package = "nemo.collections.llm.gpt.model.gemma"
+    said = {**ARGUMENTS, "_target_": f"{package}.{name}"}
     assert read_gpt(of(said, "")).fields["embedding_scale"] == pytest.approx(32**0.5)
     assert read_gpt(of(ARGUMENTS, "")).fields["embedding_scale"] is None
     for later in ("Gemma2Config9B", "Gemma3ModelProvider"):
         with pytest.raises(CheckpointError, match=f"this class are not supported; got '.*{later}"):
-            read_gpt(of({**said, "_target_": f"some.package.{later}"}, ""))
+            read_gpt(of({**said, "_target_": f"{package}.{later}"}, ""))
+
+
+BRIDGE, NEMO, CORE = "megatron.bridge.models.", "nemo.collections.llm.", "megatron.core.models."
+LOCAL = f"{CORE}gpt.gpt_layer_specs.get_gpt_layer_local_spec"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"_target_": f"{BRIDGE}gpt_provider.GPTModelProvider"},
+        {"_target_": f"{BRIDGE}llama.llama_provider.Llama31ModelProvider405B"},
+        {"_target_": f"{BRIDGE}qwen.qwen_provider.Qwen3MoEModelProvider30B_A3B"},
+        {"_target_": f"{BRIDGE}gpt_oss.gpt_oss_provider.GPTOSSProvider20B"},
+        {"_target_": f"{NEMO}gpt.model.mixtral.MixtralConfig8x7B"},
+        {"_target_": f"{NEMO}t5.model.t5.T5Config220M"},
+        {"transformer_layer_spec": {"_target_": f"{BRIDGE}gpt_provider.default_layer_spec"}},
+        {"transformer_layer_spec": {"_target_": LOCAL, "_partial_": True, "qk_layernorm": True}},
+        {"transformer_layer_spec": None},
+        {"spec": ["local"]},
+        {"spec": []},
+        {"spec": LOCAL.rsplit(".", 1)},
+    ],
+)
+def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> None:
+    read_gpt(of_bridge({**ARGUMENTS, **said}, ""))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"_target_": f"{BRIDGE}ministral3.ministral3_provider.Ministral3ModelProvider3B"},
+        {"_target_": f"{BRIDGE}mamba.mamba_provider.MambaModelProvider"},
+        {"_target_": f"{BRIDGE}nemotronh.nemotron_h_provider.NemotronHModelProvider"},
+        {"_target_": f"{BRIDGE}llama.llama4_provider.Llama4ModelProvider"},
+        {"_target_": f"{BRIDGE}qwen.qwen_provider.Qwen3NextModelProvider"},
+        {"_target_": "my_models.LlamaModelProvider"},
+        {"_target_": "GPTModelProvider"},
+        {"transformer_layer_spec": {"_target_": "my_models.default_layer_spec"}},
+        {"transformer_layer_spec": {"_target_": f"{CORE}gpt.gpt_layer_specs.get_mlp_module_spec"}},
+        {"transformer_layer_spec": {"_target_": LOCAL, "qk_l2_norm": True}},
+        {"transformer_layer_spec": {"module": {"_target_": "my_models.Layer"}}},
+        {"transformer_layer_spec": "my_spec"},
+        {"spec": ["my_models", "layer_spec"]},
+        {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]},
+    ],
+)
+def test_classes_and_specs_that_may_change_the_network(said: dict[str, Any]) -> None:
+    (key,) = said
+    with pytest.raises(CheckpointError, match=f"{key}.* not supported"):
+        read_gpt(of_bridge({**ARGUMENTS, **said}, ""))
 
 
 def test_all_that_is_wrong_with_a_t5_is_said_at_once() -> None:

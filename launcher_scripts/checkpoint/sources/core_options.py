@@ -52,7 +52,6 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (None,),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
-    "spec": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
 # Settings whose other values route tokens, or compute experts, in ways that the engine does not.
@@ -92,6 +91,41 @@ _IGNORED_FACTOR = (
 )
 
 
+# Classes of Megatron Bridge's providers and NeMo 2's configurations that build the core's GPT or T5
+# from their settings alone, and functions that specify the core's own layers. Others may change the
+# network in code.
+_PACKAGES = ("megatron.bridge.", "megatron.core.", "nemo.collections.llm.")
+_CLASSES = re.compile(
+    r"(GPT|GPTOSS|T5|Llama(2|3|31|32|33)?|CodeLlama|Qwen(15|2|25|3)?(MoE)?|Mi[sx]tral|MistralSmall3"
+    r"|MistralNe[Mm]o|(Code)?Gemma|Nemotron(3|4)?|Star[Cc]oder2?|OlMoE|GLM45(Air)?|GLMMoE|Phi3"
+    r"|Baichuan2)(Model)?(Provider|Config)(\d+(x\d+)?[BM](_A\d+B)?)?"
+)
+_SPECS = (
+    "default_layer_spec",
+    "get_gpt_decoder_block_spec",
+    "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
+    "get_t5_decoder_with_local_block_spec",
+    "get_t5_decoder_with_transformer_engine_block_spec",
+    "get_t5_encoder_with_local_block_spec",
+    "get_t5_encoder_with_transformer_engine_block_spec",
+    "local_layer_spec",
+    "transformer_engine_full_layer_spec",
+    "transformer_engine_layer_spec",
+)
+# Arguments of these functions that choose kernels, or parts that the tensors show.
+_SPEC_ARGUMENTS = (
+    "fp8",
+    "moe_grouped_gemm",
+    "normalization",
+    "num_experts",
+    "qk_layernorm",
+    "use_te_op_fuser",
+    "use_transformer_engine",
+    "vp_stage",
+)
+
+
 class CoreOptions(TrainingOptions):
     """What the training says, under the names of the core's configuration."""
 
@@ -121,9 +155,38 @@ class CoreOptions(TrainingOptions):
 
         known_values: fields besides those of every model, see refuse_others
         """
+        self._refuse_code()
         clamped = str(self.get("activation_func")).lower() == "quick_gelu"
         gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
         self.refuse_others({**_KNOWN_VALUES, **gate, **known_values})
+
+    def _refuse_code(self) -> None:
+        """Note classes and functions that may change the network in code."""
+        provider = self.get("_target_")
+        package, _, name = str(provider).rpartition(".")
+        known = f"{package}.".startswith(_PACKAGES) and _CLASSES.fullmatch(name)
+        if provider is not None and not known:
+            what = "_target_: models of this class are not supported"
+            self.problems.add(what, got=provider)
+        spec = self.get("transformer_layer_spec")
+        function = spec.get("_target_") if isinstance(spec, Mapping) else spec
+        others = {
+            key: value
+            for key, value in (spec.items() if isinstance(spec, Mapping) else ())
+            if value and not key.startswith("_") and key not in _SPEC_ARGUMENTS
+        }
+        if spec and (others or not _is_plain_spec(function)):
+            what = "transformer_layer_spec is not supported, which may change the network"
+            self.problems.add(what, got=spec, choices=_SPECS)
+        pair = self.get("spec") or []  # of Megatron-LM: a module and its function
+        if pair not in ([], ["local"]) and not _is_plain_spec(".".join(map(str, pair))):
+            self.problems.add("spec is not supported", got=pair, choices=(["local"], *_SPECS))
+
+
+def _is_plain_spec(function: Any) -> bool:
+    """True for a function that specifies the core's own layers, by its full name."""
+    package, _, name = str(function).rpartition(".")
+    return name in _SPECS and f"{package}.".startswith(_PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -201,12 +264,8 @@ def read_gpt(
 
 def _embedding_scale(options: CoreOptions, hidden: int) -> float | None:
     """The classes of Gemma in NeMo 2 and Megatron Bridge change the network without a setting."""
-    gemma = re.search(r"Gemma(\w?)\w*$", str(options.get("_target_") or ""))
-    if gemma is None:
-        return None
-    if gemma[1].isdigit():
-        options.problems.add("models of this class are not supported", got=options.get("_target_"))
-    return float(hidden**0.5)
+    gemma = re.search(r"Gemma\w*$", str(options.get("_target_") or ""))
+    return float(hidden**0.5) if gemma else None
 
 
 def _scaling(options: CoreOptions) -> dict[str, Any]:
@@ -394,7 +453,10 @@ def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:
     """Functions and types as their names: `_target_` is never called."""
-    return {key: _name(value) for key, value in model.items()}
+    return {
+        key: value if key == "transformer_layer_spec" else _name(value)
+        for key, value in model.items()
+    }
 
 
 def _name(value: Any) -> Any:
