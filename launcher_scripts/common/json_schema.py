@@ -8,17 +8,19 @@ draft 2020-12, https://json-schema.org/draft/2020-12.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
 Schema = dict[str, Any]
+Chain = tuple[Mapping[str, Any], ...]
 # Formats of strings that llguidance follows; numbers may have any.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 MAX_UNIQUE = 4  # values of which all orders are written out
+MAX_DOMAIN = 64  # values of the property that an `if` is about
+MAX_EXCLUDED = 16  # alternatives of a `not`
 MAX_CONTAINS = 8  # items among which the one is that `contains` asks for
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -35,11 +37,11 @@ def supported_schema(schema: Any) -> tuple[Any, list[str]]:
     Raises ValueError for a keyword that cannot be written in others.
     """
     notes: list[str] = []
-    return _rewrite(schema, "#", {}, notes), list(dict.fromkeys(notes))
+    return _rewrite(schema, "#", (), notes), list(dict.fromkeys(notes))
 
 
-def _rewrite(schema: Any, path: str, parent: Mapping[str, Any], notes: list[str]) -> Any:
-    """parent: the schema of the same value that has this one in `allOf`; {}: there is none"""
+def _rewrite(schema: Any, path: str, around: Chain, notes: list[str]) -> Any:
+    """around: the schemas of the same value that have this one in `allOf`, the nearest first"""
     if not isinstance(schema, dict):
         return schema
     result: Any = dict(schema)
@@ -47,23 +49,22 @@ def _rewrite(schema: Any, path: str, parent: Mapping[str, Any], notes: list[str]
         if isinstance(result.get(key), dict):
             members = result[key].items()
             result[key] = {
-                name: _rewrite(each, f"{path}/{key}/{name}", {}, notes) for name, each in members
+                name: _rewrite(each, f"{path}/{key}/{name}", (), notes) for name, each in members
             }
-    properties = {**parent.get("properties", {}), **_mapping(schema, "properties")}
-    known = {"properties": properties, "type": schema.get("type", parent.get("type"))}
+    known = (schema, *around)
     for key, needs in _COMPANIONS.items():
         if needs not in schema:
             result.pop(key, None)
     for key in _LISTS:
         if isinstance(result.get(key), list):
-            beside = known if key == "allOf" else {}
+            beside = known if key == "allOf" else ()
             result[key] = [
                 _rewrite(each, f"{path}/{key}/{place}", beside, notes)
                 for place, each in enumerate(result[key])
             ]
     for key in _SCHEMAS:
         if isinstance(result.get(key), dict):
-            result[key] = _rewrite(result[key], f"{path}/{key}", {}, notes)
+            result[key] = _rewrite(result[key], f"{path}/{key}", (), notes)
     for key, rule in _RULES.items():
         if isinstance(result, dict) and key in result:
             result = rule(result, known, notes)
@@ -72,12 +73,21 @@ def _rewrite(schema: Any, path: str, parent: Mapping[str, Any], notes: list[str]
     return result
 
 
-# A rule gets a schema with its keyword, which it may change, what is known of the value besides,
+def _type(known: Chain) -> Any:
+    return next((schema["type"] for schema in known if "type" in schema), None)
+
+
+def _property(known: Chain, name: str) -> Any:
+    found = (_mapping(schema, "properties") for schema in known)
+    return next((properties[name] for properties in found if name in properties), None)
+
+
+# A rule gets a schema with its keyword, which it may change, all schemas of the value as they came,
 # and the notes. It returns the new schema; None: the keyword cannot be written in others.
-Rule = Callable[[Schema, Mapping[str, Any], list[str]], Any]
+Rule = Callable[[Schema, Chain, list[str]], Any]
 
 
-def _format(schema: Schema, _: Mapping[str, Any], notes: list[str]) -> Any:
+def _format(schema: Schema, _: Chain, notes: list[str]) -> Any:
     name = schema["format"]
     if schema.get("type", "string") == "string" and name not in FORMATS:
         notes.append(f"the format {str(name)[:64]} is ignored")
@@ -85,7 +95,7 @@ def _format(schema: Schema, _: Mapping[str, Any], notes: list[str]) -> Any:
     return schema
 
 
-def _if(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
     """Alternatives by the value of one property, of which all values are known."""
     condition = schema.pop("if")
     branches = [schema.pop(key, True) for key in ("then", "else")]
@@ -96,13 +106,16 @@ def _if(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
         return None
     ((name, test),) = properties.items()
     required = condition.get("required", [])
-    domain, values = _values(known["properties"].get(name)), _values(test)
-    is_object = known["type"] == "object" and condition.get("type", "object") == "object"
-    if domain is None or values is None or not is_object or not set(required) <= {name}:
+    domain, tested = _values(_property(known, name)), _values(test)
+    is_object = _type(known) == "object" and condition.get("type", "object") == "object"
+    if domain is None or tested is None or len(domain) > MAX_DOMAIN:
         return None
+    if not is_object or required not in ([], [name]):
+        return None
+    values = set(map(_canonical, tested))
     alternatives = []
     for branch, holds in zip(branches, (True, False), strict=True):
-        selected = [each for each in domain if _contains(values, each) is holds]
+        selected = [each for each in domain if (_canonical(each) in values) is holds]
         # Without the property the condition holds, unless it requires the property.
         needed = bool(required) if holds else not required
         case: Schema = {"properties": {name: {"enum": selected} if selected else False}}
@@ -113,27 +126,28 @@ def _if(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
     return _all_of(schema, {"anyOf": alternatives} if alternatives else False)
 
 
-def _not(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+def _not(schema: Schema, known: Chain, _: list[str]) -> Any:
     """What is left of listed values, types and properties."""
     excluded = schema.pop("not")
     if isinstance(excluded, dict) and excluded.keys() == {"anyOf"}:
-        for each in excluded["anyOf"]:
+        for each in excluded["anyOf"][: MAX_EXCLUDED + 1]:
             schema = _not({**schema, "not": each}, known, [])
             if not isinstance(schema, dict):
                 return schema
-        return schema
+        return schema if len(excluded["anyOf"]) <= MAX_EXCLUDED else None
     if isinstance(excluded, bool) or excluded == {}:
         return schema if excluded is False else False
     keys = excluded.keys() if isinstance(excluded, dict) else set()
     if keys == {"type"}:
         return _without_types(schema, excluded["type"])
-    if keys == {"required"} and known["type"] == "object":
+    if keys == {"required"} and _type(known) == "object":
         absent = [{"properties": {name: False}} for name in excluded["required"]]
         return _all_of(schema, {"anyOf": absent} if absent else False)
     values, domain = _values(excluded), _values(schema)
     if values is None or domain is None or not keys <= {"enum", "const"}:
         return None
-    left = [each for each in domain if not _contains(values, each)]
+    out = set(map(_canonical, values))
+    left = [each for each in domain if _canonical(each) not in out]
     rest = {key: value for key, value in schema.items() if key not in ("enum", "const")}
     return {**rest, "enum": left} if left else False
 
@@ -149,12 +163,12 @@ def _without_types(schema: Schema, excluded: Any) -> Any:
     return {**schema, "type": left[0] if len(left) == 1 else left} if left else False
 
 
-def _unique_items(schema: Schema, known: Mapping[str, Any], _: list[str]) -> Any:
+def _unique_items(schema: Schema, known: Chain, _: list[str]) -> Any:
     """All orders of a few values."""
     if schema.pop("uniqueItems") is not True or schema.get("maxItems", 2) <= 1:
         return schema
     values = _values(schema.get("items"))
-    if values is None or len(values) > MAX_UNIQUE or known["type"] != "array":
+    if values is None or len(values) > MAX_UNIQUE or _type(known) != "array":
         return None
     if {"prefixItems", "contains"} & schema.keys():
         return None
@@ -174,12 +188,12 @@ def _length(size: int) -> Schema:
     return {"items": False, "minItems": size, "maxItems": size}
 
 
-def _array_contains(schema: Schema, known: Mapping[str, Any], notes: list[str]) -> Any:
+def _array_contains(schema: Schema, known: Chain, notes: list[str]) -> Any:
     """An alternative for each position of the item."""
     wanted, least = schema.pop("contains"), schema.pop("minContains", 1)
     if least == 0 and "maxContains" not in schema:
         return schema
-    if least != 1 or known["type"] != "array" or {"maxContains", "prefixItems"} & schema.keys():
+    if least != 1 or _type(known) != "array" or {"maxContains", "prefixItems"} & schema.keys():
         return None
     item, most = schema.get("items", True), schema.get("maxItems", MAX_CONTAINS + 1)
     if most > MAX_CONTAINS:
@@ -195,7 +209,7 @@ def _array_contains(schema: Schema, known: Mapping[str, Any], notes: list[str]) 
     return _all_of(schema, {"anyOf": places} if places else False)
 
 
-def _property_names(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+def _property_names(schema: Schema, _: Chain, __: list[str]) -> Any:
     """Properties, or patterns of properties, and no others."""
     names = schema.pop("propertyNames")
     if names is True or names in ({}, {"type": "string"}):
@@ -214,40 +228,29 @@ def _property_names(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
             "additionalProperties": False,
         }
     pattern = _name_pattern(names)
-    if pattern is None or (properties and others is not True):
+    # Which properties a stranger's pattern matches is left to llguidance: `re` may take forever.
+    if pattern is None or properties:
         return None
-    given = {
-        name: value if re.search(pattern, name) else False for name, value in properties.items()
-    }
-    return {
-        **schema,
-        "properties": given,
-        "patternProperties": {pattern: others},
-        "additionalProperties": False,
-    }
+    return {**schema, "patternProperties": {pattern: others}, "additionalProperties": False}
 
 
 def _name_pattern(names: Schema) -> str | None:
     """A regular expression of the names."""
     if names.keys() == {"pattern"}:
-        try:
-            re.compile(names["pattern"])
-        except (re.error, TypeError):
-            return None
         return str(names["pattern"])
     if names.keys() <= {"minLength", "maxLength"}:
         return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
     return None
 
 
-def _dependent_required(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+def _dependent_required(schema: Schema, _: Chain, __: list[str]) -> Any:
     return _dependent(
         schema,
         {name: {"required": others} for name, others in schema.pop("dependentRequired").items()},
     )
 
 
-def _dependent_schemas(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+def _dependent_schemas(schema: Schema, _: Chain, __: list[str]) -> Any:
     return _dependent(schema, schema.pop("dependentSchemas"))
 
 
@@ -260,11 +263,11 @@ def _dependent(schema: Schema, schemas: Mapping[str, Any]) -> Any:
     return result
 
 
-def _unevaluated_properties(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+def _unevaluated_properties(schema: Schema, _: Chain, __: list[str]) -> Any:
     return _unevaluated(schema, "unevaluatedProperties", "additionalProperties")
 
 
-def _unevaluated_items(schema: Schema, _: Mapping[str, Any], __: list[str]) -> Any:
+def _unevaluated_items(schema: Schema, _: Chain, __: list[str]) -> Any:
     return _unevaluated(schema, "unevaluatedItems", "items")
 
 
@@ -312,12 +315,8 @@ def _values(schema: Any) -> list[Any] | None:
     return [True, False] if schema.get("type") == "boolean" else None
 
 
-def _contains(values: Sequence[Any], value: Any) -> bool:
-    """As JSON: true is not 1."""
-    return any(_canonical(each) == _canonical(value) for each in values)
-
-
 def _canonical(value: Any) -> str:
+    """Equal for equal values of JSON, where true is not 1."""
     return json.dumps(value, sort_keys=True)
 
 

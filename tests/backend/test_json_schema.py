@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -168,6 +169,23 @@ def test_what_cannot_be_written_otherwise_is_refused_by_name(schema: Any, keywor
     made, _ = guidance("gpt2bpe")
     with pytest.raises(RequestError, match=f"guided_grammar is wrong: {keyword} is not supported"):
         made.guide(json.dumps({"json_schema": schema}))
+
+
+def test_a_large_schema_is_read_in_time() -> None:
+    """What the gateway does with it must not hold up others; limits that only a hang reaches."""
+    many = [str(number) for number in range(20_000)]
+    wide = {name: {"enum": ["a", "b"]} for name in many}
+    branches = [{"if": {"properties": {name: {"const": "a"}}}, "then": {}} for name in many]
+    started = time.process_time()
+    supported_schema({"enum": many, "not": {"enum": many}})
+    supported_schema({"type": "object", "properties": wide, "allOf": branches})
+    with pytest.raises(ValueError, match="not at # is not supported"):
+        supported_schema({"enum": many, "not": {"anyOf": [{"const": each} for each in many]}})
+    with pytest.raises(ValueError, match="propertyNames at # is not supported"):
+        supported_schema(
+            {"properties": {"a" * 99 + "!": {}}, "propertyNames": {"pattern": "(a+)+$"}}
+        )
+    assert time.process_time() - started < 20
 
 
 def test_the_formats_are_llguidances() -> None:
