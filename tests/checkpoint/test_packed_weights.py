@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -192,6 +193,7 @@ UNSUPPORTED = [
     (settings("gptq_4", bits=5), r"bits is not supported; got 5"),
     (settings("gptq_4", group_size=0), r"group_size must be a size; got 0"),
     (settings("gptq_4", checkpoint_format="marlin"), "checkpoint_format .*'marlin'"),
+    (settings("gptq_4", format="gptq_v2"), r"format is not supported; got \['gptq', 'gptq_v2'\]"),
     (settings("gptq_4", rotation="hadamard"), "rotation is not known"),
     (settings("gptq_4", dynamic={"+:.*up.*": {"bits": 8}}), "dynamic may leave modules out"),
     (settings("awq", version="gemv"), "version is not supported; got 'gemv'"),
@@ -215,6 +217,22 @@ def test_other_settings_are_refused_by_name(config: dict[str, Any], words: str) 
     problems = Problems("test")
     weight_schemes({KEY: config}, {}, problems)
     assert any(re.search(words, message) for message in problems.messages), problems.messages
+
+
+WRITTEN: dict[str, Any] = {
+    "gptq": transformers.GPTQConfig(bits=4, dataset="c4", group_size=128),
+    "awq": transformers.AwqConfig(),
+    "nf4": transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "int8": transformers.BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_settings_that_transformers_writes(name: str) -> None:
+    config = json.loads(json.dumps(WRITTEN[name].to_dict()))
+    problems = Problems("test")
+    assert weight_schemes({KEY: config}, {}, problems)
+    assert problems.messages == []
 
 
 def in_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

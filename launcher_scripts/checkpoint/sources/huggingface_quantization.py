@@ -339,27 +339,35 @@ def _mxfp4(config: _Quantization) -> tuple[Scheme, ...]:
 
 def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("bits", 2, 3, 4, 8)
-    config.only("checkpoint_format", "gptq", "gptq_v2")
+    formats = {config.said.get(key) for key in ("checkpoint_format", "format")} - {None}
+    if len(formats) > 1 or not formats <= {"gptq", "gptq_v2"}:
+        what = f"{KEY}.checkpoint_format or format is not supported"
+        config.problems.add(what, got=sorted(map(str, formats)), choices=["gptq", "gptq_v2"])
     config.only("pack_dtype", "int32")
     config.only("is_marlin_format", False)
     config.only("lm_head", False, True)
-    config.nothing_else(*_GPTQ_SETTINGS)
+    config.only("method", "gptq")
+    config.nothing_else(*_GPTQ_SETTINGS, *_CALIBRATION)
     dynamic = config.said.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         what = f"{KEY}.dynamic may leave modules out, and not change their settings"
         config.problems.add(what, got=dynamic, choices=["-:<pattern>"])
-    version = 2 if config.said.get("checkpoint_format") == "gptq_v2" else 1
-    return gptq(config.size("bits"), config.group_size("group_size"), 2 - version), ZeroBiases()
+    zero_offset = 0 if "gptq_v2" in formats else 1
+    weights = gptq(config.size("bits"), config.group_size("group_size"), zero_offset)
+    return weights, ZeroBiases()
 
 
-# Of how the numbers were chosen, and how they are computed with.
 _GPTQ_SETTINGS = (
-    *("quant_method", "bits", "group_size", "checkpoint_format", "pack_dtype", "dynamic"),
-    *("is_marlin_format", "lm_head", "desc_act", "sym", "static_groups", "true_sequential"),
-    *("damp_percent", "damp_auto_increment", "mse", "act_group_aware", "hyb_act", "model_seqlen"),
-    *("model_name_or_path", "model_file_base_name", "quantizer", "meta", "uuid", "dataset"),
-    *("tokenizer", "use_exllama", "disable_exllama", "exllama_config", "max_input_length"),
-    *("use_cuda_fp16", "cache_block_outputs", "batch_size", "pad_token_id", "backend"),
+    *("quant_method", "method", "bits", "group_size", "checkpoint_format", "format", "pack_dtype"),
+    *("dynamic", "is_marlin_format", "lm_head"),
+)
+# How the numbers were chosen, and which kernels multiply them.
+_CALIBRATION = (
+    *("desc_act", "sym", "static_groups", "true_sequential", "damp_percent"),
+    *("damp_auto_increment", "mse", "act_group_aware", "hyb_act", "model_seqlen", "meta", "uuid"),
+    *("model_name_or_path", "model_file_base_name", "quantizer", "dataset", "tokenizer"),
+    *("backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length"),
+    *("use_cuda_fp16", "cache_block_outputs", "batch_size", "pad_token_id"),
     *("module_name_preceding_first_block", "modules_in_block_to_quantize"),
     *("block_name_to_quantize", "offload_to_disk", "offload_to_disk_path"),
 )
@@ -369,18 +377,21 @@ def _awq(config: _Quantization) -> tuple[Scheme, ...]:
     version = str(config.said.get("version") or "gemm").lower()
     if version != "gemm":
         config.problems.add(f"{KEY}.version is not supported", got=version, choices=["gemm"])
+    config.only("format", "gemm")
+    config.only("method", "awq")
+    config.only("pack_dtype", "int32")
     config.only("zero_point", True)
     config.only("bits", 4)
     config.only("w_bit", 4)
-    config.nothing_else(*_AWQ_SETTINGS)
+    config.nothing_else(*_AWQ_SETTINGS, *_CALIBRATION)
     name = "q_group_size" if "q_group_size" in config.said else "group_size"
     return (awq(config.group_size(name)),)
 
 
 _AWQ_SETTINGS = (
     *("quant_method", "version", "zero_point", "bits", "w_bit", "group_size", "q_group_size"),
-    *("backend", "modules_to_not_convert", "do_fuse", "modules_to_fuse", "fuse_max_seq_len"),
-    "exllama_config",
+    *("modules_to_not_convert", "do_fuse", "modules_to_fuse", "fuse_max_seq_len"),
+    *("format", "method", "pack_dtype", "lm_head"),
 )
 
 
