@@ -100,8 +100,8 @@ def signal_when_parent_dies(number: int) -> None:
 
 
 @contextlib.contextmanager
-def bus_errors_as(message: str) -> Iterator[None]:
-    """Print one line and exit with 1 if the block reads a mapped file beyond its end.
+def bus_errors_as(message: str, status: int = 1) -> Iterator[None]:
+    """Print one line and exit with `status` if the block reads a mapped file beyond its end.
 
     The file was longer when it was mapped, or its disk fails. Python's own handlers run after the
     instruction that failed, which would fail again without end; this one runs instead of it, and
@@ -110,7 +110,7 @@ def bus_errors_as(message: str) -> Iterator[None]:
 
     def exit_with_message(_number: int) -> None:
         os.write(2, f"{message}\n".encode(errors="replace"))
-        os._exit(1)
+        os._exit(status)
 
     handler = _SIGNAL_HANDLER(exit_with_message)
     before = _LIBC.signal(signal.SIGBUS, ctypes.cast(handler, ctypes.c_void_p))

@@ -14,9 +14,14 @@ from types import FrameType
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.common.processes import process_name, signal_when_parent_dies
+from launcher_scripts.common.processes import bus_errors_as, process_name, signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings, Settings, read_settings
 from launcher_scripts.steps.flags import FlagTable
+
+_SHORTENED = (
+    "a file became shorter, or its disk failed, while it was read; nothing may write to a "
+    "checkpoint that is in use"
+)
 
 
 def run_step(
@@ -38,9 +43,10 @@ def run_step(
     failed: int = getattr(kind, "error_code", 1)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        if flags is None or "settings" in given:
-            return body(read_settings(kind, given.settings)) or 0
-        return body(flags.settings(given)) or 0
+        with bus_errors_as(_SHORTENED, failed):
+            if flags is None or "settings" in given:
+                return body(read_settings(kind, given.settings)) or 0
+            return body(flags.settings(given)) or 0
     except LauncherError as error:
         print(error, file=sys.stderr)
         return failed

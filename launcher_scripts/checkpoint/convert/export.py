@@ -22,7 +22,6 @@ from launcher_scripts.checkpoint.convert.output_folder import partial_folder, re
 from launcher_scripts.checkpoint.convert.progress import Progress
 from launcher_scripts.checkpoint.convert.tasks import Task, make_plan, refuse_unfit, write_all
 from launcher_scripts.checkpoint.convert.verification import verify_export
-from launcher_scripts.checkpoint.convert.worker_processes import SHORTENED
 from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -51,7 +50,6 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
-from launcher_scripts.common.processes import bus_errors_as
 from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
@@ -94,11 +92,6 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     name nor a partial folder; an interruption leaves the partial folder, and a repeated run
     finishes what is missing.
     """
-    with bus_errors_as(f"{SHORTENED}: {settings.checkpoint_path}"):
-        return _export(settings, twin)
-
-
-def _export(settings: ExportSettings, twin: Twin | None) -> Path:
     target = settings.checkpoint_dir
     refuse_existing(target, settings.overwrite or settings.reuse)
     with _reading(settings.checkpoint_path):
