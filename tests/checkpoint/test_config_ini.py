@@ -272,3 +272,33 @@ def test_files_of_the_original_are_read(
     shutil.copy(shared_dir / "golden" / case / "config.ini", folder)
     config = config_ini.read_config(folder).config
     assert {key: dataclasses.asdict(config)[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "said", "words"),
+    [
+        (GPTConfig(**GPT), "gpt", "prompt_learning_type = 1", r"got '1 \(soft prompts\)'"),
+        (GPTConfig(**GPT), "gpt", "prompt_learning_type = 2", r"got '2 \(prefix prompts\)'"),
+        (GPTConfig(**GPT), "gpt", "prompt_learning_type = 7", r"got '7 \(unknown\)'"),
+        (T5Config(**T5), "encoder", "prompt_learning_type = 2", r"got '2 \(prefix prompts\)'"),
+        (GPTConfig(**GPT), "structure", "gpt_with_moe = 1\nexpert_num = 8", "experts of Fast"),
+    ],
+)
+def test_what_the_original_serves_and_this_engine_does_not_is_refused(
+    tmp_path: Path, config: Any, section: str, said: str, words: str
+) -> None:
+    text = config_ini.format_config(config, 1, "fp32")
+    if f"[{section}]" not in text:
+        text += f"[{section}]\n"
+    path = tmp_path / "config.ini"
+    path.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{said}\n"))
+    with pytest.raises(CheckpointError, match=words):
+        config_ini.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [0, 3])
+def test_kinds_of_prompts_that_are_served(tmp_path: Path, kind: int) -> None:
+    text = config_ini.format_config(GPTConfig(**GPT), 1, "fp32")
+    said = f"[gpt]\nprompt_learning_type = {kind}\n"
+    (tmp_path / "config.ini").write_text(text.replace("[gpt]\n", said))
+    config_ini.read_config(tmp_path)

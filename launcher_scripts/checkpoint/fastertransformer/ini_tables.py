@@ -60,6 +60,8 @@ def _lora_fields(keys: IniKeys) -> dict[str, Any]:
     }
 
 
+# Prompts of the original's runtime that are not computed here.
+_PROMPT_LEARNING_TYPES = {1: "soft prompts", 2: "prefix prompts"}
 # Of the stack that prompts are given to.
 _PROMPTS = (
     Key("num_tasks", text=lambda config: str(len(config.parts.prompt_tasks) or "") or None),
@@ -95,6 +97,13 @@ def task_sections(parts: Adapters) -> dict[str, dict[str, str]]:
 def _parts(sections: Sections, stack: IniKeys, structure: IniKeys) -> Adapters:
     """The adapters: prompts and bottlenecks as `stack` says, IA3 as `structure` does."""
     values: dict[str, Any] = {}
+    kind = stack.number("prompt_learning_type", 0)
+    if kind not in (0, PROMPT_LEARNING_TYPE):
+        stack.problems.add(
+            "prompt_learning_type is not supported",
+            got=f"{kind} ({_PROMPT_LEARNING_TYPES.get(kind, 'unknown')})",
+            choices=("0 (no prompts)", f"{PROMPT_LEARNING_TYPE} (p-tuning, prompt tuning)"),
+        )
     count = stack.number("num_tasks", 0)
     if count > len(sections):
         stack.problems.add("num_tasks is more than there are sections", got=count)
@@ -171,6 +180,12 @@ def _gpt_fields(values: Mapping[str, Any], sections: Sections, folder: Path) -> 
         keys.problems.add("residuals taken after the norm are not supported", got=variant)
     if keys.boolean("has_adapters", False):
         keys.problems.add("adapter layers are not supported", got="has_adapters = True")
+    structure = sections["structure"]
+    if structure.boolean("gpt_with_moe", False) or structure.number("expert_num", 0):
+        structure.problems.add(
+            "[structure]: experts of FasterTransformer's layout are not supported",
+            got=structure.values.get("expert_num"),
+        )
     return {
         "hidden_size": values["num_heads"] * values["head_size"],
         "num_kv_heads": values["num_heads"],
