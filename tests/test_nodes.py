@@ -7,7 +7,7 @@ import os
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.hosts import ALONE, NodeRank, find_node_rank
+from launcher_scripts.common.hosts import ALONE, NodeRank, find_node_rank, unbind_from_core
 from launcher_scripts.common.parallelism import Parallelism
 
 SRUN = {
@@ -99,3 +99,29 @@ def test_contradictions_are_errors(name):
 )
 def test_ranks_go_evenly_over_as_many_nodes_as_they_can(tp, pp, nodes, spread):
     assert Parallelism(tp, pp).spread(nodes) == spread
+
+
+ONE_PROCESS = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "widened"),
+    [
+        (ONE_PROCESS, True),
+        ({}, False),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        ({**ONE_PROCESS, "OMPI_MCA_hwloc_base_binding_policy": "core"}, False),
+    ],
+)
+def test_mpirun_s_default_binding_to_a_core_is_undone(env: dict[str, str], widened: bool) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("this machine has one CPU")
+    core = {min(before)}
+    os.sched_setaffinity(0, core)
+    try:
+        note = unbind_from_core(env)
+        assert (os.sched_getaffinity(0) > core) == widened
+        assert (note is not None) == widened
+    finally:
+        os.sched_setaffinity(0, before)

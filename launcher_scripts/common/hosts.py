@@ -7,6 +7,7 @@ says which.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ class Launcher:
     needs: str | None = None
 
 
+# What mpirun hands on of a binding that was asked for.
+_BINDINGS = ("OMPI_MCA_hwloc_base_binding_policy", "PRTE_MCA_hwloc_default_binding_policy")
 # The innermost first: mpirun may itself run inside a Slurm job.
 LAUNCHERS = (
     Launcher(
@@ -113,6 +116,26 @@ def find_node_rank(env: Mapping[str, str]) -> NodeRank:
         return NodeRank(launcher=row.name)
     run = "-".join(re.sub(r"[^\w.]", "_", env.get(name, "")) for name in row.run)
     return NodeRank(rank, size, row.name, run)
+
+
+def unbind_from_core(env: Mapping[str, str]) -> str | None:
+    """Give this process all CPUs of its job where mpirun has bound it to a core, which is what
+    mpirun does with one or two processes unless it is told otherwise: a server, its models and its
+    ranks would share that core. Returns a note, or None if nothing was changed.
+    """
+    alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    if not alone or any(name in env for name in _BINDINGS):
+        return None
+    before = os.sched_getaffinity(0)
+    # The kernel leaves out the CPUs that the job's cpuset does not have.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    after = os.sched_getaffinity(0)
+    if after == before:
+        return None
+    return (
+        f"mpirun bound this server to {len(before)} of {len(after)} CPUs: it uses all of them "
+        "(mpirun --bind-to keeps a binding)"
+    )
 
 
 def address_towards(host: str) -> str:

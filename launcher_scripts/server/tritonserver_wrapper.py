@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from launcher_scripts.common.cleanup import is_word, temporary_folder
 from launcher_scripts.common.errors import LauncherError, ServerError, problem
+from launcher_scripts.common.hosts import unbind_from_core
 from launcher_scripts.common.overlay import find_overlay
 from launcher_scripts.server.installation import (
     CHECKOUT,
@@ -37,6 +38,9 @@ _NO_COMPLETION = "--disable-auto-complete-config"
 
 def main(argv: Sequence[str]) -> int:
     """Become the server. Returns only where there is none to become, with the exit status."""
+    note = unbind_from_core(os.environ)
+    if note is not None:
+        print(f"note: {note}", file=sys.stderr)
     try:
         become(find_installation(None), argv)
     except LauncherError as error:

@@ -48,7 +48,8 @@ def run_step(
                 return body(read_settings(kind, given.settings)) or 0
             return body(flags.settings(given)) or 0
     except LauncherError as error:
-        print(error, file=sys.stderr)
+        by_flags = flags is not None and "settings" not in given
+        print(flags.in_flags(str(error)) if flags and by_flags else error, file=sys.stderr)
         return failed
     except Exception:
         traceback.print_exc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,15 @@ from launcher_scripts.config.options import Option, option_of
 from launcher_scripts.config.schema import build
 
 Values = dict[str, Any]
+# A key of the export's configuration, and the fields that have other names than their keys.
+_KEY = re.compile(r"export\.(?:model|triton_deployment|run)\.(?P<name>\w+)(?:=(?P<value>[\w.]+))?")
+_FIELDS = {
+    "tensor_model_parallel_size": "parallelism.tp_size",
+    "pipeline_model_parallel_size": "parallelism.pp_size",
+    "tokenizer": "tokenizer.source",
+    "results_dir": "triton_model_dir",
+    "model_train_name": "triton_model_dir",
+}
 _WORDS = {str: "TEXT", int: "N", float: "N"}
 
 
@@ -72,6 +82,22 @@ class FlagTable:
             else:
                 values[outer] = getattr(given, key)
         return build(self.kind, self.complete(values), "the command line")
+
+    def in_flags(self, message: str) -> str:
+        """A message of the configuration's keys with the flags in their place."""
+        spelled = {key: _spelled(key, said) for key, (said, _, _) in self.options.items()}
+        names = {
+            **spelled,
+            **{name: spelled[key] for name, key in _FIELDS.items() if key in spelled},
+        }
+
+        def flag(match: re.Match[str]) -> str:
+            name, value = names.get(match["name"]), match["value"]
+            if name is None:
+                return match[0]
+            return name if value in (None, "True") else f"{name} {value}"
+
+        return _KEY.sub(flag, message)
 
 
 def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Field[Any]]]:

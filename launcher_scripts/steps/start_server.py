@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.command_line import CommandParser
-from launcher_scripts.common.hosts import find_node_rank
+from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.engine.distributed.rank_host import NodeHost
@@ -45,6 +45,9 @@ LAST_WORDS_SECONDS = 1.0
 def start(settings: DeploySettings) -> None:
     """Serve, or host ranks for the node that serves; see find_node_rank."""
     node_rank = find_node_rank(os.environ)
+    note = unbind_from_core(os.environ)
+    if note is not None:
+        print(f"note: {note}", flush=True)
     if node_rank.nodes > 1:
         print(
             f"node {node_rank.node} of {node_rank.nodes}, started by {node_rank.launcher}",

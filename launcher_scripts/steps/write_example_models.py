@@ -79,7 +79,7 @@ class ExampleSettings:
     examples: tuple[str, ...] = option(tuple(EXAMPLES), "which ones", metavar="NAME")
     tensor_parallel_size: int = option(1, "ranks that share every layer")
     data_type: str = option("fp16", "of weights and computation", choices=DATA_TYPES)
-    max_batch_size: int = option(8, "most rows of one request, except with sessions")
+    max_batch_size: int = option(32, "most rows of one request, except with sessions")
     random_weights: bool = option(False, "make weights, so that the examples can be served")
     overwrite: bool = option(False, "replace examples that are there")
 

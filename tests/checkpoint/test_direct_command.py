@@ -128,3 +128,35 @@ def test_without_hydra_torch_and_nemo(source: Path, tmp_path: Path, checkout: Pa
     )
     assert done.returncode == 0, done.stderr
     assert "found []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        (("--tensor-parallel-size", "3"), "change --tensor-parallel-size"),
+        (("--num-attention-heads", "7"), "change --num-attention-heads"),
+        (("--checkpoint-path", "/absent"), "change --checkpoint-path"),
+        (("--source", "gguf"), None),
+    ],
+)
+def test_errors_name_flags(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    advice: str | None,
+) -> None:
+    assert convert_checkpoint.main(flags(source, tmp_path / "model", *more)) == 1
+    error = capsys.readouterr().err
+    assert "export." not in error
+    assert advice is None or advice in error
+
+
+def test_keys_of_the_configuration_as_flags() -> None:
+    table = convert_checkpoint.FLAGS
+    assert table.in_flags("change export.model.overwrite=True, or export.model.tokenizer=none") == (
+        "change --overwrite, or --tokenizer none"
+    )
+    sizes = "export.model.tensor_model_parallel_size, export.run.results_dir or deploy.run.nodes"
+    flags = "--tensor-parallel-size, --triton-model-dir or deploy.run.nodes"
+    assert table.in_flags(sizes) == flags

@@ -226,5 +226,5 @@ def test_what_a_task_needs_is_asked_for_before_anything_else(job, monkeypatch, c
     monkeypatch.setitem(measure_accuracy.PACKAGES, "lambada", ("absent_module",))
     with pytest.raises(SystemExit, match="3"):
         measure_accuracy.main(["--settings", settings_file(job)])
-    says = r"the task lambada: .* does not have absent_module; make a folder of packages"
+    says = r"the task lambada: .* does not have absent_module; name an interpreter that has them"
     assert re.search(says, capsys.readouterr().err)
