@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -17,6 +18,13 @@ def leave(number: int, _frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":  # before the imports, which take a second
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from launcher_scripts.common.help_text import help_text
+
+        with contextlib.suppress(BrokenPipeError):
+            print(help_text(Path(__file__).resolve().parent / "conf", sys.argv[1:]), flush=True)
+        os._exit(0)
     for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(asked) is not signal.SIG_IGN:  # nohup's wish stays
             signal.signal(asked, leave)

@@ -32,6 +32,10 @@ Show = Callable[[float], str]
 TIMES = tuple(field.name for field in dataclasses.fields(TimeBounds))
 # The bound of what a twin names.
 FINDINGS = "twin.max_findings"
+INVALID_REMEDY = (
+    "an invalid run does not show the server's speed: measure again with fewer clients, a lower "
+    "rate or a client on a machine of its own (docs/load.md)"
+)
 # What measures a task, by the key of its bounds.
 MEASURED_BY = {"metrics": "evaluate.tasks.{}", "harness": "evaluate.harness.tasks with {}"}
 
@@ -58,6 +62,7 @@ class Check:
     measured: a figure of one run has no interval; None: not measured
     how:      what measures it
     by_value: the value decides in spite of an interval
+    of_measurement: the bound is on the measurement, not on the model: a broken one decides nothing
     """
 
     bound: str
@@ -68,6 +73,7 @@ class Check:
     show: Show = plain
     note: str = ""
     by_value: bool = False
+    of_measurement: bool = False
 
     @property
     def at_least(self) -> bool:
@@ -352,8 +358,9 @@ def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:
         reasons = [text for run in runs if not run["valid"] for text in run["invalid_reasons"]]
         invalid = float(sum(not run["valid"] for run in runs)) if runs else None
         what, limit = "the number of invalid runs", bounds.max_invalid
-        note = "; ".join(dict.fromkeys(reasons))
-        yield Check("load.max_invalid", what, invalid, limit, how, plain, note)
+        note = "; ".join(dict.fromkeys([*reasons, *([INVALID_REMEDY] if reasons else [])]))
+        check = Check("load.max_invalid", what, invalid, limit, how, plain, note)
+        yield replace(check, of_measurement=True)
     valid = [run for run in runs if run["valid"]]
     how = f"a valid run measures it: {how}" if runs else how
     for field, what in (

@@ -86,7 +86,8 @@ def reason(check: Check, min_items: int) -> Reason:
     note = f"; {check.note}" if check.note else ""
     if not isinstance(measured, Interval) or check.by_value:
         value = measured.value if isinstance(measured, Interval) else measured
-        level = PASS if check.holds(value) else FAIL
+        broken = INCONCLUSIVE if check.of_measurement else FAIL
+        level = PASS if check.holds(value) else broken
         text = f"{check.what} is {check.show(value)}; {asked}{note}"
         return Reason(level, check.bound, value, check.limit, text)
     level = _level(check, measured, min_items)

@@ -126,11 +126,6 @@ def test_a_clean_run_is_a_go() -> None:
             "the number of failed requests is 3; at most 0 is asked; of 200 requests",
         ),
         (
-            {"load": {"runs": [run(), run(valid=False, invalid_reasons=["No token came."])]}},
-            "if_measured.load.max_invalid",
-            "the number of invalid runs is 1; at most 0 is asked; No token came.",
-        ),
-        (
             {"twin": twin(kl=0.5)},
             "if_measured.twin.max_kl",
             "the mean KL divergence from the twin is 1.5 (95 % interval ",
@@ -435,3 +430,14 @@ def test_the_documented_policy_is_one(checkout: Path, tmp_path: Path) -> None:
     documented = read_policy(tmp_path / "policy.yaml")
     assert documented.twin == TwinBounds(0.02, 0.95, 1.0, 0)
     assert documented.if_measured == Bounds(reference=AgreementBounds(max_drop=0.02))
+
+
+def test_an_invalid_load_test_decides_nothing() -> None:
+    invalid = run(valid=False, invalid_reasons=["No token came."])
+    verdict = judged(report(load={"runs": [run(), invalid]}), **ASKED)
+    assert (verdict.verdict, verdict.exit_code) == ("INCONCLUSIVE", 2)
+    (text,) = (reason.text for reason in verdict.reasons if reason.bound.endswith("max_invalid"))
+    assert text.startswith("the number of invalid runs is 1; at most 0 is asked; No token came.; ")
+    assert "measure again with fewer clients" in text
+    worse = judged(report(load={"runs": [run(failed=1), invalid]}), **ASKED)
+    assert worse.verdict == "NO-GO"

@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.tasks import TASKS, lambada
 from launcher_scripts.evaluation.tasks.lambada import Item
-from launcher_scripts.evaluation.tasks.task import EvaluatedModel
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel, fraction
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
 ROOT = Path(__file__).parents[2]
@@ -92,18 +92,24 @@ def test_summary_of_three_items():
     assert metrics["perplexity"].value == pytest.approx(math.exp(3))
     assert metrics["perplexity"].low == pytest.approx(math.exp(3 - half_width), rel=1e-5)
     assert metrics["perplexity"].high == pytest.approx(math.exp(3 + half_width), rel=1e-5)
-    # One of three: variance 1/3, standard error 1/3; the interval ends at 0 and below 1.
+    # Wilson's interval: (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n).
     accuracy = metrics["accuracy"]
-    assert (accuracy.value, accuracy.low) == (pytest.approx(1 / 3), 0.0)
-    assert accuracy.high == pytest.approx(1 / 3 + 1.959964 / 3, rel=1e-5)
+    assert accuracy.value == pytest.approx(1 / 3)
+    assert (accuracy.low, accuracy.high) == pytest.approx((0.061492, 0.792345), rel=1e-4)
     last = metrics["last_token_accuracy"]
-    assert (last.value, last.low, last.high) == (1.0, 1.0, 1.0)
+    assert (last.value, last.low, last.high) == pytest.approx((1.0, 0.438503, 1.0), rel=1e-4)
 
 
-def test_one_item_has_no_interval():
+def test_a_share_of_no_right_items_has_an_interval():
+    none = fraction([False] * 40, "right answers")
+    assert (none.value, none.low, none.high) == pytest.approx((0.0, 0.0, 0.0876), rel=1e-3)
+
+
+def test_one_item_has_no_interval_of_its_perplexity():
     item = {"correct": True, "log_likelihood": -1.0, "last_token_correct": True}
     metrics = lambada.summarise([item])
-    assert [metric.low for metric in metrics.values()] == [None, None, None]
+    assert metrics["perplexity"].low is None
+    assert metrics["accuracy"].low == pytest.approx(0.206549, rel=1e-4)
 
 
 def test_run_reads_scores_and_sums_up(tmp_path):

@@ -80,6 +80,7 @@ def test_on_a_cluster_the_gpus_are_those_of_a_node(
     assert size() == 8  # the checkpoint cannot be read here
     assert size("export=t5/export_t5", "cluster.gpus_per_node=2") == 2
     assert size("cluster.gpus_per_node=null") == 1
+    assert size("cluster.gpus_per_node=a100:4") == 4
     assert size(seven_billions) == 1
     assert size("export.model.tensor_model_parallel_size=4", seven_billions) == 4
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.help_text import help_text
 from tests.login.conftest import Planner, Run
 
 HEAVY = ("torch", "triton", "tritonclient", "numpy", "transformers")
@@ -36,6 +39,17 @@ def test_help(checkout: Path, tmp_path: Path) -> None:
     assert "cluster_type: bcm, bcp, interactive" in result.stdout
     assert "dry_run=True" in result.stdout
     assert "tensor_model_parallel_size: auto" in result.stdout
+
+
+def test_help_describes_every_key(checkout: Path) -> None:
+    for choices in ((), ("export=t5/export_t5", "evaluate=load", "cluster_type=interactive")):
+        lines = help_text(checkout / "conf", choices).partition("Keys (KEY=VALUE)")[2].splitlines()
+        for before, line in pairwise(lines):
+            if re.match(r"\s*\w+:\s*[^\s#]", line) and "#" not in line:
+                assert before.strip().startswith("#") or line.strip().startswith("type:"), line
+    text = help_text(checkout / "conf", ["export=t5/export_t5"])
+    assert "conf/export/gpt3/export_gpt3.yaml" in text and "conf/export/t5/export_t5.yaml" in text
+    assert "defaults:" not in text and "hydra:" not in text
 
 
 def test_the_configuration_can_be_shown(run: Run, checkout: Path) -> None:
@@ -117,7 +131,7 @@ def test_a_dry_run_says_what_is_missing_here(run: Run, bare_path: Path) -> None:
 
 def test_a_python_without_the_packages_is_told_where_they_are(checkout: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-I", "-S", str(checkout / "main.py"), "--help"],
+        [sys.executable, "-I", "-S", str(checkout / "main.py"), "dry_run=True"],
         capture_output=True,
         text=True,
         check=False,

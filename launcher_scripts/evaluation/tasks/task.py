@@ -15,7 +15,7 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.statistics import Z
+from launcher_scripts.evaluation.statistics import Z, share
 
 REFERENCE_KEY = "evaluate.tasks.<task>.reference"
 States = NDArray[np.float32]  # [tokens, hidden] of an encoder
@@ -204,12 +204,9 @@ Task = Callable[[TaskSettings, EvaluatedModel, ProgressCallback], TaskResult]
 
 
 def fraction(flags: Sequence[bool], meaning: str) -> Metric:
-    """The part of the items for which a flag holds."""
-    values = np.array(flags, dtype=np.float64)
-    mean, half_width = mean_95(values)
-    if half_width is None:
-        return Metric(mean, None, None, True, meaning)
-    return Metric(mean, max(0.0, mean - half_width), min(1.0, mean + half_width), True, meaning)
+    """The part of the items for which a flag holds, with Wilson's interval."""
+    part = share(sum(map(bool, flags)), len(flags))
+    return Metric(part.value, part.low, part.high, True, meaning)
 
 
 def average(values: Sequence[float], percent: bool, meaning: str) -> Metric:
