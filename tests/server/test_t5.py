@@ -5,6 +5,7 @@ text out.
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from launcher_scripts.steps import (
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_t5 import Plain, t5_tensors
 from tests.gateway.processes import gateway
-from tests.server.processes import run_export, running
+from tests.server.processes import CHECKOUT, run_export, running
 from tests.server.repositories import (
     SHAPES,
     T5_CONFIG,
@@ -361,6 +362,12 @@ def test_the_gateway_gives_an_encoders_vectors(
     texts = ["Hello", "The quick brown fox"]
     tolerances = {"fp32": 2e-4, "bf16": 0.1, "fp16": 0.02}
     with gateway(tmp_path, "--ready", encoders["ready_file"]) as started:
+        text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
+        (body,) = re.findall(r"^    curl .*/v1/embeddings -d '(.*)'$", text, re.MULTILINE)
+        url = f"{started.facts['openai']}/embeddings"
+        documented = json.dumps({"model": "fp32", **json.loads(body)}).encode()
+        with urllib.request.urlopen(urllib.request.Request(url, documented)) as answer:
+            assert len(json.load(answer)["data"]) == 2
         client = openai.OpenAI(base_url=started.facts["openai"], api_key="none")
         assert started.facts["models"] == sorted(tolerances)  # `original` has no tokenizer
         for name, tolerance in tolerances.items():
