@@ -297,7 +297,8 @@ def write_all(
             progress.add(found)
 
     count = min(settings.processes, MOST_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
-    run_all(ordered, work.run, take, 1 if progress.total < LEAST_BYTES else count)
+    # Also one process alone: a read beyond the end of a file that was cut ends it, not this one.
+    run_all(ordered, work.run, take, 0 if progress.total < LEAST_BYTES else count)
     return unfit
 
 

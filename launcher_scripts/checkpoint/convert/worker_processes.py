@@ -31,13 +31,13 @@ def run_all(
     take: Take[Result],
     count: int,
 ) -> None:
-    """Call `work` with every item, in `count` processes, or here if that is less than two.
+    """Call `work` with every item, in `count` processes, or here if that is 0.
 
     work: gives what it makes of an item to its second argument, any number of times
     take: gets all of that, in this process
     All processes end with the first that fails, and its error is raised.
     """
-    if count < 2:
+    if count == 0:
         for item in items:
             work(item, take)
         return
