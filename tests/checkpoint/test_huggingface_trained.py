@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentencepiece import SentencePieceProcessor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.tokenizer import load_tokenizer
@@ -47,4 +48,10 @@ def test_ids_and_scale_are_the_models(trained: Path, tmp_path: Path) -> None:
     config = FTCheckpoint.open(folder).config
     assert (config.start_id, config.end_id, config.pad_id) == (0, 1, 0)
     assert config.logits_scale == 1.0
-    assert (folder / "tokenizer.model").read_bytes() == (trained / "spiece.model").read_bytes()
+    tokenizer, library = (
+        load_tokenizer(folder),
+        SentencePieceProcessor(model_file=str(trained / "spiece.model")),
+    )
+    text = "Two young, White males are outside near many bushes."
+    assert tokenizer.encode(text) == library.encode(text)
+    assert tokenizer.encode("<extra_id_0>") == [library.vocab_size() + 99]
