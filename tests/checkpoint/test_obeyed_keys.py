@@ -159,6 +159,15 @@ def test_names_under_which_models_were_published(model_type: str, name: str) -> 
     assert "is not read" in found.notes[0]
 
 
+def test_code_for_other_tasks_is_no_model_of_its_own() -> None:
+    """As published with Falcon 7B."""
+    names = ("Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering")
+    code = {f"AutoModel{name.removeprefix('Model')}": f"modeling.Falcon{name}" for name in names}
+    found = noted("falcon", architectures=["FalconForCausalLM"], auto_map=code)
+    assert not found.problems.messages
+    assert len(found.notes) == 1
+
+
 def test_a_base_class_is_exported_with_a_note() -> None:
     assert noted("bart", architectures=["BartModel"]).notes == [
         "BartModel has no output layer: exported with bart's own"

@@ -225,6 +225,8 @@ _CLASSES = {
     "bart": ("forconditionalgeneration", "mtmodel"),
 }
 _BASES = ("model", "textmodel")
+# Those of auto_map that load a language model; others are heads for other tasks, and tokenizers.
+_AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 # Model types whose own class transformers 5 has replaced by Llama's.
 _LLAMAS = ("internlm3", "iquestcoder")
 _ALLOW = "export.model.allow_custom_code_config=True"
@@ -255,7 +257,7 @@ def check_classes(raw: RawConfig, whole: Mapping[str, Any], family: str, allowed
         raw.problems.add("architectures must be a list, auto_map a mapping")
         return
     code = {str(name): str(value) for name, value in auto_map.items()}
-    models = [value for name, value in code.items() if name.startswith("AutoModel")]
+    models = [value for name, value in code.items() if name in _AUTO_CLASSES]
     strange = [str(name) for name in architectures if not is_one(str(name), known)]
     strange += [value for value in models if not is_one(value.rpartition(".")[2], known)]
     if strange and not allowed:
