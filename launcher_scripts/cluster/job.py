@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -262,6 +263,8 @@ class Submitted:
             within=None if self.within is None else str(self.within.folder.root),
             replicas=job.replicas,
             first_replica=job.first_replica,
+            command=(sys.executable, *sys.argv),
+            directory=str(Path.cwd()),
         ).write(job.folder.root)
         if job.client is not None:
             self._client(job.client).write_record(cluster_type)

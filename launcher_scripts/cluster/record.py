@@ -37,6 +37,7 @@ class JobRecord:
     submitted:    time of the submission, in seconds since 1970
     replicas:     how many servers the job is, as tasks of an array; 0: no array
     first_replica: the number of the first of them
+    command:      the launcher's command line, which started the job in the folder `directory`
     """
 
     stage: str
@@ -53,6 +54,8 @@ class JobRecord:
     within: str | None = None
     replicas: int = 0
     first_replica: int = 0
+    command: tuple[str, ...] = ()
+    directory: str = ""
 
     def write(self, folder: Path) -> None:
         write_text(folder / RECORD, json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n")

@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
         ("list", "", "every job and its state"),
         ("status", "*", "servers, nodes and load; of all that have not ended"),
         ("logs", "+", "what jobs have printed"),
+        ("info", "+", "paths, ids, command and configuration of jobs"),
+        ("resume", "1", "run the command line of a job again, which continues where it stopped"),
         ("wait", "+", "until jobs have ended, or servers are ready"),
         ("stop", "+", "end in order: servers finish their requests"),
         ("cancel", "+", "end at once"),
@@ -65,11 +67,12 @@ def _parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="base_results_dir of the jobs (%(default)s)",
         )
-        if name != "logs":
+        if name not in ("logs", "resume"):
             command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
         if names:
             about = "folder, id, name or name/run"
-            command.add_argument("jobs", metavar="JOB", nargs=names, help=about)
+            nargs = 1 if names == "1" else names
+            command.add_argument("jobs", metavar="JOB", nargs=nargs, help=about)
         _add_own(command, name)
     return parser
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.cluster.record import RECORD
 from launcher_scripts.cluster.state import FORGOTTEN
 from launcher_scripts.common.cleanup import remove_leftovers
+from launcher_scripts.common.errors import ClusterError
 from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
@@ -103,6 +108,62 @@ def wait(request: Request) -> int:
         time.sleep(_WAIT_SECONDS)
 
 
+def info(request: Request) -> int:
+    """Where everything of the jobs is, and the command line that started them."""
+    found = [_information(item) for item in look(request.chosen(), ask_servers=False)]
+    if request.as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for number, values in enumerate(found):
+        if number:
+            print()
+        width = max(map(len, values))
+        lines = (f"{name:{width}}  {value}" for name, value in values.items() if value)
+        print("\n".join(lines))
+    return 0
+
+
+def _information(item: Status) -> dict[str, str]:
+    record, folder = item.job.record, item.job.folder
+    submitted = datetime.fromtimestamp(record.submitted, tz=timezone.utc)
+    return {
+        "job": f"{record.name}/{item.job.run}",
+        "stage": record.stage,
+        "id": item.job_id,
+        "cluster": record.cluster_type,
+        "state": item.word,
+        "reason": item.reason,
+        "submitted": submitted.isoformat(timespec="seconds"),
+        "after": record.after or "",
+        "results": str(folder.parents[1]),
+        "folder": str(folder),
+        "settings": str(folder / record.settings),
+        "script": str(Path(record.within or folder) / record.script),
+        "log": str(record.log_file(folder, item.job_id)),
+        "ready file": str(record.ready_path(item.job_id)) if record.ready_file else "",
+        "command": shlex.join(record.command),
+        "directory": record.directory,
+    }
+
+
+def resume(request: Request) -> int:
+    """Run the command line of a job that has ended again; returns its exit code.
+
+    The export keeps what is the same, and the evaluation continues with its journals.
+    """
+    (item, *_) = look(request.chosen(), ask_servers=False)
+    record = item.job.record
+    if not item.state.ended:
+        raise ClusterError(f"{_said(item)}: it can be resumed when it has ended")
+    if not record.command:
+        raise ClusterError(f"{item.job.folder / RECORD} has no command line")
+    print(f"in {record.directory}: {shlex.join(record.command)}", flush=True)
+    try:
+        return subprocess.run(record.command, cwd=record.directory, check=False).returncode
+    except OSError as error:
+        raise ClusterError(f"cannot run the command of {item.job.folder}: {error}") from error
+
+
 def stop(request: Request) -> int:
     """Let the jobs end in order: servers finish their requests. Returns when they have ended."""
     return _end(request, lambda kind: kind.stop)
@@ -117,6 +178,8 @@ COMMANDS: dict[str, Callable[[Request], int]] = {
     "list": list_jobs,
     "status": status,
     "logs": logs,
+    "info": info,
+    "resume": resume,
     "wait": wait,
     "stop": stop,
     "cancel": cancel,

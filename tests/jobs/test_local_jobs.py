@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.jobs.conftest import Jobs, Statuses
-from tests.login.conftest import LOCAL
+from tests.login.conftest import LOCAL, Run
 from tests.login.test_interactive import Start, assert_ended, deploy_folder
 from tests.processes import wait_for, wait_for_file
 
@@ -113,3 +116,27 @@ def test_neither_torch_nor_numpy_is_needed(checkout: Path, tmp_path: Path) -> No
         text=True,
     )
     assert (ran.returncode, ran.stdout.split()[0]) == (0, "JOB"), ran.stderr
+
+
+def test_a_job_is_described_and_run_again(
+    run: Run, arguments: list[str], jobs: Jobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert run("stages=[export]", LOCAL, *arguments, EXPORT_EXITS="5").returncode == 5
+    (described,) = json.loads(jobs("info", "--json", "export_tiny").stdout)
+    folder = Path(described["folder"])
+    assert (described["state"], described["job"]) == ("FAILED", "export_tiny/001")
+    assert {folder} == {Path(described[name]).parent for name in ("settings", "script", "log")}
+    assert "main.py" in described["command"] and described["directory"] == str(tmp_path)
+    assert f"folder      {folder}\n" in jobs("info", "export_tiny").stdout
+    monkeypatch.delenv("EXPORT_EXITS", raising=False)
+    again = jobs("resume", "export_tiny")
+    assert again.returncode == 0, again.stderr
+    assert f"in {tmp_path}: " in again.stdout
+    (second,) = json.loads(jobs("info", "--json", "export_tiny").stdout)
+    assert (second["state"], second["job"]) == ("COMPLETED", "export_tiny/002")
+
+
+def test_a_job_that_runs_is_not_resumed(serving: subprocess.Popen[str], jobs: Jobs) -> None:  # noqa: ARG001
+    refused = jobs("resume", server(jobs))
+    assert refused.returncode == 1
+    assert "it can be resumed when it has ended" in refused.stderr
