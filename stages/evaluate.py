@@ -24,6 +24,8 @@ from stages.deploy import Deploy
 from stages.gateway import Gateway
 from stages.stage import ClientRun, Stage
 
+MAX_LISTED = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateBlock(EvaluateOptions):
@@ -208,7 +210,7 @@ class Evaluate(Stage):
             self._check_harness(settings.harness)
         if "deploy" not in self.launch.stages:
             what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
-            checks.exists(what, settings.ready_file, "evaluate.ready_file")
+            checks.exists(what, settings.ready_file, "evaluate.ready_file", self._ready_files())
         if self.block.in_deploy_job:
             self._check_deploy_job()
         if "export" not in self.launch.stages:
@@ -219,6 +221,12 @@ class Evaluate(Stage):
         checks.paths("the load test's {}", settings.load, "evaluate.load")
         checks.paths("the earlier report", settings.policy, "evaluate.policy")
         checks.paths("the twin's {}", settings.twin, "evaluate.twin")
+
+    def _ready_files(self) -> str:
+        """The ready files below base_results_dir, for the error of one that is not there."""
+        folder = self.launch.checks.on_host(absolute(self.launch.config.base_results_dir))
+        files = sorted(map(str, folder.glob("*/deploy*/ready*.json")))[:MAX_LISTED]
+        return f"; there are {', '.join(files)}" if files else ""
 
     def _check_promotion(self) -> None:
         """A server that is held back waits for the verdict of a job of its own."""

@@ -11,7 +11,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.gpus import Gpu
 from stages import defaults
-from tests.login.conftest import LOCAL, Compose, write_nemo
+from tests.login.conftest import LOCAL, Compose, Planner, write_nemo
 
 CONFIG = {
     "model_type": "llama",
@@ -130,6 +130,16 @@ def test_a_later_command_needs_no_keys_of_the_export(
         *results, f"stages=[{stages}]", "export.model.tensor_model_parallel_size=4"
     )
     assert other["export"]["run"]["config_summary"] == "tp4_pp1_auto_auto"
+
+
+def test_without_a_server_of_the_name_the_others_are_listed(
+    plan: Planner, results: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(*results, "export.run.model_train_name=other", "stages=[evaluate]")
+    assert f"is not there; there are {tmp_path}/m/deploy_tp2_pp1_fp16_fp16/ready.json" in str(
+        error.value
+    )
 
 
 def test_one_of_several_servers_must_be_named(
