@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.steps.quickstart import CHECKOUT, MODEL_NAME, gguf_file, quote
+from launcher_scripts.common.command_line import hydra_value
+from launcher_scripts.steps.quickstart import CHECKOUT, MODEL_NAME, gguf_file
 
 T5_NAME = "translator"
 
@@ -70,6 +71,10 @@ def launcher(stage: str, folder: Path) -> list[str]:
     main_py = str(CHECKOUT / "main.py")
     common = (f"stages=[{stage}]", "cluster_type=interactive", f"base_results_dir={quote(folder)}")
     return [sys.executable, main_py, *common]
+
+
+def quote(path: Path) -> str:
+    return hydra_value(str(path))
 
 
 if __name__ == "__main__":
