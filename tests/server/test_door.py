@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import http.server
 import json
@@ -28,7 +29,7 @@ from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.jobs.metrics import is_ready
 from launcher_scripts.server.port_probe import PATHS, answers, check_closed, check_key, listening
 from tests.gateway.processes import gateway
-from tests.processes import command_line
+from tests.processes import command_line, wait_for
 from tests.server.processes import CHECKOUT, RunningStep, running
 from tests.server.repositories import export, text_config
 
@@ -54,7 +55,17 @@ def closed(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     with running(
         folder / "job", repository, gateway=DeployedGateway(port=0, api_keys=str(keys))
     ) as step:
+        modes: set[str] = set()
+
+        def look() -> bool:
+            for region in step.shared_memory():
+                with contextlib.suppress(FileNotFoundError):
+                    modes.add(oct(region.stat().st_mode & 0o777))
+            return step.settings.ready_file.exists() or step.ended()
+
+        wait_for(look, 300, step.said)
         step.wait_until_ready()
+        assert modes == {"0o600"}  # Triton's shared memory has names until the server is ready
         yield step
         assert step.stop() == 0, step.err
 

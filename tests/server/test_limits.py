@@ -52,3 +52,21 @@ def test_threads_get_no_small_stacks_where_there_is_no_limit() -> None:
 def limits_after(kind: str, soft: str, hard: str) -> int:
     command = [sys.executable, "-c", PROGRAM, kind, soft, hard]
     return int(subprocess.check_output(command, cwd=CHECKOUT, text=True))
+
+
+KEEPING = """
+import os, sys
+from launcher_scripts.server.limits import server_limits, set_limits
+set_limits(server_limits())
+file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o644)
+for mode in (0o644, 0o640):
+    os.fchmod(file, mode)
+    print(oct(os.fstat(file).st_mode & 0o777))
+"""
+
+
+def test_no_library_makes_a_file_readable_for_others(tmp_path: Path) -> None:
+    """As Boost does with shared memory, whatever the umask; other modes are meant."""
+    command = [sys.executable, "-c", KEEPING, str(tmp_path / "file")]
+    printed = subprocess.check_output(command, cwd=CHECKOUT, text=True)
+    assert printed.split() == ["0o600", "0o640"]
