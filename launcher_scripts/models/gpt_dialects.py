@@ -193,6 +193,9 @@ GRANITEMOE = MIXTRAL | {
         ("layers.*.shared_mlp.output_linear",), "transposed"
     ),
 }
+GRANITEMOE_IN_MEMORY = GRANITEMOE | {
+    "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.router",), "transposed"),
+}
 MINIMAX_M2 = MIXTRAL | {
     EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
 }
@@ -337,6 +340,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "nemotron": NEMOTRON,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
+    "granitemoe_in_memory": GRANITEMOE_IN_MEMORY,
     "mixtral": MIXTRAL,
     "mixtral_in_memory": QWEN_MOE,
     "qwen_moe": QWEN_MOE,

@@ -24,6 +24,7 @@ class PeftMaker:
     def __init__(self, model: PreTrainedModel, seed: int = 3) -> None:
         self.merged = {name: value.clone() for name, value in model.state_dict().items()}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.inputs_first = model.config.model_type == "gpt_oss"
         self._generator = torch.Generator().manual_seed(seed)
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -48,6 +49,25 @@ class PeftMaker:
             self.tensors[f"{STEM}{module}.lora_magnitude_vector"] = magnitude
             merged = magnitude[:, None] * merged / merged.norm(dim=1, keepdim=True)
         self.merged[f"{module}.weight"] = (merged.T if conv else merged).contiguous()
+
+    def experts(
+        self, module: str, *names: str, scale: float, rank: int = 4, swapped: bool = False
+    ) -> None:
+        """LoRA of parameters of all experts: A has an expert's ranks together, B a rank's experts.
+
+        module:  the model's module of experts, which PEFT wraps once for each name
+        swapped: A and B as PEFT before 0.20 has them for weights [experts, out, in]
+        """
+        for depth, name in enumerate(reversed(names)):
+            weight = self.merged[f"{module}.{name}"]
+            count, first, second = weight.shape
+            inputs_first = swapped or self.inputs_first
+            inputs, outputs = (first, second) if inputs_first else (second, first)
+            down, up = self.random(rank * count, inputs), self.random(outputs, rank * count)
+            for expert in range(count):
+                own = up[:, expert::count] @ down[expert * rank : (expert + 1) * rank]
+                weight[expert] += scale * (own.T if inputs_first else own)
+            self._put(module + ".base_layer" * depth, lora_A=down, lora_B=up)
 
     def embedding(self, module: str, scale: float, rank: int = 4) -> None:
         """LoRA of a table [vocabulary, hidden]."""

@@ -24,7 +24,10 @@ from tests.checkpoint.exporting import (
 from tests.checkpoint.tiny_models import LATER_DECODERS
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2", "granitemoe", "granitemoeshared"],
+)
 def test_a_state_dict_gives_what_the_saved_model_gives(tmp_path: Path, name: str) -> None:
     model = LATER_DECODERS[name].save(tmp_path / "saved")
     state = model.state_dict()

@@ -17,6 +17,7 @@ from launcher_scripts.models.gpt_dialects import DIALECTS
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.peft_maker import STEM, PeftMaker
 from tests.checkpoint.reference_forward_gpt import logits
+from tests.checkpoint.reference_weights import StoredWeights
 from tests.checkpoint.test_gguf import write as write_gguf
 from tests.checkpoint.tiny_models import GPT2, LATER_DECODERS, LLAMA, OPT, T5, TinyModel
 
@@ -37,7 +38,7 @@ EMBED = "model.embed_tokens"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _layers(*endings: str, **more: Any) -> Callable[[PeftMaker], None]:
+def layers(*endings: str, **more: Any) -> Callable[[PeftMaker], None]:
     """LoRA of every module that ends so."""
 
     def make(maker: PeftMaker) -> None:
@@ -57,12 +58,12 @@ def _patterns(maker: PeftMaker) -> None:
 def _saved(maker: PeftMaker) -> None:
     for name in (f"{EMBED}.weight", "lm_head.weight", "model.norm.weight"):
         maker.whole(name)
-    _layers("q_proj")(maker)
+    layers("q_proj")(maker)
 
 
 def _tokens(maker: PeftMaker) -> None:
     maker.tokens(EMBED, [3, 1, 60])
-    _layers("v_proj")(maker)
+    layers("v_proj")(maker)
 
 
 def _tables(maker: PeftMaker) -> None:
@@ -89,30 +90,30 @@ def _added_bias(maker: PeftMaker) -> None:
 
 # name -> model, what was learned, adapter_config.json
 CASES: dict[str, tuple[str, Callable[[PeftMaker], None], dict[str, Any]]] = {
-    "all": ("llama", _layers(*LINEAR), {"target_modules": "all-linear"}),
+    "all": ("llama", layers(*LINEAR), {"target_modules": "all-linear"}),
     "rslora": (
         "llama",
-        _layers("q_proj", "v_proj", rank=16),
+        layers("q_proj", "v_proj", rank=16),
         {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "r": 16},
     ),
     "pattern": (
         "llama",
-        _layers("0.self_attn.k_proj", "0.mlp.up_proj"),
+        layers("0.self_attn.k_proj", "0.mlp.up_proj"),
         {"target_modules": r".*\.layers\.0\.(self_attn\.k_proj|mlp\.up_proj)"},
     ),
     "layers": (
         "llama",
-        _layers("1.self_attn.v_proj", "1.mlp.down_proj"),
+        layers("1.self_attn.v_proj", "1.mlp.down_proj"),
         {"target_modules": ["v_proj", "down_proj"], "layers_to_transform": [1]},
     ),
     "named_layers": (
         "llama",
-        _layers("0.self_attn.v_proj"),
+        layers("0.self_attn.v_proj"),
         {"target_modules": ["v_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
     ),
     "excluded": (
         "llama",
-        _layers("0.mlp.up_proj"),
+        layers("0.mlp.up_proj"),
         {"target_modules": ["up_proj"], "exclude_modules": ["layers.1.mlp.up_proj"]},
     ),
     "patterns": (
@@ -126,7 +127,7 @@ CASES: dict[str, tuple[str, Callable[[PeftMaker], None], dict[str, Any]]] = {
     ),
     "dora": (
         "llama",
-        _layers("q_proj", "v_proj", "down_proj", dora=True),
+        layers("q_proj", "v_proj", "down_proj", dora=True),
         {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_dora": True},
     ),
     "saved": (
@@ -159,32 +160,32 @@ CASES: dict[str, tuple[str, Callable[[PeftMaker], None], dict[str, Any]]] = {
     "added_bias": ("qwen2", _added_bias, {"target_modules": ["q_proj"], "lora_bias": True}),
     "gpt2": (
         "gpt2",
-        _layers("c_attn", "attn.c_proj", "c_fc", conv=True, dora=True),
+        layers("c_attn", "attn.c_proj", "c_fc", conv=True, dora=True),
         {
             "target_modules": ["c_attn", "attn.c_proj", "c_fc"],
             "fan_in_fan_out": True,
             "use_dora": True,
         },
     ),
-    "opt": ("opt", _layers("q_proj", "fc1"), {"target_modules": ["q_proj", "fc1"]}),
-    "gemma2": ("gemma2", _layers(*LINEAR), {"target_modules": "all-linear"}),
+    "opt": ("opt", layers("q_proj", "fc1"), {"target_modules": ["q_proj", "fc1"]}),
+    "gemma2": ("gemma2", layers(*LINEAR), {"target_modules": "all-linear"}),
     "phi3": (
         "phi3",
-        _layers("qkv_proj", "gate_up_proj", dora=True),
+        layers("qkv_proj", "gate_up_proj", dora=True),
         {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True},
     ),
     "falcon": (
         "falcon_40b",
-        _layers("query_key_value", dora=True),
+        layers("query_key_value", dora=True),
         {"target_modules": ["query_key_value"], "use_dora": True},
     ),
-    "gptj": ("gptj", _layers("q_proj", "fc_in"), {"target_modules": ["q_proj", "fc_in"]}),
+    "gptj": ("gptj", layers("q_proj", "fc_in"), {"target_modules": ["q_proj", "fc_in"]}),
     "qwen2_moe": (
         "qwen2_moe",
-        _layers("q_proj", "shared_expert.up_proj"),
+        layers("q_proj", "shared_expert.up_proj"),
         {"target_modules": ["q_proj", "shared_expert.up_proj"]},
     ),
-    "t5": ("t5", _layers(".q", ".v", ".wo"), {"target_modules": ["q", "v", "wo"]}),
+    "t5": ("t5", layers(".q", ".v", ".wo"), {"target_modules": ["q", "v", "wo"]}),
 }
 
 
@@ -204,19 +205,29 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     return folder, MODELS["llama"].save(folder)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_merged_model_is_what_its_formula_says(tmp_path: Path, name: str) -> None:
-    kind, make, config = CASES[name]
-    model = MODELS[kind].save(tmp_path / "base")
+def check_merged(
+    tmp_path: Path, tiny: TinyModel, make: Callable[[PeftMaker], None], **config: Any
+) -> tuple[PreTrainedModel, StoredWeights, Any]:
+    """Compare an export of a base with what was learned for it to one of the merged model."""
+    model = tiny.save(tmp_path / "base")
     maker = PeftMaker(model)
     make(maker)
-    adapter = maker.write(tmp_path / "adapter", binary=name == "all", **config)
+    adapter = maker.write(tmp_path / "adapter", **config)
     folder = export_folder(tmp_path / "base", tmp_path / "a", 2, adapter_checkpoints=(adapter,))
     merged = save(model, tmp_path / "merged", maker.merged)
     expected, _ = open_weights(export_folder(merged, tmp_path / "b"))
     found, exported = open_weights(folder)
     for row in expected.rows:
         torch.testing.assert_close(found[row], expected[row], rtol=1e-6, atol=2e-6)
+    return model, found, exported
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_merged_model_is_what_its_formula_says(tmp_path: Path, name: str) -> None:
+    kind, make, config = CASES[name]
+    model, found, exported = check_merged(
+        tmp_path, MODELS[kind], make, binary=name == "all", **config
+    )
     if kind not in WITHOUT_LOGITS:
         with torch.no_grad():
             wanted = model(IDS).logits
@@ -247,7 +258,7 @@ def test_a_base_in_gguf(tmp_path: Path, dtype: str) -> None:
     model = TinyModel("LlamaForCausalLM", "LlamaConfig", sizes).make()
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[dtype])
     maker = PeftMaker(model)
-    _layers(*LINEAR)(maker)
+    layers(*LINEAR)(maker)
     adapter = maker.write(tmp_path / "adapter", target_modules="all-linear")
     _check_other_base(tmp_path / "m.gguf", tmp_path, maker, adapter)
 
@@ -258,7 +269,7 @@ def test_a_base_of_megatron_core(data_dir: Path, tmp_path: Path, names: tuple[st
     values = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
     sizes = {**LLAMA, **values, "tie_word_embeddings": False}
     maker = PeftMaker(TinyModel("LlamaForCausalLM", "LlamaConfig", sizes).make())
-    _layers(*names)(maker)
+    layers(*names)(maker)
     adapter = maker.write(tmp_path / "adapter", target_modules=list(names))
     base = data_dir / "core" / "bridge031_llama31_a" / "checkpoint"
     _check_other_base(base, tmp_path, maker, adapter)
@@ -269,7 +280,7 @@ def test_names_that_two_families_lay_out_differently(data_dir, tmp_path, monkeyp
     base = data_dir / "core" / "bridge031_llama31_a" / "checkpoint"
     sizes = {**LLAMA, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
     maker = PeftMaker(TinyModel("LlamaForCausalLM", "LlamaConfig", sizes).make())
-    _layers("q_proj")(maker)
+    layers("q_proj")(maker)
     adapter = maker.write(tmp_path / "adapter")
     export_folder(base, tmp_path / "a", adapter_checkpoints=(adapter,))
     swapped = tuple(f"layers.*.self_attn.{part}_proj.weight" for part in "kqv")
@@ -301,7 +312,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -
     model = MODELS["llama"].make().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     maker = PeftMaker(model.float())
-    _layers("down_proj")(maker)
+    layers("down_proj")(maker)
     adapter = maker.write(tmp_path / "adapter", target_modules=["down_proj"])
     folder = export_folder(
         tmp_path / "base", tmp_path / "a", 1, "bf16", adapter_checkpoints=(adapter,)
@@ -316,7 +327,7 @@ def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
     makers = [PeftMaker(model, seed) for seed in (1, 2)]
     paths = []
     for number, maker in enumerate(makers):
-        _layers("o_proj")(maker)
+        layers("o_proj")(maker)
         folder = tmp_path / f"adapter{number}"
         paths.append(maker.write(folder, target_modules=["o_proj"]))
     plain, _ = open_weights(export_folder(tmp_path / "base", tmp_path / "a"))
@@ -348,7 +359,8 @@ def test_equal_tables_of_a_tied_base_stay_one(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights is not supported; got 'pissa'"),
         ({"layer_replication": [[0, 1]]}, r"layer_replication is not supported; got \[\[0, 1\]\]"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
-        ({"target_parameters": ["x"]}, "target_parameters is not supported"),
+        ({"target_parameters": ["x"]}, "target_parameters names x: LoRA of it is not in the file"),
+        ({"target_parameters": "x"}, "target_parameters must be a list of names; got 'x'"),
         ({"kasa_config": {"beta": 1}}, "kasa_config is not supported"),
         ({"of_tomorrow": 1}, "of_tomorrow is not supported; got 1"),
         ({"bias": "some"}, "bias is not supported; got 'some'"),
@@ -366,7 +378,7 @@ def test_equal_tables_of_a_tied_base_stay_one(tmp_path: Path) -> None:
 def test_configurations_that_are_not_what_the_file_holds(base, tmp_path, config, words) -> None:
     folder, model = base
     maker = PeftMaker(model)
-    _layers("q_proj")(maker)
+    layers("q_proj")(maker)
     adapter = maker.write(tmp_path / "adapter", **{"target_modules": ["q_proj"], **config})
     text = refused_export(folder, tmp_path, words, adapter_checkpoints=(adapter,))
     assert adapter in text
@@ -376,7 +388,7 @@ def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
     MODELS["llama"].save(tmp_path / "base")
     wide = TinyModel("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "hidden_size": 32}).make()
     maker = PeftMaker(wide)
-    _layers("q_proj", "down_proj")(maker)
+    layers("q_proj", "down_proj")(maker)
     maker.tensors[f"{STEM}model.layers.7.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 32)
     maker.tensors[f"{STEM}model.layers.7.mlp.up_proj.lora_B.weight"] = torch.zeros(24, 4)
     maker.tensors[f"{STEM}score.weight"] = torch.zeros(2, 32)
@@ -439,6 +451,6 @@ def test_an_adapter_is_no_base(base, tmp_path: Path) -> None:
 def test_the_merged_files_are_verified(base, tmp_path: Path) -> None:
     folder, model = base
     maker = PeftMaker(model)
-    _layers(*LINEAR, dora=True)(maker)
+    layers(*LINEAR, dora=True)(maker)
     adapter = maker.write(tmp_path / "adapter", use_dora=True)
     export_folder(folder, tmp_path, 2, "fp16", adapter_checkpoints=(adapter,), verify=True)

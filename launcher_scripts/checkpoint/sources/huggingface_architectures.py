@@ -108,7 +108,9 @@ def _one_norm(raw: RawConfig) -> list[str]:
 
 def _in_memory(raw: RawConfig) -> list[str]:
     """transformers 5 has other names in memory than in what it saves."""
-    return ["_in_memory"] if "layers.0.mlp.gate.weight" in raw.keys else []
+    routers = ("mlp.gate", "block_sparse_moe.router")
+    there = any(f"layers.0.{router}.weight" in raw.keys for router in routers)
+    return ["_in_memory"] if there else []
 
 
 def _gpt(
@@ -325,8 +327,8 @@ ARCHITECTURES = {
     "internlm3": _llama(decoders.internlm3),
     "iquestcoder": _llama(decoders.iquestcoder),
     "cwm": _llama(decoders.cwm),
-    "granitemoe": _llama(experts.granitemoe, "granitemoe"),
-    "granitemoeshared": _llama(experts.granitemoeshared, "granitemoe"),
+    "granitemoe": _llama(experts.granitemoe, "granitemoe", _in_memory),
+    "granitemoeshared": _llama(experts.granitemoeshared, "granitemoe", _in_memory),
     "mixtral": _llama(experts.mixtral, "mixtral", _in_memory),
     "qwen2_moe": _llama(experts.qwen2_moe, "qwen_moe"),
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),

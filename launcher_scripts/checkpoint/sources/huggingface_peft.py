@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,19 @@ from launcher_scripts.checkpoint.sources.huggingface import without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.huggingface_files import read_mapping
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
+    expert_pairs,
+    is_stacked,
+    stacked_name,
+    unnested,
+)
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.renaming import renamed, unwrapped
 from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition
+from launcher_scripts.models.gpt_dialects import DIALECTS
 
 CONFIG_NAME = "adapter_config.json"
 _TABLES_NOTE = (
@@ -63,6 +70,7 @@ _READ = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "trainable_token_indices",
         "use_dora",
         "use_rslora",
@@ -119,6 +127,9 @@ class _Settings:
             patterns = [found] if isinstance(found, str) else found
             if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
                 self.problems.add(f"{key} must be a pattern, or a list of names", got=found)
+        parameters = self.raw.get("target_parameters") or []
+        if not isinstance(parameters, list) or not all(type(name) is str for name in parameters):
+            self.problems.add("target_parameters must be a list of names", got=parameters)
         for key in ("rank_pattern", "alpha_pattern"):
             found = self.raw.get(key) or {}
             if not isinstance(found, Mapping) or not all(map(_is_pattern, found)):
@@ -127,6 +138,14 @@ class _Settings:
         found = layers if isinstance(layers, list) else [layers]
         if layers is not None and not all(type(number) is int for number in found):
             self.problems.add("layers_to_transform must be numbers of layers", got=layers)
+
+    def check_parameters(self, names: Iterable[str]) -> None:
+        """Note parameters that the configuration names, and none of these modules has."""
+        parameters = [parameter for name in names for parameter in (name, f"{name}.weight")]
+        for target in self.raw.get("target_parameters") or []:
+            if not any(_is_named(parameter, [target]) for parameter in parameters):
+                what = f"target_parameters names {target}: LoRA of it is not in the file"
+                self.problems.add(what)
 
     def check_saved(self, parts: _Parts, has_biases: bool) -> None:
         """Note what the configuration says was trained, and the file does not hold.
@@ -171,6 +190,10 @@ class _Settings:
     def targets(self, module: str, linear: bool) -> bool | None:
         """Whether LoRA was learned for a module, by its whole name."""
         wanted = self.raw.get("target_modules")
+        if self.targets_parameter(f"{module}.weight"):
+            return True
+        if wanted is None and self.raw.get("target_parameters"):
+            return False
         excluded = self.raw.get("exclude_modules")
         saved = self.raw.get("modules_to_save") or []
         if wanted is None:
@@ -184,6 +207,17 @@ class _Settings:
         return _is_named(module, wanted) and (
             isinstance(wanted, str) or module in wanted or self._selects_layer(module)
         )
+
+    def targets_parameter(self, name: str) -> bool:
+        """True if LoRA was learned for a parameter without regard to its module's class."""
+        return _is_named(name, self.raw.get("target_parameters") or [])
+
+    @property
+    def reads_inputs(self) -> bool:
+        """True if A of a weight of all experts has its inputs for sure: since PEFT 0.20. Before, it
+        has what PEFT took for them."""
+        version = re.match(r"(\d+)\.(\d+)", str(self.raw.get("peft_version")))
+        return version is not None and (int(version[1]), int(version[2])) >= (0, 20)
 
     def _selects_layer(self, module: str) -> bool:
         layers = self.raw.get("layers_to_transform")
@@ -259,18 +293,29 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     for stem, (module, tensor) in _plain_names(_with_names(parts.tokens), archive).items():
         name, rows = f"{stem}.weight", settings.token_rows(module)
         updates[name] = (*updates.get(name, ()), Replaced(tensor, rows))
-    for stem, (module, sides) in _plain_names(_with_names(parts.loras), archive).items():
+    loras = _plain_names(_with_names(parts.loras), archive)
+    for stem, (module, sides) in unnested(loras, settings.targets_parameter, problems).items():
         modules[stem] = module
-        for name, value in _lora(stem, module, sides, settings).items():
+        learned = (
+            _lora_of_experts(stem, module, sides, settings, base.config)
+            if is_stacked(stem)
+            else _lora(stem, module, sides, settings)
+        )
+        for name, value in learned.items():
             updates[name] = (*updates.get(name, ()), value)
+    settings.check_parameters(modules.values())
     settings.check_saved(parts, _biases(base, modules, settings.raw.get("bias")))
     copies = _drop_copies(updates, base)
     ties = bool(settings.raw.get("ensure_weight_tying")) or copies
     problems.raise_if_any(CheckpointError)
     tables = _own_tables(updates, base, ties)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
+    has_own_experts = any(map(stacked_name, modules))
 
     def targets(module: str, linear: bool) -> bool | None:
+        stacked = None if has_own_experts else stacked_name(module)
+        if stacked is not None:  # transformers 5 has no module of one expert
+            return any(settings.targets_parameter(prefix + stacked) for prefix in prefixes)
         names = [modules[module]] if module in modules else [p + module for p in prefixes]
         found = [settings.targets(name, linear) for name in names]
         return None if None in found else any(found)
@@ -397,6 +442,17 @@ def _lora(
     return found
 
 
+def _lora_of_experts(
+    name: str, module: str, sides: Mapping[str, SourceTensor], settings: _Settings, config: Any
+) -> dict[str, Update]:
+    """LoRA of the weights of each expert, from LoRA of the tensor `name` of all experts."""
+    pairs = expert_pairs(name, sides, config, settings.reads_inputs, settings.problems)
+    if not pairs:
+        return {}
+    scale = settings.scale(module, next(down.shape[0] for down, _ in pairs.values()))
+    return {key: LowRank(down, up, scale) for key, (down, up) in pairs.items()}
+
+
 def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint) -> bool:
     """Keep tables that the base ties once; whether there were two, equal."""
     found = False
@@ -417,6 +473,7 @@ def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
     family = family_of(base.config).name
     rows = [row for row in ARCHITECTURES.values() if row.family == family]
     if any(row.dialect in base.dialects for row in rows):
-        return [base.dialects]
+        in_memory = [name for each in base.dialects if (name := f"{each}_in_memory") in DIALECTS]
+        return [base.dialects, *([(*in_memory, *base.dialects)] if in_memory else [])]
     rows = [row for row in rows if row.may_be(base.config)]
     return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))

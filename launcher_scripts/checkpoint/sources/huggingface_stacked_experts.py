@@ -9,14 +9,16 @@ https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-fina
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.renaming import renamed
@@ -30,12 +32,18 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACKED = {
     (".block_sparse_moe", ".input_linear.weight"): ("w1", "w3"),
     (".block_sparse_moe", ".output_linear.weight"): ("w2",),
+    (".block_sparse_moe", ".experts.gate_up_proj"): ("w1", "w3"),
+    (".block_sparse_moe", ".experts.down_proj"): ("w2",),
     (".mlp", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
     (".mlp", ".experts.down_proj"): ("down_proj",),
 }
+# The weights of all experts in transformers 5, in the order of its classes.
+PARAMETERS = ("gate_up_proj", "down_proj")
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 without its sign, by their bits
 _BLOCK_BYTES, _BLOCK = 16, 32  # that share a power of two
 _EXPONENT_BIAS = 127
+Value = TypeVar("Value")
+_OF_ONE = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<part>\w+)")
 
 
 @dataclass(frozen=True)
@@ -148,3 +156,105 @@ def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTens
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight, len(parts)), strict=True):
             yield f"{stem}.experts.{expert}.{part}.weight", SourceTensor.whole(values)
+
+
+def stacked_name(module: str) -> str | None:
+    """Returns the tensor of all experts that holds a module of one expert; None for others."""
+    match = _OF_ONE.fullmatch(module)
+    if match is None:
+        return None
+    end = "down_proj" if match["part"] in ("down_proj", "w2") else "gate_up_proj"
+    return f"{match['experts']}.{end}"
+
+
+def is_stacked(name: str) -> bool:
+    """True for the tensor of all experts of a layer, as transformers 5 names it."""
+    return ".experts." in name and name.endswith(PARAMETERS)
+
+
+def unnested(
+    loras: Mapping[str, tuple[str, Value]], is_target: Callable[[str], bool], problems: Problems
+) -> dict[str, tuple[str, Value]]:
+    """LoRA by module, that of a layer's stacked experts by parameter.
+
+    PEFT wraps the module of the experts once for each parameter, the first one innermost.
+
+    loras:     name of a module in the weight table -> whole name, LoRA
+    is_target: the configuration names this parameter
+    """
+    result: dict[str, tuple[str, Value]] = {}
+    wrappers: dict[str, list[tuple[str, Value]]] = {}
+    for stem, lora in loras.items():
+        experts = stem.partition(".base_layer")[0]
+        if experts.endswith(".experts"):
+            wrappers.setdefault(experts, []).append(lora)
+        else:
+            result[stem] = lora
+    for experts, nested in wrappers.items():
+        nested.sort(key=lambda each: len(each[0]), reverse=True)
+        module = nested[-1][0].partition(".base_layer")[0]
+        names = [name for name in PARAMETERS if is_target(f"{module}.{name}")]
+        if len(names) != len(nested):
+            what = f"LoRA of {len(nested)} parameters of {module} does not fit target_parameters"
+            problems.add(what, got=names)
+            continue
+        for name, (_, sides) in zip(names, nested, strict=True):
+            result[f"{experts}.{name}"] = (f"{module}.{name}", sides)
+    return result
+
+
+def expert_pairs(
+    name: str,
+    sides: Mapping[str, SourceTensor],
+    config: Any,
+    reads_inputs: bool,
+    problems: Problems,
+) -> dict[str, tuple[SourceTensor, SourceTensor]]:
+    """LoRA of the tensor `name` of all experts, for each expert: name of a weight -> A [rank, in]
+    and B [out, rank].
+
+    A has the ranks of one expert after those of another, B the first rank of every expert and then
+    the second. A PEFT before 0.20 gives A the outputs and B the inputs of some classes.
+
+    reads_inputs: A has the inputs for sure, which the shapes of a square weight do not show
+    """
+    hidden, ffn, count = config.hidden_size, config.ffn_size, config.num_experts or 1
+    outputs, inputs = (hidden, ffn) if name.endswith("down_proj") else (2 * ffn, hidden)
+    shapes = {part: side.shape for part, side in sides.items()}
+    rank = (shapes.get("A") or (0,))[0] // count
+    usual, swapped = (
+        {"A": (count * rank, columns), "B": (rows, count * rank)}
+        for rows, columns in ((outputs, inputs), (inputs, outputs))
+    )
+    if rank == 0 or shapes not in (usual, swapped):
+        problems.add(f"LoRA of {name} does not fit", got=shapes, choices=[usual])
+        return {}
+    if usual == swapped and not reads_inputs:
+        problems.add(
+            f"LoRA of {name}, which is square: a PEFT before 0.20 may have swapped A and B"
+        )
+        return {}
+    downs = float32(sides["A"].read()).reshape(count, rank, -1)
+    ups = float32(sides["B"].read()).reshape(-1, rank, count)
+    pairs = {}
+    for expert in range(count):
+        down, up = downs[expert], ups[..., expert]
+        if shapes != usual:
+            down, up = up.T, down.T
+        for part, rows in _outputs(name, outputs, bool(config.attention_sinks)).items():
+            values = SourceTensor.whole(down), SourceTensor.whole(up[rows])
+            pairs[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = values
+    return pairs
+
+
+def _outputs(name: str, outputs: int, alternate: bool) -> dict[str, slice]:
+    """Part of an expert -> its outputs in the tensor `name` of all experts.
+
+    alternate: outputs of gate and up take turns, as in gpt-oss
+    """
+    parts = next(parts for (module, end), parts in _STACKED.items() if name.endswith(module + end))
+    size, step = outputs // len(parts), len(parts)
+    return {
+        part: slice(index, None, step) if alternate else slice(index * size, (index + 1) * size)
+        for index, part in enumerate(parts)
+    }
