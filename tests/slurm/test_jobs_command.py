@@ -12,7 +12,7 @@ from tests.slurm.test_jobs import ended
 
 # Several servers on a node.
 SHARED = (
-    *("cluster.exclusive=False", "cluster.mem=100"),
+    *("cluster.exclusive=False", "cluster.mem=100", "cluster.cpus_per_task=1"),
     *(f"deploy.server.{name}_port=0" for name in ("http", "grpc", "metrics")),
 )
 
