@@ -1,6 +1,7 @@
 """Megatron-LM checkpoints: every version and cut gives the same files."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.contract.requests import GenerateRequest
 from tests.checkpoint import reference_forward_gpt
+from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export, weight_bytes
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
-from tests.checkpoint.megatron_maker import HEADS, SIZE, Maker, state_dict
+from tests.checkpoint.megatron_maker import HEADS, SIZE, VOCAB, Maker, state_dict
 
 
 @pytest.mark.parametrize("case", ["megatron_v0_tp1_to2", "megatron_v3_tp1_to2"])
@@ -75,6 +78,21 @@ def test_arguments_become_hyperparameters_and_args_txt(tmp_path: Path) -> None:
     lines = (folder / "args.txt").read_text().splitlines()
     assert {"num_layers:4", "lr:0.5", "bias_gelu_fusion:False"} <= set(lines)
     assert not any(line.startswith("params_dtype") for line in lines)
+
+
+def test_ids_of_the_trainings_padding_are_tokens_like_others(tmp_path: Path) -> None:
+    """As in FasterTransformer, which masks only the rows that it pads itself."""
+    source = Maker(args={"vocab_size": 30}).write(tmp_path / "source")
+    padding = range(30, VOCAB)
+    request = partial(GenerateRequest, (3,), 4, end_id=VOCAB, return_context_logits=True)
+    favoured, forbidden = answers(
+        export_folder(source, tmp_path),
+        request(logit_bias=tuple((token, 1e3) for token in padding)),
+        request(bad_words=tuple((token,) for token in padding)),
+    )
+    assert set(favoured.output_ids) <= set(padding)
+    assert set(forbidden.output_ids) <= set(range(30))
+    assert [len(logits) for logits in favoured.context_logits] == [VOCAB]
 
 
 def test_swiglu_halves_are_told_apart_on_every_rank(tmp_path: Path) -> None:
