@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.peft_maker import PeftMaker
+from tests.checkpoint.test_peft import MODELS as DENSE
 from tests.checkpoint.test_peft import check_merged, layers
 from tests.checkpoint.tiny_models import LATER_DECODERS as MODELS
 
@@ -107,3 +108,21 @@ def test_square_experts_of_a_peft_that_may_have_swapped_them(tmp_path: Path, ver
     adapter = maker.write(tmp_path / "adapter", **{**STACKED, "peft_version": version})
     words = r"gate_up_proj, which is square: a PEFT before 0\.20 may have swapped A and B"
     refused_export(tmp_path / "base", tmp_path, words, adapter_checkpoints=(adapter,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_base_without_experts(tmp_path: Path, kind: str) -> None:
+    DENSE[kind].save(tmp_path / "base")
+    maker = PeftMaker(MODELS["qwen3_moe"].make())
+    _experts("gate_up_proj", "down_proj")(maker)
+    adapter = maker.write(tmp_path / "adapter", **STACKED)
+    words = r"layers\.0\.mlp\.experts\.gate_up_proj: the base has no experts"
+    refused_export(tmp_path / "base", tmp_path, words, adapter_checkpoints=(adapter,))
+
+
+def test_lora_of_experts_can_only_be_merged(tmp_path: Path) -> None:
+    maker = PeftMaker(MODELS["mixtral"].save(tmp_path / "base"))
+    _experts("gate_up_proj", "down_proj")(maker)
+    adapter = maker.write(tmp_path / "adapter", **STACKED)
+    words = r"experts\.0\.gate_proj\.weight can only be merged"
+    refused_export(tmp_path / "base", tmp_path, words, lora_checkpoints=(adapter,))

@@ -218,7 +218,10 @@ def expert_pairs(
 
     reads_inputs: A has the inputs for sure, which the shapes of a square weight do not show
     """
-    hidden, ffn, count = config.hidden_size, config.ffn_size, config.num_experts or 1
+    hidden, ffn, count = config.hidden_size, config.ffn_size, getattr(config, "num_experts", None)
+    if count is None:
+        problems.add(f"LoRA of {name}: the base has no experts")
+        return {}
     outputs, inputs = (hidden, ffn) if name.endswith("down_proj") else (2 * ffn, hidden)
     shapes = {part: side.shape for part, side in sides.items()}
     rank = (shapes.get("A") or (0,))[0] // count
@@ -236,12 +239,13 @@ def expert_pairs(
         return {}
     downs = float32(sides["A"].read()).reshape(count, rank, -1)
     ups = float32(sides["B"].read()).reshape(-1, rank, count)
+    alternate = bool(getattr(config, "attention_sinks", None))
     pairs = {}
     for expert in range(count):
         down, up = downs[expert], ups[..., expert]
         if shapes != usual:
             down, up = up.T, down.T
-        for part, rows in _outputs(name, outputs, bool(config.attention_sinks)).items():
+        for part, rows in _outputs(name, outputs, alternate).items():
             values = SourceTensor.whole(down), SourceTensor.whole(up[rows])
             pairs[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = values
     return pairs
