@@ -30,8 +30,8 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.weights import DTYPES
 
-MOST_TOKENS = 64
-MOST_PIECES = 62
+MAX_TOKENS = 64
+MAX_PIECES = 62
 SINGLE_LINES = 20
 HEADER = (
     "| beam_width | BLEU | transformers | same hypotheses | all lines, s | transformers, s "
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         tokenizer = load_tokenizer(shards)
         end_id = engine.config.end_id
-        sources = [[*tokenizer.encode(line)[:MOST_PIECES], end_id] for line in english]
+        sources = [[*tokenizer.encode(line)[:MAX_PIECES], end_id] for line in english]
         peer = T5ForConditionalGeneration.from_pretrained(
             arguments.translator, dtype=DTYPES[arguments.data_type]
         )
@@ -128,7 +128,7 @@ def timed(
 
 def translate(engine: Engine, sources: Sequence[list[int]], width: int) -> list[Texts]:
     sampling = SamplingParameters(beam_width=width, len_penalty=1.0)
-    futures = [engine.submit(GenerateRequest(tuple(ids), MOST_TOKENS, sampling)) for ids in sources]
+    futures = [engine.submit(GenerateRequest(tuple(ids), MAX_TOKENS, sampling)) for ids in sources]
     outputs = [future.result() for future in futures]
     return [[list(beam.output_ids) for beam in output.hypotheses] for output in outputs]
 
@@ -145,7 +145,7 @@ def generate(
         attention_mask=mask.to(peer.device),
         num_beams=width,
         num_return_sequences=width,
-        max_new_tokens=MOST_TOKENS,
+        max_new_tokens=MAX_TOKENS,
         do_sample=False,
         **({"early_stopping": True, "length_penalty": 1.0} if width > 1 else {}),
     )

@@ -35,8 +35,8 @@ from benchmarks.shapes import CONFIGS, LARGE
 from benchmarks.steps import STEPS, beam_step_ms, step_ms
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, Quantization
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.model_weights import Experts, ModelWeights, sublayers_of
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process

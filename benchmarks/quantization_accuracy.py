@@ -24,7 +24,7 @@ import numpy as np
 import sacrebleu
 import torch
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
@@ -41,7 +41,7 @@ CONFIGURATIONS = [
     for kv_cache_dtype in (KV_CACHE_DTYPES if quantization != "int8" else ("auto",))
 ]
 LAMBADA_ITEMS = Path(lambada.__file__).parents[1] / "data" / "lambada_first200.jsonl"
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 
 
 def exported(checkpoint: Path, model_type: str, folder: Path, tokenizer: str = "auto") -> Path:
@@ -86,7 +86,7 @@ def translated(engine: Engine, folder: Path, sources: Sequence[str]) -> list[str
     """Greedy translations."""
     tokenizer, end_id = load_tokenizer(folder), engine.config.end_id
     futures = [
-        engine.submit(GenerateRequest((*tokenizer.encode(text), end_id), MOST_TOKENS))
+        engine.submit(GenerateRequest((*tokenizer.encode(text), end_id), MAX_TOKENS))
         for text in sources
     ]
     outputs = [future.result().output_ids for future in futures]

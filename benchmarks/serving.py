@@ -24,7 +24,7 @@ from benchmarks.shapes import Case
 from launcher_scripts.config.settings import DeploySettings, write_settings
 from launcher_scripts.contract.metric_names import Metric
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.client import Client
+from launcher_scripts.evaluation.served.client import Client
 
 INPUTS, OUTPUTS = (32, 512), (16, 256)  # tokens of the mixed requests
 START_SECONDS = 240

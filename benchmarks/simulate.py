@@ -40,12 +40,12 @@ from benchmarks.serving import INPUTS, OUTPUTS
 from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B, LLAMA_70B
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.engine import STEPS_AHEAD
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import prompt_bucket, recorded_tokens
 from launcher_scripts.models.gpt import GPTConfig

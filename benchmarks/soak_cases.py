@@ -13,7 +13,7 @@ from launcher_scripts.clients.models import Models
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
+from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
 
 WORDS = ("The house", "In the new", "Grüße, Rose", "a b c d e", "It was", "")
 

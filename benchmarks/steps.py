@@ -10,10 +10,10 @@ import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.beam_search import beam_batches
-from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import SamplingBatch
+from launcher_scripts.engine.messages.plan import Bounds, RowStart
 from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
-from launcher_scripts.engine.runner.graphs import SMALLEST_REORDER, bucket_bounds
+from launcher_scripts.engine.runner.graphs import MIN_REORDER, bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 
 STEPS = 8
@@ -88,7 +88,7 @@ def beam_step_ms(
             runner,
             starts,
             context,
-            lambda: runner.beam_step(batch.slots, batch, bounds, SMALLEST_REORDER),
+            lambda: runner.beam_step(batch.slots, batch, bounds, MIN_REORDER),
             repeat,
         )
 

@@ -37,8 +37,8 @@ from launcher_scripts.engine.distributed.communicator import (
     open_store,
 )
 from launcher_scripts.engine.distributed.interfaces import LOOPBACK
+from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
-from launcher_scripts.kernels import kernels_for
 
 TIMEOUT = 300.0
 CONTEXT = 80

@@ -110,7 +110,8 @@ def slurm_answers() -> bool:
 
 def _export_file(path: Path) -> str | None:
     """The file of conf/export for a checkpoint of another family than GPT; None for GPT."""
-    from launcher_scripts.checkpoint.sources import huggingface_architectures, nemo_config
+    from launcher_scripts.checkpoint.formats import nemo_config
+    from launcher_scripts.checkpoint.sources import huggingface_architectures
     from launcher_scripts.common.errors import LauncherError
     from launcher_scripts.models import family_of
 

@@ -159,14 +159,14 @@ def _joined(arguments: Iterable[str]) -> Iterator[str]:
 
 def _with_renamed_tasks(arguments: Iterable[str]) -> list[str]:
     """The arguments with the tasks that they call by a former name renamed, which a note says."""
-    found = list(arguments)
+    result = list(arguments)
     for old, new in RENAMED_TASKS.items():
         name = re.compile(rf"(\+*evaluate\.tasks\.|evaluate=[\w/]*\b){old}(?=[.=]|$)")
-        renamed = [name.sub(rf"\g<1>{new}", argument) for argument in found]
-        if renamed != found:
+        renamed = [name.sub(rf"\g<1>{new}", argument) for argument in result]
+        if renamed != result:
             print(f"note: the task {old} is called {new} (docs/evaluation.md)", file=sys.stderr)
-        found = renamed
-    return found
+        result = renamed
+    return result
 
 
 def check_choices(arguments: Iterable[str], conf: Path) -> None:

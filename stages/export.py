@@ -13,9 +13,10 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     check_draft_folder,
     random_config,
 )
-from launcher_scripts.checkpoint.sources import huggingface_architectures, nemo_config
+from launcher_scripts.checkpoint.formats import nemo_config
+from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.checkpoint.sources.locations import hub_advice, snapshot_of
-from launcher_scripts.checkpoint.sources.nemo_tokenizer import check_tokenizer
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of

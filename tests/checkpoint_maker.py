@@ -22,9 +22,9 @@ import torch
 import yaml
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from launcher_scripts.checkpoint.convert import verification
-from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
+from launcher_scripts.checkpoint import verification
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig, weights
 

@@ -34,7 +34,7 @@ def parameter_values(
     Raises ParameterError for a name that is none of `kinds`, one that is in `given`, or a value
     of another type.
     """
-    found = {}
+    result = {}
     for name, value in json.loads(parameters or "{}").items():
         if name in TRITONS:
             continue
@@ -46,8 +46,8 @@ def parameter_values(
         kind = kinds[name].removeprefix("TYPE_")
         if not _fits(value, kind):
             raise ParameterError(f"the parameter {name} takes {kind}; got {value!r}")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def seconds_allowed(request: Any) -> float | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.security import SERVER_NAME, ClientTls
 
-MOST_IN_FLIGHT = 256
+MAX_IN_FLIGHT = 256
 # Logits outgrow the usual limits, and the server is no one's to reach through a proxy.
 GRPC_ARGUMENTS = [
     ("grpc.max_send_message_length", -1),
@@ -70,7 +70,7 @@ class HttpConnection:
         self._client = http.InferenceServerClient(
             address,
             verbose=verbose,
-            concurrency=MOST_IN_FLIGHT,
+            concurrency=MAX_IN_FLIGHT,
             connection_timeout=request_timeout,
             network_timeout=request_timeout,
         )

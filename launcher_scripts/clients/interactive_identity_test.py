@@ -42,5 +42,5 @@ def test(flags: argparse.Namespace) -> None:
         def ask(step: SequenceStep, more: Tensors) -> Tensors:
             return server.infer(models.name, in_session({**request, **more}), step=step)
 
-        session = [partial(ask, *each) for each in steps(flags, len(request["input_ids"]))]
+        session = [partial(ask, *step) for step in steps(flags, len(request["input_ids"]))]
         time_runs(flags, session, warm_up=len(session), timed_as=1, delimiter=",")

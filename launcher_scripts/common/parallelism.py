@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from launcher_scripts.common.errors import ConfigError, problem
 
 # No cluster shares one layer or one server among more.
-MOST_RANKS = 1 << 16
+MAX_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,6 @@ class Parallelism:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors up to MOST_RANKS, ascending: tensor-parallel sizes that `number` heads allow."""
-    most = min(number, MOST_RANKS)
+    """The divisors up to MAX_RANKS, ascending: tensor-parallel sizes that `number` heads allow."""
+    most = min(number, MAX_RANKS)
     return [candidate for candidate in range(1, most + 1) if number % candidate == 0]

@@ -205,10 +205,10 @@ def own_python() -> str:
         candidate = Path(folder) / "bin" / "python3"
         if candidate.exists():
             return str(candidate)
-    found = shutil.which("python3")
-    if found is None:
+    result = shutil.which("python3")
+    if result is None:
         raise FileNotFoundError("there is no python3 to run a process of this program with")
-    return found
+    return result
 
 
 def own_environment() -> dict[str, str]:

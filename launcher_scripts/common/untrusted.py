@@ -19,10 +19,10 @@ from typing import IO, Any, Literal
 import yaml
 
 # The largest configurations of models have some 100 KB and a few thousand values.
-MOST_YAML_BYTES = 4 << 20
-_MOST_VALUES = 1 << 18
+MAX_YAML_BYTES = 4 << 20
+_MAX_VALUES = 1 << 18
 # A member's name and attributes, where they do not fit the 512 bytes of its own header.
-_MOST_HEADER_BYTES = 1 << 13
+_MAX_HEADER_BYTES = 1 << 13
 # A distributed checkpoint has up to some 100,000 files.
 _MAX_MEMBERS = 1 << 18
 _LONG_HEADERS = (
@@ -69,16 +69,16 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def parse_yaml(text: bytes) -> Any:
     """The value in a YAML text of plain values."""
-    if len(text) > MOST_YAML_BYTES:
-        raise ValueError(f"it has {len(text)} bytes, more than {MOST_YAML_BYTES}")
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"it has {len(text)} bytes, more than {MAX_YAML_BYTES}")
     try:
         loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
             if node is None:
                 return None
-            if _expanded(node, {}) > _MOST_VALUES:
-                raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
+            if _expanded(node, {}) > _MAX_VALUES:
+                raise ValueError(f"its aliases stand for more than {_MAX_VALUES} values")
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -93,7 +93,7 @@ def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = _MOST_VALUES + 1  # of a node that contains itself
+        known[id(node)] = _MAX_VALUES + 1  # of a node that contains itself
         children = (
             [part for pair in node.value for part in pair]
             if isinstance(node, yaml.MappingNode)
@@ -107,11 +107,11 @@ class _Member(tarfile.TarInfo):
     """A member of an archive whose headers have plausible sizes."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        most = _MOST_HEADER_BYTES if self.type in _LONG_HEADERS else None
+        most = _MAX_HEADER_BYTES if self.type in _LONG_HEADERS else None
         if self.size < 0 or (most is not None and self.size > most):
             raise tarfile.HeaderError(f"a header says that {self.size} bytes follow")
-        found: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
-        return found
+        result: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return result
 
 
 @contextmanager

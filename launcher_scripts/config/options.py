@@ -42,8 +42,8 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:
-    found: Option | None = field.metadata.get("option")
-    return found
+    result: Option | None = field.metadata.get("option")
+    return result
 
 
 def check_options(settings: Any, problems: Problems, key_of: Callable[[str], str]) -> None:

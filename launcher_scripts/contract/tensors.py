@@ -110,15 +110,15 @@ GUIDED_GRAMMAR = array(
     extension=True,
 )
 
-MOST_LOG_PROBS = 20
-MOST_SPECULATIVE_TOKENS = 32
+MAX_LOG_PROBS = 20
+MAX_SPECULATIVE_TOKENS = 32
 # Log-softmax of the unmodified logits over the whole vocabulary.
 NUM_LOG_PROBS = (
     scalar(
         "num_log_probs",
         "INT32",
         -1,
-        f"how many of the likeliest tokens come with each generated one, at most {MOST_LOG_PROBS}; "
+        f"how many of the likeliest tokens come with each generated one, at most {MAX_LOG_PROBS}; "
         "0: its own log-probability alone; -1: none",
         extension=True,
     ),
@@ -252,7 +252,7 @@ GPT_INPUTS = (
         "num_speculative_tokens",
         "UINT32",
         0,
-        f"tokens that a step may try at once (drafts), {MOST_SPECULATIVE_TOKENS} at most; 0: none",
+        f"tokens that a step may try at once (drafts), {MAX_SPECULATIVE_TOKENS} at most; 0: none",
         extension=True,
     ),
     IS_RETURN_PROGRESS,

@@ -15,7 +15,6 @@ from launcher_scripts.common.errors import RequestError, ServerError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.pending import Pending
-from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.prompts import prompt_in_session
 from launcher_scripts.engine.core.requests import check_request, may_grow, parts, warm_up_request
@@ -25,10 +24,11 @@ from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.distributed.heartbeat import DEVICE
-from launcher_scripts.engine.distributed.messages import RankInfo
-from launcher_scripts.engine.distributed.node_group import ONE_NODE, NodeGroup
-from launcher_scripts.engine.distributed.ranks import NAMING_SECONDS, Ranks
+from launcher_scripts.engine.messages.message import RankInfo
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.ranks.node_group import ONE_NODE, NodeGroup
+from launcher_scripts.engine.ranks.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.runner.kernel_precompiler import KernelPrecompiler
 from launcher_scripts.engine.runner.loading import (
     PREFILL_TOKENS,

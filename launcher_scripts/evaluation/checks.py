@@ -21,10 +21,11 @@ from launcher_scripts.config.policy import (
     TimeBounds,
     TwinBounds,
 )
-from launcher_scripts.evaluation import paired, statistics
+from launcher_scripts.evaluation import paired
 from launcher_scripts.evaluation.paired import ComparedAnswers
 from launcher_scripts.evaluation.report_content import harness_samples, harness_tasks, read_content
-from launcher_scripts.evaluation.statistics import Interval
+from launcher_scripts.evaluation.tasks import statistics
+from launcher_scripts.evaluation.tasks.statistics import Interval
 
 Content = Mapping[str, Any]
 Show = Callable[[float], str]

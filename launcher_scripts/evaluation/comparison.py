@@ -16,8 +16,9 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.tasks import RENAMED_TASKS, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.journal import Journal
-from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.report_content import read_content, task_result
+from launcher_scripts.evaluation.served.tensors import States
+from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     Comparison,
@@ -25,11 +26,10 @@ from launcher_scripts.evaluation.tasks.task import (
     Model,
     Pace,
     ProgressCallback,
-    States,
     Task,
     TaskResult,
 )
-from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 
 Answer = TypeVar("Answer")
 

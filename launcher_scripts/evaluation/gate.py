@@ -18,7 +18,7 @@ from typing import Any
 from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.evaluation.checks import FINDINGS, Check, checks
-from launcher_scripts.evaluation.statistics import COUNTED, Interval
+from launcher_scripts.evaluation.tasks.statistics import COUNTED, Interval
 
 FAIL, INCONCLUSIVE, PASS = LEVELS = ("fail", "inconclusive", "pass")
 # The verdict is that of the first level that has a reason.

@@ -31,7 +31,7 @@ from launcher_scripts.config.harness import KEY, HarnessSettings
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.lm_eval_program import NO_DATA
-from launcher_scripts.evaluation.statistics import Z
+from launcher_scripts.evaluation.tasks.statistics import Z
 from launcher_scripts.evaluation.tasks.task import Metric
 
 PROGRAM = Path(__file__).with_name("lm_eval_program.py")

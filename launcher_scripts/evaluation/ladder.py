@@ -48,9 +48,9 @@ def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
     report = _read(path)
     renewed = bool(report) and _is_newer(path, rung.jobs)
     sections = [
-        each
-        for each in _sections(report)
-        if _server_folder(each) in rung.jobs or (renewed and _was_resumed(each))
+        section
+        for section in _sections(report)
+        if _server_folder(section) in rung.jobs or (renewed and _was_resumed(section))
     ]
     if not sections:
         return LadderRow(
@@ -62,7 +62,9 @@ def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
         if task in sections
         for metric, values in task["metrics"].items()
     }
-    speed, first = _speed([each for each in sections if "rows" in each or "runs" in each])
+    speed, first = _speed(
+        [section for section in sections if "rows" in section or "runs" in section]
+    )
     verdict = _read(path.with_name(VERDICT_FILE)).get("verdict")
     return LadderRow(rung.name, metrics, weight_bytes, speed, first, verdict, str(path))
 
@@ -143,7 +145,9 @@ def _was_resumed(section: Mapping[str, Any]) -> bool:
 def _is_newer(report: Path, jobs: Sequence[str]) -> bool:
     """Whether a report was written after the last job was submitted."""
     records = [Path(job) / "job.json" for job in jobs[-1:]]
-    return any(each.exists() and each.stat().st_mtime <= report.stat().st_mtime for each in records)
+    return any(
+        record.exists() and record.stat().st_mtime <= report.stat().st_mtime for record in records
+    )
 
 
 def _speed(sections: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

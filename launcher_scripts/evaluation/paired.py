@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import answer, same_item
-from launcher_scripts.evaluation.statistics import Interval
+from launcher_scripts.evaluation.tasks import statistics
+from launcher_scripts.evaluation.tasks.statistics import Interval
 
 # figure -> the items' field that it is made of, where that has another name
 FIELDS = {

@@ -75,11 +75,11 @@ def digests(settings: EvaluateSettings, data: Iterable[str] = ()) -> dict[str, A
 
 def _data(files: Iterable[str]) -> dict[str, str]:
     """A file that cannot be read is left out: who reads it says why."""
-    found = {}
+    result = {}
     for file in files:
         with contextlib.suppress(OSError):
-            found[Path(file).name] = file_digest(Path(file))
-    return found
+            result[Path(file).name] = file_digest(Path(file))
+    return result
 
 
 def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -117,11 +117,11 @@ def questions_of(task: TaskSettings) -> dict[str, Any]:
 
 def client_versions() -> dict[str, str]:
     """Of the packages of CLIENT_PACKAGES that are there."""
-    found = {}
+    result = {}
     for package in CLIENT_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            result[package] = version(package)
+    return result
 
 
 def project_commit() -> str | None:

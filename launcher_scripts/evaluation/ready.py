@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.ready_file import STALE_SECONDS, replica_files, seconds_silent
 from launcher_scripts.config.paths import is_same_path
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.evaluation.client import Client
+from launcher_scripts.evaluation.served.client import Client
 
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.evaluation import statistics
 from launcher_scripts.evaluation.comparison import ANSWER_KEYS, same_item
 from launcher_scripts.evaluation.journal import differences
 from launcher_scripts.evaluation.paired import FIELDS, flags, is_perplexity
 from launcher_scripts.evaluation.report_content import harness_items, harness_tasks
+from launcher_scripts.evaluation.tasks import statistics
 
 # When and by which processes something was measured, which differs between any two reports.
 PASSING = ("date", "runs")
@@ -101,19 +101,19 @@ class ReportDifference:
 
         tolerance: how far numbers may be apart, relative to A's where that is larger than 1
         """
-        found = [f"{name} is in A alone" for name in self.only_a]
-        found += [f"{name} is in B alone" for name in self.only_b]
+        result = [f"{name} is in A alone" for name in self.only_a]
+        result += [f"{name} is in B alone" for name in self.only_b]
         for section in self.sections:
             if section.changed:
-                found.append(f"{section.name}: {len(section.changed)} answers differ")
+                result.append(f"{section.name}: {len(section.changed)} answers differ")
             if section.missing_a or section.missing_b:
-                found.append(f"{section.name}: the items are not the same")
+                result.append(f"{section.name}: the items are not the same")
             for name, figure in section.figures.items():
                 if abs(figure.difference) > tolerance * max(1.0, abs(figure.a)):
-                    found.append(f"{section.name}: {name} differs by {figure.difference:+.6g}")
+                    result.append(f"{section.name}: {name} differs by {figure.difference:+.6g}")
         if self.verdicts[0] != self.verdicts[1]:
-            found.append(f"the verdicts are {self.verdicts[0]} and {self.verdicts[1]}")
-        return found
+            result.append(f"the verdicts are {self.verdicts[0]} and {self.verdicts[1]}")
+        return result
 
 
 def explain(

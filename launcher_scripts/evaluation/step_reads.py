@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
-from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
+from launcher_scripts.evaluation.served.tokenizer_dir import read_model_ini
 from launcher_scripts.models.repository import config_parameters, served_models
 
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}

@@ -95,7 +95,7 @@ class Answering(ABC):
                     if not texts and last is None:
                         continue
                     usage = _usage(record.usage() if always else None) if counts or always else b""
-                    events = [self._event(each, usage) for each in self._of_texts(choice, texts)]
+                    events = [self._event(text, usage) for text in self._of_texts(choice, texts)]
                     if last is not None:
                         for each in self.last_deltas(choice, last):
                             said = to_json([{"index": choice, **each}])
@@ -149,13 +149,13 @@ class Answering(ABC):
     def _best(self, answers: Mapping[int, Piece]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
         rows, shown = self.generation.options.rows, self.body.n
-        found = []
+        result = []
         for start in range(0, len(self.generation.prompts) * rows, rows):
             row = [choice for choice in range(start, start + rows) if choice in answers]
             if rows > shown and not self.body.use_beam_search:
                 row.sort(key=lambda choice: _mean(answers[choice]), reverse=True)
-            found += row[:shown]
-        return found
+            result += row[:shown]
+        return result
 
 
 class Completion(Answering):

@@ -36,9 +36,9 @@ GENERATING = {"GPT": False, "T5": True, "BART": True}
 EMBEDDING = "T5-Encoder"  # the model_type of an encoder alone
 _START_SECONDS = 0.2  # between two looks at servers that are not there yet
 _CHECK_SECONDS = 1.0
-_MOST_SECONDS = 16.0  # between two looks at a server that does not come back
+_MAX_SECONDS = 16.0  # between two looks at a server that does not come back
 _LOAD_SECONDS = 2.0  # between two looks at a server's metrics, and for the answer
-_LEAST_SECONDS = 0.1  # between a server's failure and the look at it
+_MIN_SECONDS = 0.1  # between a server's failure and the look at it
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Fleet:
         async def servers() -> None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), _CHECK_SECONDS)
-                await asyncio.sleep(_LEAST_SECONDS)
+                await asyncio.sleep(_MIN_SECONDS)
             self._failed.clear()
             await self.check(time.monotonic())
 
@@ -234,7 +234,7 @@ async def _check(member: Member, now: float) -> None:
         if replica.healthy:
             LOG.warning("%s", member.why)
         replica.healthy = False
-        member.next_check = now + min(_MOST_SECONDS, _CHECK_SECONDS * 2**member.failures)
+        member.next_check = now + min(_MAX_SECONDS, _CHECK_SECONDS * 2**member.failures)
         member.failures += 1
         return
     if not replica.healthy:
@@ -312,4 +312,4 @@ def _folders(repository: str) -> dict[str, Path]:
     """Model -> the folder of its checkpoint; none for a repository that is not to be read here."""
     if not repository or is_remote(repository) or not Path(repository).is_dir():
         return {}
-    return {each.name: each.checkpoint_dir for each in served_models(Path(repository))}
+    return {model.name: model.checkpoint_dir for model in served_models(Path(repository))}

@@ -26,7 +26,7 @@ from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.stops import StopTexts
 from launcher_scripts.gateway.token_texts import token_texts
 
-_MOST_BEAMS = 64
+_MAX_BEAMS = 64
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 # Of a row's request, to show.
@@ -366,8 +366,8 @@ def _check(
         raise unsupported("stream", "a beam search cannot be streamed")
     if body.use_beam_search and options.log_probs is not None:
         raise unsupported("logprobs", "a beam search has no log-probabilities")
-    if body.use_beam_search and options.rows > _MOST_BEAMS:
-        raise bad_request(f"a beam search has at most {_MOST_BEAMS} beams; got {options.rows}", "n")
+    if body.use_beam_search and options.rows > _MAX_BEAMS:
+        raise bad_request(f"a beam search has at most {_MAX_BEAMS} beams; got {options.rows}", "n")
     if len(body.grammars) > 1:
         raise bad_request(
             "a text follows one of response_format, structured_outputs, guided_json and the like, "

@@ -38,13 +38,13 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a chat as gpt-oss's template reads them: a message has one call at most, and
     what the call gave follows it.
     """
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     rest = deque(map(_with_thinking, messages))
     while rest:
         message = rest.popleft()
         calls, given = message.get("tool_calls"), []
         if not isinstance(calls, list) or len(calls) < 2:
-            found.append(message)
+            result.append(message)
             continue
         while rest and rest[0]["role"] == "tool":
             given.append(rest.popleft())
@@ -52,10 +52,10 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             own = call.get("id") if isinstance(call, dict) else None
             taken = [each for each in given if own and each.get("tool_call_id") == own]
             given = [each for each in given if each not in taken]
-            found += [{**message, "tool_calls": [call]}, *taken]
+            result += [{**message, "tool_calls": [call]}, *taken]
             message = {"role": "assistant", "content": ""}
-        found += given
-    return found
+        result += given
+    return result
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from launcher_scripts.gateway.api_errors import ServerLost, unavailable
 from launcher_scripts.gateway.backend import Backend, Increment, RowRequest
 
 _BLOCK_TOKENS = 64
-_MOST_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models
+_MAX_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models
 
 
 class SentPrompts:
@@ -34,7 +34,7 @@ class SentPrompts:
         for digest in digests:
             self._blocks.pop(digest, None)
             self._blocks[digest] = None
-        while len(self._blocks) > _MOST_BLOCKS:
+        while len(self._blocks) > _MAX_BLOCKS:
             del self._blocks[next(iter(self._blocks))]
 
 

@@ -70,28 +70,28 @@ def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     """The input as the messages of a chat; calls of tools are their assistant's."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     if body.instructions is not None:
-        found.append({"role": "system", "content": body.instructions})
+        result.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
+        return [*result, {"role": "user", "content": body.input}]
     for item in body.input:
         if item.type == "message":
-            thought = found.pop() if item.role == "assistant" and _is_thought(found) else {}
-            found.append({**thought, "role": item.role, "content": plain_text(item.content)})
+            thought = result.pop() if item.role == "assistant" and _is_thought(result) else {}
+            result.append({**thought, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
             thought = {NAMES[0]: plain_text(item.content)}
-            found.append({"role": "assistant", "content": None, **thought})
+            result.append({"role": "assistant", "content": None, **thought})
         elif isinstance(item, FunctionOutput):
             said = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
-            found.append({"role": "tool", **said})
+            result.append({"role": "tool", **said})
         else:
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": None})
+            if not result or result[-1]["role"] != "assistant":
+                result.append({"role": "assistant", "content": None})
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
-            found[-1].setdefault("tool_calls", []).append(call)
-    return found
+            result[-1].setdefault("tool_calls", []).append(call)
+    return result
 
 
 def _is_thought(messages: Sequence[Mapping[str, Any]]) -> bool:

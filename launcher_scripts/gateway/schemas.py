@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
 
-from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
+from launcher_scripts.contract.tensors import MAX_LOG_PROBS, MAX_SPECULATIVE_TOKENS
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
 
-MOST_ROWS = 128
-_MOST_NUMBER = 1 << 31
+MAX_ROWS = 128
+_MAX_NUMBER = 1 << 31
 
 Prompt = str | list[int]
-TokenId = Annotated[int, Field(ge=0, lt=_MOST_NUMBER)]
+TokenId = Annotated[int, Field(ge=0, lt=_MAX_NUMBER)]
 Expression = Annotated[str, Field(min_length=1, max_length=16384)]
 Choice = Annotated[list[str], Field(min_length=1, max_length=1024)]
 # What vLLM's clients called structured_outputs before -> as guided_grammar says it.
@@ -144,10 +144,10 @@ class SamplingBody(StrictBody):
     """What completions and chats have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
+    max_tokens: int | None = Field(None, ge=0, lt=_MAX_NUMBER)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=_MOST_NUMBER)
+    top_k: int | None = Field(None, ge=-1, lt=_MAX_NUMBER)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -158,8 +158,8 @@ class SamplingBody(StrictBody):
     stop_token_ids: list[TokenId] = Field([], max_length=64)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0, lt=_MOST_NUMBER)
-    n: int = Field(1, ge=1, le=MOST_ROWS)
+    min_tokens: int = Field(0, ge=0, lt=_MAX_NUMBER)
+    n: int = Field(1, ge=1, le=MAX_ROWS)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | None = None
@@ -173,7 +173,7 @@ class SamplingBody(StrictBody):
     timeout: float | None = Field(None, gt=0, le=86400)
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
-    num_speculative_tokens: int = Field(0, ge=0, le=MOST_SPECULATIVE_TOKENS)
+    num_speculative_tokens: int = Field(0, ge=0, le=MAX_SPECULATIVE_TOKENS)
 
     @field_validator("stop")
     @classmethod
@@ -187,20 +187,20 @@ class SamplingBody(StrictBody):
     def grammars(self) -> dict[str, dict[str, Any]]:
         """Parameter -> what the text has to be; one at most can be followed."""
         said = {name: (kind, getattr(self, name)) for name, kind in _GUIDED.items()}
-        found = {name: {kind: value} for name, (kind, value) in said.items() if value is not None}
+        result = {name: {kind: value} for name, (kind, value) in said.items() if value is not None}
         if self.structured_outputs is not None:
-            found["structured_outputs"] = self.structured_outputs.wanted
+            result["structured_outputs"] = self.structured_outputs.wanted
         form = self.response_format
         if form is not None and form.json_schema is not None:
-            found["response_format"] = {"json_schema": form.json_schema.json_schema}
+            result["response_format"] = {"json_schema": form.json_schema.json_schema}
         elif form is not None and form.type == "json_object":
-            found["response_format"] = {"json_object": True}
-        return found
+            result["response_format"] = {"json_object": True}
+        return result
 
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, value: dict[str, float]) -> dict[str, float]:
-        if wrong := [key for key in value if not key.isdecimal() or int(key) >= _MOST_NUMBER]:
+        if wrong := [key for key in value if not key.isdecimal() or int(key) >= _MAX_NUMBER]:
             raise ValueError(f"keys are token ids; got {wrong[:3]}")
         return value
 
@@ -211,8 +211,8 @@ class CompletionBody(SamplingBody):
     unused = parameters.COMPLETION
     prompt: list[Prompt]
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
-    best_of: int | None = Field(None, ge=1, le=MOST_ROWS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_ROWS)
     add_special_tokens: bool = True
     source_language: str | None = Field(None, min_length=1, max_length=64)
     target_language: str | None = Field(None, min_length=1, max_length=64)
@@ -301,9 +301,9 @@ class ChatBody(SamplingBody, ChatPrompt):
     """POST /v1/chat/completions"""
 
     unused = parameters.CHAT
-    max_completion_tokens: int | None = Field(None, ge=0, lt=_MOST_NUMBER)
+    max_completion_tokens: int | None = Field(None, ge=0, lt=_MAX_NUMBER)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -334,7 +334,7 @@ class EmbeddingsBody(StrictBody):
     model: str | None = None
     input: list[Prompt]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, lt=_MOST_NUMBER)
+    dimensions: int | None = Field(None, ge=1, lt=_MAX_NUMBER)
     normalize: bool = False
     add_special_tokens: bool = True
 
@@ -387,5 +387,5 @@ def _are_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(each) is int and 0 <= each < _MOST_NUMBER for each in value)
+        and all(type(each) is int and 0 <= each < _MAX_NUMBER for each in value)
     )

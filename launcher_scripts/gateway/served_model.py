@@ -95,10 +95,10 @@ class ServedModel:
             return None
         if self.special.language is None:
             raise unsupported(f"{role}_language", f"{self.name} knows no languages")
-        found = self.special.language_id(name, self.tokenizer)
-        if found is None:
+        result = self.special.language_id(name, self.tokenizer)
+        if result is None:
             raise bad_request(f"{self.name} knows no language {name!r}", f"{role}_language")
-        return found
+        return result
 
     async def chat_text(self, chat: ChatPrompt, threads: ThreadsOfClient) -> str:
         """The messages as the model's template writes them, by a thread. Raises ApiError."""

@@ -151,7 +151,7 @@ class TritonBackend:
             else:
                 stream = self._server.stream(self._name, tensors, [_STATES], **more)
                 async with aclosing(stream) as responses:
-                    arrays = {k: v async for each in responses for k, v in each.items()}
+                    arrays = {k: v async for response in responses for k, v in response.items()}
         except FAILURES as error:
             raise self._failure(error, request) from error
         return Increment(finished=True, states=arrays[_STATES][0].astype(np.float32))

@@ -17,7 +17,7 @@ _POLL_SECONDS = 0.2
 _STATE_SECONDS = 2.0
 _CHUNK = 1 << 20
 _TAIL_BYTES = 4 << 20
-_MOST_REASONS = 5
+_MAX_REASONS = 5
 _PLAIN_LINES = 5  # at the end of a log nothing is overlooked
 # What says why a container could not start, among what follows from that: words of pyxis, of
 # enroot, and of the launcher itself.
@@ -86,7 +86,7 @@ def tail(job: KnownJob, lines: int = 20) -> str:
         log = list(_lines(path))
         matches = dict.fromkeys(match[0] for line in log if (match := _REASON.search(line)))
         last = "\n".join(log[-_PLAIN_LINES:])
-        reasons = [said for said in matches if said not in last][-_MOST_REASONS:]
+        reasons = [said for said in matches if said not in last][-_MAX_REASONS:]
         for what, shown in (("lines", reasons), ("the end", log[-lines:])):
             text = "\n".join(f"  | {line}" for line in shown)
             if shown:

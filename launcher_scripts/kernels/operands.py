@@ -16,7 +16,7 @@ from launcher_scripts.common.quantization import Quantization
 RotaryTable: TypeAlias = tuple[Tensor, Tensor]
 
 QUERIES_PER_TILE = 64
-MOST_LISTED = 512  # biases of a row, and tokens of its bad words
+MAX_LISTED = 512  # biases of a row, and tokens of its bad words
 WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch
 
 
@@ -203,7 +203,7 @@ class SamplingColumns(Protocol):
     prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
     id behind which top_p is initial_top_p again. Most others are named as a request's parameters.
 
-    bias_ids, word_ids, word_lengths: int32 [slots + 1, MOST_LISTED], and bias_values float32: what
+    bias_ids, word_ids, word_lengths: int32 [slots + 1, MAX_LISTED], and bias_values float32: what
     is added to which logits; the bad words, one after the other, and at the end of each how many
     tokens it has, 0 elsewhere.  bias_count, word_count: how many entries the lists have
     """

@@ -31,7 +31,7 @@ class PromptTask:
 
 
 # Every one is a checkpoint that was trained.
-MOST_TASKS = 1 << 16
+MAX_TASKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Adapters:
 
     def __post_init__(self) -> None:
         self._check_lora()
-        if not 0 <= self.ia3_num_tasks <= MOST_TASKS:
+        if not 0 <= self.ia3_num_tasks <= MAX_TASKS:
             raise CheckpointError(
                 problem(
                     "ia3_num_tasks is out of range",
                     got=self.ia3_num_tasks,
-                    choices=[f"0-{MOST_TASKS}"],
+                    choices=[f"0-{MAX_TASKS}"],
                 )
             )
         if self.adapter_norm_position not in NORM_POSITIONS:

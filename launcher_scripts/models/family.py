@@ -45,7 +45,7 @@ class Source:
     """Where a weight comes from in one source dialect.
 
     `keys` name the source tensors (`*` stands for the layer number); `layout` names the function
-    of checkpoint/convert/layouts.py that turns them into the stored form. Several rows may read
+    of checkpoint/layout/layouts.py that turns them into the stored form. Several rows may read
     one key.
     """
 

@@ -368,17 +368,17 @@ def sources(name: str) -> dict[str, Source]:
     """Dialect -> Source of the stored tensor called `name`."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert:
-        found = sources(name.replace(expert[0], ".experts.#."))
+        result = sources(name.replace(expert[0], ".experts.#."))
         return {
             dialect: Source(tuple(key.replace("#", expert[1]) for key in each.keys), each.layout)
-            for dialect, each in found.items()
+            for dialect, each in result.items()
         }
     stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
-    found = {}
+    result = {}
     for dialect, table in DIALECTS.items():
         if name in table:
-            found[dialect] = table[name]
+            result[dialect] = table[name]
         elif stem in table:
             source = table[stem]
-            found[dialect] = Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
-    return found
+            result[dialect] = Source(tuple(f"{key}.{part}" for key in source.keys), source.layout)
+    return result

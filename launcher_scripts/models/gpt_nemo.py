@@ -137,14 +137,14 @@ _SCALES = (
 
 def _plus_one(table: dict[str, Source]) -> dict[str, Source]:
     """The norms' scales of a dialect, stored as their distance from one (layernorm1p)."""
-    found = {}
+    result = {}
     for name in _SCALES:
         stem, part = name.rsplit(".", 1)
         if name not in table and stem not in table:
             continue
         keys = table[name].keys if name in table else (f"{table[stem].keys[0]}.{part}",)
-        found[name] = Source(keys, "plus_one")
-    return found
+        result[name] = Source(keys, "plus_one")
+    return result
 
 
 DIALECTS: dict[str, dict[str, Source]] = {

@@ -34,7 +34,7 @@ CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 10.0
-_MOST_ERRORS = 5
+_MAX_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
 
@@ -146,15 +146,15 @@ class ServerProcess:
     def members(self) -> list[int]:
         """Process ids of the server and of everything it started that is still alive."""
         mark = f"{STATUS_DIR_VARIABLE}={self.status_dir}".encode()
-        found = []
+        result = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 # Processes end while we look, and other users' do not show their environment.
                 with contextlib.suppress(OSError):
                     marked = mark in (entry / "environ").read_bytes().split(b"\0")
                     if marked and start_of(int(entry.name)) is not None:
-                        found.append(int(entry.name))
-        return found
+                        result.append(int(entry.name))
+        return result
 
     def stop(self, timeout: float) -> None:
         """Ask the server to end, give it `timeout` seconds, then end whatever is left of it."""
@@ -201,7 +201,7 @@ class ServerProcess:
 
     def _note_error(self, line: str) -> None:
         found = _ERROR_LINE.match(line)
-        if found and len(self._errors) < _MOST_ERRORS:
+        if found and len(self._errors) < _MAX_ERRORS:
             message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
             if message not in self._errors and not message.startswith(_HARMLESS):
                 self._errors.append(message)

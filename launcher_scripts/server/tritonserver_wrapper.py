@@ -71,12 +71,12 @@ def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
 
 def _repositories(argv: Sequence[str]) -> list[str]:
     """The repositories that are named, as `--option=PATH` or `--option PATH`."""
-    found = []
+    result = []
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         option, equal, value = argument.partition("=")
         if option in _REPOSITORIES and (equal or following):
-            found.append(value if equal else following)
-    return found
+            result.append(value if equal else following)
+    return result
 
 
 def backends_folder(installation: Installation) -> Path:

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     check_packages("convert_checkpoint", "numpy", "yaml")
     note_slow_checksums()
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
 from launcher_scripts.steps.command import resumed, run_step

@@ -47,12 +47,12 @@ class FlagTable:
     @property
     def options(self) -> dict[str, tuple[Option, Any, Any]]:
         """Field -> its option, type and default."""
-        found = {}
+        result = {}
         for key, hint, item in fields(self.kind):
             said = self.own.get(key) or option_of(item)
             if said is not None and key not in self.left_out:
-                found[key] = (said, hint, item.default)
-        return found
+                result[key] = (said, hint, item.default)
+        return result
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """One argument per field; those without a default come first and are required."""
@@ -103,14 +103,14 @@ class FlagTable:
 def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Field[Any]]]:
     """(key, type, field) of every field, with nested dataclasses opened."""
     hints = typing.get_type_hints(kind)
-    found: list[tuple[str, Any, dataclasses.Field[Any]]] = []
+    result: list[tuple[str, Any, dataclasses.Field[Any]]] = []
     for item in dataclasses.fields(kind):
         hint = hints[item.name]
         if dataclasses.is_dataclass(hint):
-            found += fields(typing.cast(type, hint), f"{prefix}{item.name}.")
+            result += fields(typing.cast(type, hint), f"{prefix}{item.name}.")
         else:
-            found.append((f"{prefix}{item.name}", hint, item))
-    return found
+            result.append((f"{prefix}{item.name}", hint, item))
+    return result
 
 
 def _options(hint: Any, said: Option) -> Values:

@@ -26,10 +26,10 @@ from launcher_scripts.evaluation.provenance import (
 )
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
-from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
 

@@ -19,13 +19,13 @@ from launcher_scripts.common.errors import LauncherError, lookup
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
-from launcher_scripts.evaluation.nemo_model import NemoModel
 from launcher_scripts.evaluation.provenance import data_files, questions_of, reference_set_up
 from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
+from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
-from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer
 from launcher_scripts.steps.measure_accuracy import log_progress
 
 

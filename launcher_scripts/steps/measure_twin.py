@@ -18,21 +18,21 @@ if __name__ == "__main__":
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.forecast import weight_bytes
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.forecast import weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.provenance import files_of, set_up
 from launcher_scripts.evaluation.ready import connect
 from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.served.client import Client
 from launcher_scripts.evaluation.tables import twin_table
 from launcher_scripts.evaluation.tasks.task import Reference
-from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.export import open_source
-from launcher_scripts.checkpoint.convert.tasks import make_plan
-from launcher_scripts.checkpoint.convert.verification import altered_files
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
+from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.repository.text_models import TRANSFORMERS
 from launcher_scripts.checkpoint.sources import nemo_training
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
+from launcher_scripts.checkpoint.verification import altered_files
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from launcher_scripts.config.twin import TwinSettings
-from launcher_scripts.evaluation.transformers_model import TransformersText
+from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
 from launcher_scripts.evaluation.twin.diagnosis import AlteredFile
 from launcher_scripts.evaluation.twin.texts import Render, TextSide
 from launcher_scripts.gateway.api_errors import ApiError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher_scripts.checkpoint.convert.export import check_serving
+from launcher_scripts.checkpoint.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.repository.served_types import fitting_model_types

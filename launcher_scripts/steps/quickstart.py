@@ -26,8 +26,8 @@ from types import FrameType
 
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
-from launcher_scripts.checkpoint.sources.nemo_tokenizer import COMPANIONS
 from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import COMPANIONS
 from launcher_scripts.common.command_line import CommandParser, hydra_value
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR

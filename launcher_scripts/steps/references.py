@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.export import export, open_source
+from launcher_scripts.checkpoint.export import export, open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.core_model import CoreModel
-from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.core_model import CoreModel
+from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
 from launcher_scripts.evaluation.tasks.task import NoReferenceError, Reference
-from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from launcher_scripts.models.gpt import GPTConfig
 
 ENGINE = "engine"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
-from launcher_scripts.evaluation.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
-from launcher_scripts.engine.distributed.rank_host import NodeHost
+from launcher_scripts.engine.ranks.rank_host import NodeHost
 from launcher_scripts.server.service import rendezvous_folder, serve
 from launcher_scripts.steps.command import run_step
 

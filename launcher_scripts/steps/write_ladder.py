@@ -12,7 +12,7 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("write_ladder", "jinja2", "matplotlib", "numpy", "yaml")
 
-from launcher_scripts.checkpoint.convert.manifest import FileEntry, read_manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.ladder import LadderRung, LadderSettings

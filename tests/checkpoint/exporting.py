@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.parallelism import Parallelism

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 
-from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.models.family import Partition, Source, WeightSpec
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.models.t5_weights import weights

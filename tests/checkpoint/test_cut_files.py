@@ -13,9 +13,9 @@ from typing import Any
 import gguf
 import pytest
 
-from launcher_scripts.checkpoint.convert import export as export_module
-from launcher_scripts.checkpoint.convert.worker_processes import SHORTENED, run_all
+from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.layout.worker_processes import SHORTENED, run_all
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.processes import CHECKOUT
 from tests.checkpoint.exporting import refused_export

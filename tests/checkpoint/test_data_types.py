@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from launcher_scripts.checkpoint.convert.data_types import compute_type, range_notes
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.layout.data_types import compute_type, range_notes
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common import gpus
 from launcher_scripts.common.gpus import Gpu, visible_gpus

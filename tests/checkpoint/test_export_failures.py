@@ -18,9 +18,9 @@ import pytest
 import torch
 import yaml
 
-from launcher_scripts.checkpoint.convert import export as export_module
-from launcher_scripts.checkpoint.convert import tasks
+from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
@@ -215,7 +215,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether several processes write the tensors, small as they are."""
     if request.param:
-        monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
+        monkeypatch.setattr(tasks, "MIN_BYTES", 0)
     return request.param
 
 
@@ -245,7 +245,7 @@ def test_processes_write_the_same(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = export_folder(source, tmp_path / "alone", 2, "bf16")
-    monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tasks, "MIN_BYTES", 0)
     divided = export_folder(source, tmp_path / "divided", 2, "bf16", verify=True)
     assert weight_bytes(alone) == weight_bytes(divided)
     FTCheckpoint.open(divided, verify=True)
@@ -255,7 +255,7 @@ def test_a_killed_process_ends_the_export(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the system does to one of them where memory is short."""
-    monkeypatch.setattr(tasks, "LEAST_BYTES", 0)
+    monkeypatch.setattr(tasks, "MIN_BYTES", 0)
     monkeypatch.setattr(tasks, "strips", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     refused_export(
         source, tmp_path, "a process of the export ended early, with an exit code; got -9"

@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert import manifest
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
-from launcher_scripts.checkpoint.convert.reshard import rank_columns, whole_blocks
 from launcher_scripts.checkpoint.fastertransformer import folder as fastertransformer
+from launcher_scripts.checkpoint.fastertransformer import manifest
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config, read_config
 from launcher_scripts.checkpoint.fastertransformer.folder import (
     FTCheckpoint,
     FTWriter,
     weight_files,
 )
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
+from launcher_scripts.checkpoint.layout.reshard import rank_columns, whole_blocks
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig, weights
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config

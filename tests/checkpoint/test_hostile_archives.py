@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.sources.nemo_config import find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_sizes
 from launcher_scripts.common import untrusted
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.settings import TokenizerSettings

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.journal import FILE_NAME as JOURNAL
-from launcher_scripts.checkpoint.convert.journal import Journal
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.journal import FILE_NAME as JOURNAL
+from launcher_scripts.checkpoint.fastertransformer.journal import Journal
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.repository import text_probe
-from launcher_scripts.checkpoint.repository.text_probe import (
+from launcher_scripts.checkpoint.tokenizers import text_probe
+from launcher_scripts.checkpoint.tokenizers.text_probe import (
     check_templates,
     probed_tokenizer,
     unified_files,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from tests.checkpoint.exporting import (
     change_json,
     export_folder,

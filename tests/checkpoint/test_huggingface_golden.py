@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
-from launcher_scripts.checkpoint.convert.layouts import fairseq_sinusoids
+from launcher_scripts.checkpoint.layout.layouts import fairseq_sinusoids
 from launcher_scripts.models.gpt import GPTConfig
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.contract.requests import GenerateRequest
 from tests.checkpoint.engine_answers import answers

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.shards import T5_TABLE
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
@@ -19,7 +20,6 @@ from launcher_scripts.checkpoint.sources.core_options import (
     read_gpt,
 )
 from launcher_scripts.checkpoint.sources.core_t5 import read_t5
-from launcher_scripts.checkpoint.sources.shards import T5_TABLE
 from launcher_scripts.common.errors import CheckpointError
 
 NEMO2 = "nemo253_llama31_a/checkpoint/model--step=10-consumed_samples=40.0-last"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.formats import safetensors_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import FLOAT8

@@ -16,11 +16,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from launcher_scripts.checkpoint.convert.export import open_source
-from launcher_scripts.checkpoint.convert.tasks import make_plan
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint, TensorShards
+from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint, TensorShards
+from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models import family_of
 from tests.checkpoint.exporting import refused_export

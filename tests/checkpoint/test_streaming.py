@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.convert import streaming
-from launcher_scripts.checkpoint.convert.streaming import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted
+from launcher_scripts.checkpoint.layout import streaming
+from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.common.errors import CheckpointError
 
 F4, F2 = np.dtype("<f4"), np.dtype("<f2")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.common.errors import CheckpointError, RequestError
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import TokenizerSettings

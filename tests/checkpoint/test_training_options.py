@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import open_source
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
 from launcher_scripts.checkpoint.sources import nemo_gpt
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
@@ -18,7 +19,6 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_nemo2,
     read_gpt,
 )
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
 from launcher_scripts.checkpoint.sources.training_options import IRRELEVANT, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
 from tests.checkpoint.test_megatron_core import ARGUMENTS

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.sources import core_options, huggingface_architectures
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
-from launcher_scripts.evaluation import core_model, transformers_model
+from launcher_scripts.evaluation.tasks import core_model, transformers_model
 from launcher_scripts.steps import references, twin
 from launcher_scripts.steps.convert_checkpoint import convert
 from tests.checkpoint.test_huggingface_agm import make as make_agm

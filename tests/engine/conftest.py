@@ -17,8 +17,8 @@ from dataclasses import asdict
 import pytest
 
 from launcher_scripts.common.processes import Activity, is_suspended
-from launcher_scripts.engine.distributed import worker, workers
-from launcher_scripts.engine.distributed.rank_processes import RankOrder
+from launcher_scripts.engine.ranks import worker, workers
+from launcher_scripts.engine.ranks.rank_processes import RankOrder
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(

@@ -9,7 +9,7 @@ import time
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import ProcessGroupCommunicator
-from launcher_scripts.engine.distributed.worker import main
+from launcher_scripts.engine.ranks.worker import main
 
 WAY_VARIABLE = "TEST_HANGS_WHILE"
 STEP = 20

@@ -12,8 +12,8 @@ import torch
 
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.engine.small_models import (

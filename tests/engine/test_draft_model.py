@@ -16,10 +16,10 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core import row_extents
 from launcher_scripts.engine.core.drafting import plan_drafts
-from launcher_scripts.engine.core.plan import Draft, Plan, Proposal
 from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
+from launcher_scripts.engine.messages.plan import Draft, Plan, Proposal
 from launcher_scripts.engine.runner.draft_model import DraftModel
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, open_checkpoints
 from launcher_scripts.models.draft import check_draft_model

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Sublayer
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config

@@ -13,9 +13,8 @@ import pytest
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
+from launcher_scripts.engine.cache.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core import row_extents
-from launcher_scripts.engine.core.kv_cache import ExtentAllocator
-from launcher_scripts.engine.core.plan import Place, Plan
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
@@ -23,6 +22,7 @@ from launcher_scripts.engine.core.row_extents import GROWN_TOKENS
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
+from launcher_scripts.engine.messages.plan import Place, Plan
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.engine.small_models import (
     EagerGraphs,

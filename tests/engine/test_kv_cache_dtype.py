@@ -11,8 +11,8 @@ import torch
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
+from launcher_scripts.engine.cache.kv_cache import bytes_per_token
 from launcher_scripts.engine.core import row_extents
-from launcher_scripts.engine.core.kv_cache import bytes_per_token
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner import loading

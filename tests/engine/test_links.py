@@ -15,7 +15,6 @@ from queue import SimpleQueue
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.engine.distributed import links
 from launcher_scripts.engine.distributed.interfaces import (
     EVERY,
     LOOPBACK,
@@ -24,8 +23,9 @@ from launcher_scripts.engine.distributed.interfaces import (
     listening_address,
     published_addresses,
 )
-from launcher_scripts.engine.distributed.links import Link, Listener, connect
-from launcher_scripts.engine.distributed.messages import Decoder, Failed, Stop
+from launcher_scripts.engine.messages.message import Decoder, Failed, Stop
+from launcher_scripts.engine.ranks import links
+from launcher_scripts.engine.ranks.links import Link, Listener, connect
 
 TOKEN = b"t" * 32
 MESSAGES = Decoder(Failed, Stop)
@@ -239,7 +239,7 @@ def test_a_message_that_stops_in_the_middle_ends_the_connection(listener):
     other.close()
 
 
-@pytest.mark.parametrize("size", [links.MOST_BYTES + 1, (1 << 64) - 1])
+@pytest.mark.parametrize("size", [links.MAX_BYTES + 1, (1 << 64) - 1])
 def test_the_size_of_a_message_is_bounded_before_it_is_read(listener, size):
     link = connect([LOOPBACK], listener.port, TOKEN, 5)
     other = listener.arrived.get(timeout=60)

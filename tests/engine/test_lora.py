@@ -12,9 +12,9 @@ import torch
 
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import Linear, LoRA, RowLoRA
 from launcher_scripts.models.adapters import LORA_TARGETS, NO_ADAPTERS, Adapters

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import (
+from launcher_scripts.engine.distributed.heartbeat import Heartbeat
+from launcher_scripts.engine.messages.message import (
+    Decoder,
+    Failed,
+    Message,
+    RankInfo,
+    Ready,
+    Stop,
+    encode,
+)
+from launcher_scripts.engine.messages.plan import (
     Choice,
     Draft,
     Move,
@@ -26,16 +36,6 @@ from launcher_scripts.engine.core.plan import (
     RowStart,
     StepShape,
     TokenMask,
-)
-from launcher_scripts.engine.distributed.heartbeat import Heartbeat
-from launcher_scripts.engine.distributed.messages import (
-    Decoder,
-    Failed,
-    Message,
-    RankInfo,
-    Ready,
-    Stop,
-    encode,
 )
 from launcher_scripts.engine.runner.loading import EngineSettings, RankSetup
 
@@ -159,7 +159,7 @@ def test_bytes_of_something_else_are_refused(data: bytes) -> None:
 SMALL_MEMORY = """
 import resource
 from launcher_scripts.engine.distributed.heartbeat import Heartbeat
-from launcher_scripts.engine.distributed.messages import Decoder, Failed, StartRanks
+from launcher_scripts.engine.messages.message import Decoder, Failed, StartRanks
 from launcher_scripts.common.errors import ServerError
 
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 28, 1 << 28))

@@ -12,8 +12,8 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.logit_processing import processing
-from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.messages.plan import RowStart
 from tests.engine.small_models import engine_for, generate, random_tensors, small_config
 
 CPU = torch.device("cpu")

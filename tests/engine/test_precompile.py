@@ -18,8 +18,9 @@ from triton import knobs
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine import engine as engine_module
-from launcher_scripts.engine.core.plan import Choice, Plan
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Choice, Plan
+from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.engine.runner import kernel_precompiler as precompile
 from launcher_scripts.engine.runner import prefill, prompt_batch
 from launcher_scripts.engine.runner.kernel_precompiler import (
@@ -30,7 +31,6 @@ from launcher_scripts.engine.runner.kernel_precompiler import (
 from launcher_scripts.engine.runner.loading import EngineSettings, Launches
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.engine.runner.timeline import Timeline
-from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda import device_traits
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.models.adapters import Adapters

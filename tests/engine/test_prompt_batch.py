@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Choice, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Choice, Plan, PrefillPart, RowStart
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import (
     TOKEN_BUCKETS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Bounds, Choice, Plan
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.runner import recording
 from launcher_scripts.engine.runner.graphs import bucket_rows, step_shapes

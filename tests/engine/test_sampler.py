@@ -9,12 +9,12 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import plan
-from launcher_scripts.engine.core.plan import Choice, RowStart
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
+from launcher_scripts.engine.messages import plan
+from launcher_scripts.engine.messages.plan import Choice, RowStart
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.operands import MOST_LISTED
+from launcher_scripts.kernels.operands import MAX_LISTED
 from launcher_scripts.kernels.reference_sampling import uniforms
 
 CPU = torch.device("cpu")
@@ -251,8 +251,8 @@ def test_lists_that_are_too_long_for_columns(monkeypatch):
     """They are made with the batch, beside rows whose lists are in columns."""
     words, biases = ((3, 1, 4, 4), (1, 4, 1)), ((4, -0.6), (2, 0.7))
     together = []
-    for most in (MOST_LISTED, 1):
-        monkeypatch.setattr(plan, "MOST_LISTED", most)
+    for most in (MAX_LISTED, 1):
+        monkeypatch.setattr(plan, "MAX_LISTED", most)
         rows = Rows(
             row(0, bad_words=words, logit_bias=biases),
             row(1, bad_words=((1,),)),

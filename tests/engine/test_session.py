@@ -15,10 +15,10 @@ from launcher_scripts.contract.requests import (
     GenerateRequest,
     SamplingParameters,
 )
-from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.core.row import Snapshot
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels import reference

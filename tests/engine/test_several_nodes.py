@@ -16,11 +16,9 @@ from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import NodeRank
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.plan import Plan
-from launcher_scripts.engine.distributed import workers
 from launcher_scripts.engine.distributed.heartbeat import Heartbeat, RankProgress
-from launcher_scripts.engine.distributed.links import Link, connect
-from launcher_scripts.engine.distributed.messages import (
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.messages.message import (
     Decoder,
     Failed,
     Message,
@@ -28,15 +26,17 @@ from launcher_scripts.engine.distributed.messages import (
     RankHello,
     encode,
 )
-from launcher_scripts.engine.distributed.node_group import NodeGroup
-from launcher_scripts.engine.distributed.rendezvous import (
+from launcher_scripts.engine.messages.plan import Plan
+from launcher_scripts.engine.ranks import workers
+from launcher_scripts.engine.ranks.links import Link, connect
+from launcher_scripts.engine.ranks.node_group import NodeGroup
+from launcher_scripts.engine.ranks.rendezvous import (
     RendezvousFile,
     RendezvousInfo,
     find_rendezvous,
     rendezvous_folders,
 )
-from launcher_scripts.engine.distributed.workers import WorkerGroup
-from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.ranks.workers import WorkerGroup
 from launcher_scripts.engine.runner.loading import RankSetup
 from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
@@ -47,8 +47,8 @@ pytestmark = pytest.mark.started_ranks
 HOST = """
 import os, sys
 from pathlib import Path
-from launcher_scripts.engine.distributed import rank_processes
-from launcher_scripts.engine.distributed.rank_host import NodeHost
+from launcher_scripts.engine.ranks import rank_processes
+from launcher_scripts.engine.ranks.rank_host import NodeHost
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import NodeRank
 

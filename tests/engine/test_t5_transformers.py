@@ -22,8 +22,8 @@ from tests.engine.small_models import generate
 from tests.engine.small_t5 import DECODER, SOURCE, decoder_logits, encode
 
 NAMES = ("t5_v1_0", "t5_v1_1", "ul2", "mt5", "umt5")
-MOST_PIECES = 62
-MOST_TOKENS = 64
+MAX_PIECES = 62
+MAX_TOKENS = 64
 
 
 def load(folder: Path, tp: int = 1, pp: int = 1, **more: object) -> Engine:
@@ -114,12 +114,12 @@ def items(shared_dir: Path, trained: Path, folder: Path) -> Iterator[tuple[tuple
     lines = shared_dir / "data" / "multi30k_en-de" / "test_2016_flickr.en.gz"
     with gzip.open(lines, "rt", encoding="utf-8") as file:
         for answer, line in zip(answers, file, strict=False):
-            yield (*tokenizer.encode(line.strip())[:MOST_PIECES], 1), answer
+            yield (*tokenizer.encode(line.strip())[:MAX_PIECES], 1), answer
 
 
 def check_translations(engine: Engine, pairs: list[tuple[tuple[int, ...], list]]) -> None:
     """All in flight at once, as rows join and leave."""
-    futures = [engine.submit(GenerateRequest(source, MOST_TOKENS)) for source, _ in pairs]
+    futures = [engine.submit(GenerateRequest(source, MAX_TOKENS)) for source, _ in pairs]
     for (_, answer), future in zip(pairs, futures, strict=True):
         assert list(future.result(300).output_ids) == answer
     engine.close()

@@ -14,8 +14,8 @@ from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.config.tasks import BenchmarkSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.served.client import Client
 from tests.evaluation.fake_server import FAVOUR, VOCAB, FakeServer, logits_after
 
 

@@ -16,7 +16,7 @@ from launcher_scripts.evaluation.comparison import compare, compared, open_refer
 from launcher_scripts.evaluation.page import html
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
-from launcher_scripts.evaluation.transformers_model import TransformersModel
+from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from tests.evaluation.text_tasks import asked, no_progress
 
 

@@ -14,10 +14,15 @@ from launcher_scripts.common.errors import ConfigError, RequestError
 from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.comparison import TimedModel
+from launcher_scripts.evaluation.served.tensors import (
+    States,
+    output_names,
+    request_tensors,
+    row_outputs,
+)
 from launcher_scripts.evaluation.speed import sweep
 from launcher_scripts.evaluation.tasks import encode
-from launcher_scripts.evaluation.tasks.task import EvaluatedModel, States
-from launcher_scripts.evaluation.tensors import output_names, request_tensors, row_outputs
+from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from tests.evaluation.test_speed import SETTINGS
 from tests.evaluation.text_tasks import Words, asked, no_progress
 

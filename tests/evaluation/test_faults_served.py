@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.config.load import LoadPrompts, LoadSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.schema import build
@@ -243,7 +243,7 @@ def patient_client() -> Iterator[None]:
     """A busy machine delays the client of a load test, too, which is not a fault here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validity, "LAG_MS", math.inf)
-        patch.setattr(validity, "MOST_BUSY", math.inf)
+        patch.setattr(validity, "MAX_BUSY", math.inf)
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.convert.manifest import FileEntry, Manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Manifest
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.ladder import LadderRung, LadderSettings
 from launcher_scripts.evaluation.ladder import LadderRow, choose, exit_code, read_row

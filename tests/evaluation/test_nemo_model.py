@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.convert.manifest import read_manifest
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.comparison import compare, open_reference, read_report

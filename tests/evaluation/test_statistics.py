@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from launcher_scripts.evaluation import statistics
+from launcher_scripts.evaluation.tasks import statistics
 
 # 60 draws of numpy's default_rng(7).exponential, rounded.
 SAMPLE = [

@@ -15,8 +15,8 @@ from launcher_scripts.contract.requests import (
     SamplingParameters,
 )
 from launcher_scripts.contract.tensors import GPT_INPUTS
-from launcher_scripts.evaluation import tensors
-from launcher_scripts.evaluation.tensors import (
+from launcher_scripts.evaluation.served import tensors
+from launcher_scripts.evaluation.served.tensors import (
     output_names,
     request_tensors,
     row_outputs,

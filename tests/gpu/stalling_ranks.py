@@ -21,9 +21,9 @@ import torch
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.distributed import rank_processes
 from launcher_scripts.engine.distributed.heartbeat import OWN_WORK, RECORDING
-from launcher_scripts.engine.distributed.worker import main as worker_main
+from launcher_scripts.engine.ranks import rank_processes
+from launcher_scripts.engine.ranks.worker import main as worker_main
 from launcher_scripts.engine.runner import recording
 from launcher_scripts.engine.runner.runner import Runner
 from tests.engine.small_models import load_engine, random_tensors

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.plan import Bounds, RowStart
 from launcher_scripts.engine.core.sampler import SamplingBatch
+from launcher_scripts.engine.messages.plan import Bounds, RowStart
+from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.engine.runner.graphs import bucket_bounds
-from launcher_scripts.kernels import kernels_for, reference
+from launcher_scripts.kernels import reference
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of
 from tests.engine.small_models import random_tensors, runner_for, small_config
 from tests.gpu.test_t5 import VARIANTS, calm_tensors, wider

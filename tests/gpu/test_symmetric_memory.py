@@ -17,14 +17,14 @@ from launcher_scripts.engine.distributed.communicator import (
     open_store,
 )
 from launcher_scripts.engine.distributed.interfaces import LOOPBACK
-from launcher_scripts.kernels import kernels_for
+from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.kernels.operands import Linear, Norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 SHAPES = [(1, 1), (1, 515), (3, 255), (8, 8192), (64, 2050), (64, 8192), (65, 2048)]
 ROUNDS = 50
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 def part(rank: int, rows: int, size: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     bias = torch.randn(hidden, generator=generator).to(device)
     linear = Linear(weight.chunk(tp, 1)[rank].contiguous().to(device), bias)
     rms_norm = Norm("rmsnorm", torch.randn(hidden, generator=generator).to(device), None, 1e-5)
-    first = torch.randn(MOST_ROWS, hidden, generator=generator).to(device)
+    first = torch.randn(MAX_ROWS, hidden, generator=generator).to(device)
 
     def chain(rows, dtype):
         x = kernels.hidden(first[:rows], rms_norm, dtype)
@@ -85,7 +85,7 @@ def accumulate_rank(rank: int, tp: int, port: int, results) -> None:
     def chains():
         return [
             chain(1, torch.float32),
-            *(chain(rows, torch.bfloat16) for rows in (1, 3, MOST_ROWS)),
+            *(chain(rows, torch.bfloat16) for rows in (1, 3, MAX_ROWS)),
         ]
 
     values = torch.randn(3, generator=torch.Generator().manual_seed(rank)).to(device)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.distributed.heartbeat import RankProgress
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.runner.graphs import GraphCache
 from tests.engine.small_models import ALONE, engine_for, generate, load_engine, runner_for
 from tests.engine.small_t5 import (

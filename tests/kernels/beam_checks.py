@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import beams
 from launcher_scripts.kernels.quantization import FP8

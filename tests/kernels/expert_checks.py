@@ -118,7 +118,7 @@ def in_bytes(linear: Linear, dtype: torch.dtype, quantization: str) -> Linear:
 
 
 def test_many_tokens_are_taken_in_pieces(monkeypatch):
-    monkeypatch.setattr(experts, "MOST_TOKENS", 30)
+    monkeypatch.setattr(experts, "MAX_TOKENS", 30)
     mlps, x = make_experts(4, True, torch.float32), random(70, HIDDEN)
     weights, chosen = random(70, 4).softmax(-1).topk(2, -1)
     got, want = (side.mixture(x, chosen, weights, mlps).sum(0) for side in (fused, reference))

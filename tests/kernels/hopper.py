@@ -15,7 +15,7 @@ from triton.runtime import driver
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 
 SHARED_BYTES = 227 << 10  # of a program on an H100 or H200
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 class Hopper:
@@ -42,7 +42,7 @@ class Hopper:
 
     def load_binary(self, name: str, *_: object) -> tuple[int, int, int, int, int]:
         self.loaded.append(name)
-        return 1, 1, 0, 0, MOST_THREADS
+        return 1, 1, 0, 0, MAX_THREADS
 
     def launcher_cls(self, _source: object, _metadata: object) -> Any:
         return lambda *_: None

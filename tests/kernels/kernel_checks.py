@@ -254,7 +254,7 @@ def test_decode_attention_of_many_heads(longest, many, monkeypatch):
     """The shapes that spare processors for others' programs."""
     monkeypatch.setattr(decode_attention, "_splits", SPLITS)
     monkeypatch.setattr(decode_attention, "FEW_HEADS", 1)
-    monkeypatch.setattr(decode_attention, "MOST_HEADS", many)
+    monkeypatch.setattr(decode_attention, "MAX_HEADS", many)
     heads = Heads(2, 1, 12)
     cache = poisoned_cache(heads, 400, torch.float32)
     lengths = torch.tensor([1, longest], device=DEVICE)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.kernels import reference, reference_sampling
 from launcher_scripts.kernels.cuda import candidates, groups, penalties, sampling
 from tests.kernels.kernel_checks import (

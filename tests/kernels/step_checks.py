@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.core.sampler import SamplingBatch
+from launcher_scripts.engine.messages.plan import Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of

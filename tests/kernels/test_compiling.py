@@ -75,7 +75,7 @@ def test_a_launcher_stays_what_it_was_when_another_is_loaded(
 
 KEYS = """
 import sys
-from launcher_scripts.kernels import kernels_for
+from launcher_scripts.engine.model.kernels import kernels_for
 kernels_for("cuda")
 from launcher_scripts.kernels.cuda.gemv_heads import gemv_heads
 from launcher_scripts.kernels.cuda.gemv import gemv, gemv_largest

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.kernels import kernels_for, reference
+from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.kernels import reference
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the Triton language is not installed"

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.shapes import CONFIGS
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.engine.core.plan import Choice, Plan, StepShape
+from launcher_scripts.engine.messages.plan import Choice, Plan, StepShape
 from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
@@ -26,7 +26,7 @@ from tests.kernels.hopper import Hopper, hopper
 
 __all__ = ["hopper"]
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 
 
 @torch.inference_mode()
@@ -38,7 +38,7 @@ def one_layer(
     counts = {field: 1 for field in ("num_layers", "num_decoder_layers") if hasattr(config, field)}
     alike = {**counts, "full_attention_layers": None}
     settings = EngineSettings(
-        Path("nowhere"), data_type=data_type, max_batch_size=MOST_ROWS, quantization=quantization
+        Path("nowhere"), data_type=data_type, max_batch_size=MAX_ROWS, quantization=quantization
     )
     return traced_runner(settings, replace(config, **alike))
 
@@ -63,7 +63,7 @@ def test_lora_of_a_model_in_its_real_size(hopper: Hopper, rows: int, rank: int) 
     """A step with adapters has one kernel more before its products, and those add the rest."""
     config = CONFIGS["8b-modern"]
     parts = Adapters(lora_names=("sql", "law"), lora_rank=rank, lora_targets=tuple(LORA_TARGETS))
-    settings = EngineSettings(Path("nowhere"), data_type="bf16", max_batch_size=MOST_ROWS)
+    settings = EngineSettings(Path("nowhere"), data_type="bf16", max_batch_size=MAX_ROWS)
     runner = traced_runner(settings, replace(config, num_layers=1, parts=parts))
     runner.execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY),)))
     hopper.loaded.clear()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.sources import nemo_files, nemo_tokenizer
-from launcher_scripts.checkpoint.sources.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.formats.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.sources import nemo_files
+from launcher_scripts.checkpoint.tokenizers import nemo_tokenizer
 from launcher_scripts.common.errors import CheckpointError
 from tests.login.conftest import write_nemo
 
@@ -114,7 +115,7 @@ def test_a_large_compressed_checkpoint_is_not_read_to_its_end(
     (tmp_path / "m_content" / "a1_spm.model").unlink()
     with tarfile.open(path, mode) as archive:
         archive.add(tmp_path / "m_content", ".")
-    monkeypatch.setattr(nemo_tokenizer, "_MOST_DECOMPRESSED_BYTES", 512)
+    monkeypatch.setattr(nemo_tokenizer, "_MAX_DECOMPRESSED_BYTES", 512)
     if looks:
         with pytest.raises(CheckpointError, match=r"lost\.model"):
             nemo_tokenizer.check_tokenizer(path)

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files

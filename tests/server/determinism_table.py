@@ -25,7 +25,7 @@ from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.tensors import request_tensors, row_outputs
+from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
 from tests.server.processes import run_export, running
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"

@@ -23,7 +23,7 @@ from transformers import (
 )
 from tritonclient.utils import InferenceServerException
 
-from launcher_scripts.checkpoint.convert.export import export
+from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.config.settings import EvaluateSettings, write_settings

@@ -36,7 +36,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [
         pid
         for pid, _ in processes()
-        if "distributed.worker" in command_line(pid)
+        if "ranks.worker" in command_line(pid)
         and any(str(folder).encode() in variable for variable in variables(pid))
     ]
 

@@ -142,7 +142,7 @@ def test_the_documented_command_by_hand(
         (rank,) = (
             pid
             for pid, entry in processes()
-            if b"distributed.worker" in read(entry / "cmdline")
+            if b"ranks.worker" in read(entry / "cmdline")
             and str(tmp_path).encode() in read(entry / "environ")
         )
         os.kill(rank, signal.SIGKILL)

@@ -162,7 +162,7 @@ def beam_axis(outputs: Outputs) -> int:
 
 def end_ids(requests: Requests, default: int) -> NDArray[Any]:
     """The id that ends each row, int64 [B]; `default` for those that name none."""
-    return np.array([default if each.end_id is None else each.end_id for each in requests])
+    return np.array([default if request.end_id is None else request.end_id for request in requests])
 
 
 def write_ids(ids: NDArray[Any], start: int, output: GenerateOutput) -> None:
@@ -248,7 +248,7 @@ def model_log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> 
         generated[name] = tensor.new_zeros(len(outputs), beam_axis(outputs), *tensor.shape[1:])
         generated[name][:, 0] = tensor
     rows = {at: each.prompt_log_probs for at, each in enumerate(outputs) if each.prompt_log_probs}
-    shape = (len(outputs), max([1, *(len(each.log_probs) for each in rows.values())]))
+    shape = (len(outputs), max([1, *(len(row.log_probs) for row in rows.values())]))
     return {**generated, **_filled(rows, shape, PROMPT_LOG_PROBS, wanted)}
 
 

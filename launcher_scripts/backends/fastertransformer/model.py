@@ -300,15 +300,15 @@ def input_tensors(request: Any, contract: Contract) -> dict[str, torch.Tensor]:
     Raises RequestError that names those that are missing: Triton counts inputs, and optional ones
     make up for them.
     """
-    found = {
+    result = {
         name: torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
         for tensor in request.inputs()
         if (name := tensor.name()) in contract.known
     }
-    if missing := [name for name in contract.required if name not in found]:
+    if missing := [name for name in contract.required if name not in result]:
         what = f"required inputs are missing: {', '.join(missing)}"
-        raise RequestError(problem(what, got=list(found)))
-    return found
+        raise RequestError(problem(what, got=list(result)))
+    return result
 
 
 def with_parameters(

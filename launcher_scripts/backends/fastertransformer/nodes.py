@@ -16,14 +16,14 @@ from pathlib import Path
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
 from launcher_scripts.common.processes import process_name
-from launcher_scripts.engine.distributed.node_group import NodeGroup
-from launcher_scripts.engine.distributed.rank_host import POLL_SECONDS, RankHost
-from launcher_scripts.engine.distributed.rendezvous import (
+from launcher_scripts.engine.engine import EngineSettings
+from launcher_scripts.engine.ranks.node_group import NodeGroup
+from launcher_scripts.engine.ranks.rank_host import POLL_SECONDS, RankHost
+from launcher_scripts.engine.ranks.rendezvous import (
     ADVICE,
     find_rendezvous,
     rendezvous_folders,
 )
-from launcher_scripts.engine.engine import EngineSettings
 
 ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
 STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...

@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.engine.core.requests import MOST_BEAMS
+from launcher_scripts.engine.core.requests import MAX_BEAMS
 from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.models.repository import checkpoint_folder
 
@@ -42,7 +42,7 @@ FLAG_WORDS = {"false": "0", "true": "1"}
 
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
 # widest beam search fits.
-ROWS_IN_FLIGHT = MOST_BEAMS
+ROWS_IN_FLIGHT = MAX_BEAMS
 
 
 def model_type(config: Mapping[str, Any]) -> str:

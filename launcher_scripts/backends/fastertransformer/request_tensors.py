@@ -281,12 +281,12 @@ def _embeddings(
             f"{EMBEDDING} must be [{rows}, virtual tokens, hidden size]", got=list(given.shape)
         )
         return [None] * rows
-    found: list[Tensor | None] = []
+    result: list[Tensor | None] = []
     for row, (length, kind) in enumerate(zip(lengths, types, strict=True)):
         if length is None or not 0 <= length <= given.shape[1]:
             problems.add(
                 f"{LENGTHS} must be within {EMBEDDING}", got=length, choices=[f"0-{given.shape[1]}"]
             )
         used = length and kind != PromptType.NONE
-        found.append(given[row, :length].float().clone() if used else None)
-    return found
+        result.append(given[row, :length].float().clone() if used else None)
+    return result

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from launcher_scripts.common.atomic_write import atomic_write
-from launcher_scripts.engine.distributed.messages import RankInfo
+from launcher_scripts.engine.messages.message import RankInfo
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
@@ -56,7 +56,7 @@ class StatusFile:
 
 def versions() -> dict[str, str]:
     """What the engine runs on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    result = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        result["cuda"] = torch.version.cuda
+    return result

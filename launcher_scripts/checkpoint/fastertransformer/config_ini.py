@@ -31,7 +31,7 @@ EXTENSION = "extension"
 EXTENSION_VERSION = 1
 # What the original's guides have users set by hand, since a checkpoint need not say it.
 EDITABLE = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id")
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 _RANK = re.compile(r"\.(\d+)\.bin$")
 _EMPTY = ("encoder", "decoder", "structure")
 
@@ -150,12 +150,12 @@ def random_config(path: Path) -> ModelConfig:
         )
     config = read_config(path.parent, tp_size=1).config
     layers = max(config.num_layers, getattr(config, "num_decoder_layers", 0))
-    if layers > MOST_LAYERS:
+    if layers > MAX_LAYERS:
         raise CheckpointError(
             problem(
                 f"{path} says more layers than any model has",
                 got=layers,
-                choices=[f"at most {MOST_LAYERS}"],
+                choices=[f"at most {MAX_LAYERS}"],
             )
         )
     return config

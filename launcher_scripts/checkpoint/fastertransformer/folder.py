@@ -17,8 +17,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.journal import Journal
-from launcher_scripts.checkpoint.convert.manifest import (
+from launcher_scripts.checkpoint.fastertransformer import config_ini
+from launcher_scripts.checkpoint.fastertransformer.journal import Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
     DIGESTS,
     SMALL,
@@ -30,13 +31,12 @@ from launcher_scripts.checkpoint.convert.manifest import (
     content_digest,
     read_manifest,
 )
-from launcher_scripts.checkpoint.convert.output_folder import (
+from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     partial_folder,
     refuse_existing,
     replace_folder,
     writing,
 )
-from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, dtype_name
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of

@@ -31,7 +31,7 @@ METADATA = "metadata.json"
 EXTRA_STATE = "_extra_state"
 _SHOWN = 20
 # More than any model has.
-_MOST_LAYERS = 1 << 14
+_MAX_LAYERS = 1 << 14
 _MOST_TENSORS = 1 << 18
 # A training's checkpoint also holds its optimizers' tensors; of several there is a chain.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -76,13 +76,13 @@ def _unstacked(
     tensors: Mapping[str, SourceTensor], stack: re.Pattern[str], what: str
 ) -> dict[str, SourceTensor]:
     """Tensors whose names match `stack` as one for each place on their first axis."""
-    found: dict[str, SourceTensor] = {}
+    result: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         match = stack.fullmatch(name)
         if match is None or not tensor.shape:
-            found[name] = tensor
+            result[name] = tensor
             continue
-        most = min(_MOST_LAYERS, _MOST_TENSORS - len(found))
+        most = min(_MAX_LAYERS, _MOST_TENSORS - len(result))
         if tensor.shape[0] > most:
             raise CheckpointError(
                 problem(
@@ -92,8 +92,8 @@ def _unstacked(
                 )
             )
         for place in range(tensor.shape[0]):
-            found[f"{match['stem']}{place}.{match['rest']}"] = tensor.layer(place)
-    return found
+            result[f"{match['stem']}{place}.{match['rest']}"] = tensor.layer(place)
+    return result
 
 
 def _read_zarr(archive: Archive, folder: str) -> Stored:

@@ -49,10 +49,10 @@ def converted(
     if values.dtype == dtype:
         return values
     memory = workspace or Workspace()
-    found = memory.array("converted", values.shape, dtype)
-    source, target = plain(values.reshape(-1)), plain(found.reshape(-1))
+    result = memory.array("converted", values.shape, dtype)
+    source, target = plain(values.reshape(-1)), plain(result.reshape(-1))
     _CASTS.get((values.dtype, dtype), _cast)(source, target, memory)
-    return found
+    return result
 
 
 def _widen_bfloat16(bits: NDArray[Any], target: NDArray[Any], _memory: Workspace) -> None:

@@ -83,12 +83,12 @@ class Fields:
 
     def size(self, name: str, default: Any = _REQUIRED) -> int:
         """A whole number from 1 on; of a list with one value per layer, the one that all share."""
-        found = self.get(name, default)
-        if isinstance(found, list) and len(found) > 0 and all(one == found[0] for one in found):
-            found = found[0]
-        if type(found) is int and found > 0:
-            return found
-        self.problems.add(f"{name} must be a whole number from 1 on", got=found)
+        result = self.get(name, default)
+        if isinstance(result, list) and len(result) > 0 and all(one == result[0] for one in result):
+            result = result[0]
+        if type(result) is int and result > 0:
+            return result
+        self.problems.add(f"{name} must be a whole number from 1 on", got=result)
         return 1
 
     def real(self, name: str, default: Any = _REQUIRED) -> float:
@@ -100,10 +100,10 @@ class Fields:
         return 1.0
 
     def text(self, name: str, default: str) -> str:
-        found = self.get(name, default)
-        if isinstance(found, str):
-            return found
-        self.problems.add(f"{name} must be a text", got=found)
+        result = self.get(name, default)
+        if isinstance(result, str):
+            return result
+        self.problems.add(f"{name} must be a text", got=result)
         return default
 
     def refuse_others(self) -> None:

@@ -25,7 +25,7 @@ from launcher_scripts.common.errors import CheckpointError, problem
 
 # Items of all arrays of a file. The largest vocabularies have a few 100,000 tokens and merges, and
 # every item becomes an object of its own.
-_MOST_ITEMS = 1 << 22
+_MAX_ITEMS = 1 << 22
 # Files have some 50 fields, and up to a few thousand tensors.
 _MAX_FIELDS = 1 << 16
 _MAX_TENSORS = 1 << 16
@@ -34,7 +34,7 @@ _MAX_TENSORS = 1 << 16
 class _BoundedReader(GGUFReader):
     """A GGUF file in which nothing is larger than the file, and no two tensors share a place."""
 
-    _items_left = _MOST_ITEMS
+    _items_left = _MAX_ITEMS
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -48,7 +48,7 @@ class _BoundedReader(GGUFReader):
                 raise ValueError("it has arrays of arrays")
             self._items_left -= int(self._get(orig_offs + 4, np.uint64)[0])
             if self._items_left < 0:
-                raise ValueError(f"its arrays have more than {_MOST_ITEMS} items")
+                raise ValueError(f"its arrays have more than {_MAX_ITEMS} items")
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _build_fields(self, offs: int, count: int) -> int:
@@ -75,14 +75,14 @@ class _BoundedReader(GGUFReader):
 
 def readable_types() -> dict[int, str]:
     """Number -> name of every type of tensors whose values gguf can give back."""
-    found = {}
+    result = {}
     for kind, (_, size) in GGML_QUANT_SIZES.items():
         try:
             dequantize(np.zeros(size, np.uint8), kind)
         except NotImplementedError:
             continue
-        found[int(kind)] = kind.name
-    return found
+        result[int(kind)] = kind.name
+    return result
 
 
 def read_tensor(tensor: ReaderTensor, index: int | None = None) -> NDArray[Any]:

@@ -245,9 +245,9 @@ def load(
     Raises CheckpointError for a name that is an attack and for damaged data.
     """
     try:
-        found = _Reader(data, origin, known, persistent).load()
-        _check_extent(found, _EXPANSION * len(data))
-        return found
+        result = _Reader(data, origin, known, persistent).load()
+        _check_extent(result, _EXPANSION * len(data))
+        return result
     except CheckpointError:
         raise
     except Exception as error:

@@ -64,7 +64,7 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
             raise ValueError(f"it has {len(header)} tensors, more than {MAX_TENSORS}")
         start = _SIZE.size + size
         data = region.part(start, region.size - start)
-        found = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
+        result = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
         places = sorted(tuple(entry["data_offsets"]) for entry in header.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
@@ -79,7 +79,7 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
                 )
             )
         end = last
-    return found
+    return result
 
 
 def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> NDArray[Any]:

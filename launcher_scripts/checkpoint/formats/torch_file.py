@@ -148,11 +148,11 @@ class _TorchFile:
         if magic != b"PK\x03\x04":
             raise CheckpointError(f"{self._origin} is damaged at {name}")
         start = entry.header_offset + _LOCAL_HEADER.size + name_size + extra_size
-        found = self._region.part(start, entry.file_size)
+        result = self._region.part(start, entry.file_size)
         if self._checked:
-            noted = Checksum(found.offset, found.size, entry.CRC, self._origin)
-            found.checksums.add(noted)
-        return found
+            noted = Checksum(result.offset, result.size, entry.CRC, self._origin)
+            result.checksums.add(noted)
+        return result
 
     def _storage(self, pid: Any) -> NDArray[Any] | pickles.Opaque:
         """The flat array a persistent id ("storage", type, key, location, numel) stands for."""

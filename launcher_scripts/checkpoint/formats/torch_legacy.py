@@ -92,15 +92,15 @@ def _storages(
     region: Region, start: int, keys: Iterable[str], dtypes: dict[str, np.dtype[Any]], origin: str
 ) -> dict[str, NDArray[Any]]:
     """Key -> flat array, read from where the storages begin."""
-    found = {}
+    result = {}
     for key in keys:
         if key not in dtypes:
             raise CheckpointError(f"{origin} is damaged: storage {key} belongs to no tensor")
         (count,) = _COUNT.unpack(region.part(start, _COUNT.size).bytes())
         size = count * dtypes[key].itemsize
-        found[key] = region.part(start + _COUNT.size, size).array(dtypes[key], count)
+        result[key] = region.part(start + _COUNT.size, size).array(dtypes[key], count)
         start += _COUNT.size + size
-    return found
+    return result
 
 
 def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
@@ -109,11 +109,11 @@ def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
     dtype is an Opaque for a type that numpy lacks.
     """
     kind, dtype, key, *rest = pid
-    found = (kind, pickles.meaning(dtype), key, *rest)
-    plain = isinstance(found[1], np.dtype | pickles.Opaque) and isinstance(key, (str, int))
+    result = (kind, pickles.meaning(dtype), key, *rest)
+    plain = isinstance(result[1], np.dtype | pickles.Opaque) and isinstance(key, (str, int))
     if kind != "storage" or not plain:
         raise CheckpointError(f"{origin} refers to something that is not a storage")
-    return found
+    return result
 
 
 def _part(storages: dict[str, NDArray[Any]], pid: Any, origin: str) -> Any:

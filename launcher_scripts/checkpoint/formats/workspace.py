@@ -27,5 +27,5 @@ class Workspace:
         if memory is None or memory.size < size:
             self._memory.pop(name, None)
             memory = self._memory[name] = np.empty(size, np.uint8)
-        found: NDArray[Any] = memory[:size].view(dtype).reshape(shape)
-        return found
+        result: NDArray[Any] = memory[:size].view(dtype).reshape(shape)
+        return result

@@ -19,14 +19,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher_scripts.checkpoint.convert.data_types import compute_type
-from launcher_scripts.checkpoint.convert.manifest import check_files
-from launcher_scripts.checkpoint.convert.output_folder import refuse_links
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import check_files
+from launcher_scripts.checkpoint.fastertransformer.output_folder import refuse_links
+from launcher_scripts.checkpoint.layout.data_types import compute_type
 from launcher_scripts.checkpoint.repository.served_types import backend_model_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
-from launcher_scripts.checkpoint.repository.tokenizer_files import check_vocabulary
-from launcher_scripts.checkpoint.sources.nemo_tokenizer import ADVICE
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import check_vocabulary
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.gpus import visible_gpus

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.manifest import FILE_NAME as MANIFEST_NAME
-from launcher_scripts.checkpoint.convert.manifest import check_file_list, write_file_list
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import FILE_NAME as MANIFEST_NAME
+from launcher_scripts.checkpoint.fastertransformer.manifest import check_file_list, write_file_list
 from launcher_scripts.common import text_deltas, tokenizer
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.rendering import render
@@ -134,7 +134,7 @@ def further_end_ids(folder: Path, config: Any) -> list[int]:
     ends = [each for each in said if type(each) is int] if isinstance(said, list) else []
     if config.end_id not in ends:
         return []
-    return [each for each in ends if each != config.end_id and 0 <= each < config.vocab_size]
+    return [end for end in ends if end != config.end_id and 0 <= end < config.vocab_size]
 
 
 def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.tasks import Task, make_plan
+from launcher_scripts.checkpoint.formats.nemo_config import section
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
+from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
 from launcher_scripts.checkpoint.sources.lora_stack import KEY as LORA_KEY
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank
-from launcher_scripts.checkpoint.sources.nemo_config import section
 from launcher_scripts.checkpoint.sources.nemo_parts import PartFile, read_parts, selects_layers
 from launcher_scripts.checkpoint.sources.prompt_tables import read_tables
-from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkpoint.convert.tasks import Scale, Task, source_of
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
+from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.repository.tokenizer_files import TokenRule
+from launcher_scripts.checkpoint.layout.shards import Shards, find_whole
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    SourceCheckpoint,
+    TensorShards,
+    WholeTensors,
+)
+from launcher_scripts.checkpoint.layout.tasks import Scale, Task, source_of
 from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
 from launcher_scripts.checkpoint.sources.adapter_collect import (
     Collected,
@@ -26,14 +32,8 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
 )
 from launcher_scripts.checkpoint.sources.lora_stack import LoRAStack, stacked_lora
 from launcher_scripts.checkpoint.sources.merging import Adapter
-from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
-from launcher_scripts.checkpoint.sources.shards import Shards, find_whole
-from launcher_scripts.checkpoint.sources.source_checkpoint import (
-    SourceCheckpoint,
-    TensorShards,
-    WholeTensors,
-)
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenRule
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of

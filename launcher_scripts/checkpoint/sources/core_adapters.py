@@ -193,7 +193,7 @@ def _layers(
     own: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
-    found: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
+    result: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
     for name, tensor in own.items():
         match = _PART.fullmatch(name)
         if match is None:
@@ -203,11 +203,11 @@ def _layers(
         if settings.tp_size > 1 and module.endswith("linear_fc1"):
             order = _order(name, tensor, (part, side), gated, settings)
             tensor = _in_order(name, tensor, order, settings) if order else tensor
-        sides = found.setdefault((module, part), {})
+        sides = result.setdefault((module, part), {})
         if side in sides:
             settings.problems.add(f"{side} of {module} is there twice", got=name)
         sides[side] = tensor
-    return found
+    return result
 
 
 def _order(

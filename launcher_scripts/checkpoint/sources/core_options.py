@@ -143,12 +143,12 @@ class CoreOptions(TrainingOptions):
 
     def activation(self) -> str:
         """The fused kernel's GELU is the tanh form, torch's own is the exact one."""
-        found = str(self.choice("activation_func", "gelu", _ACTIVATIONS))
-        if found == "gelu_erf" and (
+        result = str(self.choice("activation_func", "gelu", _ACTIVATIONS))
+        if result == "gelu_erf" and (
             self.flag("openai_gelu", False) or self.flag("bias_activation_fusion", True)
         ):
             return "gelu"
-        return found
+        return result
 
     def refuse_unknown(self, known_values: Mapping[str, tuple[Any, ...]]) -> None:
         """Note fields that change the network in ways this project does not know.

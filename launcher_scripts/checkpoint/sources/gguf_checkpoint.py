@@ -18,6 +18,7 @@ from launcher_scripts.checkpoint.formats.gguf_fields import Fields
 from launcher_scripts.checkpoint.formats.gguf_file import open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.checkpoint.sources.gguf_architectures import (
     ARCHITECTURES,
     GGUFArchitecture,
@@ -31,7 +32,6 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.renaming import renamed
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
 

@@ -11,13 +11,13 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
+from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
-from launcher_scripts.checkpoint.sources.nemo_tokenizer import ARTIFACT
 from launcher_scripts.checkpoint.sources.nemo_writer import Weight
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ARTIFACT
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models import gpt
 from launcher_scripts.models.gpt import GPTConfig

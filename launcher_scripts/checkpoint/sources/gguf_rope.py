@@ -32,25 +32,25 @@ def rope_parameters(
     rotary_size: dimensions of a head that rotate
     factors:     those of FACTORS that the file has
     """
-    found: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", 10000.0)}
+    result: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", 10000.0)}
     factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0)) or 1.0
     # A factor without a type scales all positions, as in llama.cpp.
     kind = fields.text("rope.scaling.type", "linear")
     context = fields.size("context_length")
     original = fields.size("rope.scaling.original_context_length", context)
-    found["original_max_position_embeddings"] = original
+    result["original_max_position_embeddings"] = original
     scaled = (kind == "linear" and factor != 1.0) or kind == "yarn"
     problem = _unfit(kind, factors, rotary_size, scaled)
     if problem is not None:
         fields.problems.add(problem, got=kind, choices=SCALINGS)
     elif factors:
-        found |= _by_pair(fields, factors, found["rope_theta"], rotary_size)
+        result |= _by_pair(fields, factors, result["rope_theta"], rotary_size)
     elif scaled:
-        found |= {"rope_type": kind, "factor": factor}
+        result |= {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            found["beta_fast"] = fields.real("rope.scaling.yarn_beta_fast", 32.0)
-            found["beta_slow"] = fields.real("rope.scaling.yarn_beta_slow", 1.0)
-    return found
+            result["beta_fast"] = fields.real("rope.scaling.yarn_beta_fast", 32.0)
+            result["beta_slow"] = fields.real("rope.scaling.yarn_beta_slow", 1.0)
+    return result
 
 
 def _unfit(

@@ -11,7 +11,11 @@ from typing import Any, ClassVar
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, same_values
-from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    PREDICTORS_NOTE,
+    Hints,
+    WholeTensors,
+)
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     CONFIG_NAME,
     HEAD,
@@ -41,11 +45,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
     generation_keys,
 )
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import own_experts
-from launcher_scripts.checkpoint.sources.source_checkpoint import (
-    PREDICTORS_NOTE,
-    Hints,
-    WholeTensors,
-)
+from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.tokenizer import (
     BYT5,

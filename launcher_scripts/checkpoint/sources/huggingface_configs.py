@@ -74,9 +74,9 @@ def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
     types = raw("attention_types", default=[[["global", "local"], 12]])
     with suppress(TypeError, ValueError):
         if sum(len(kinds) * times for kinds, times in types) == layers:
-            found = [kind for kinds, times in types for kind in kinds * times]
-            if len(found) == layers and {*found} <= {"global", "local"}:
-                return found
+            result = [kind for kinds, times in types for kind in kinds * times]
+            if len(result) == layers and {*result} <= {"global", "local"}:
+                return result
     what = "attention_types must name the attention of every layer"
     raw.problems.add(what, got=types, choices=("global", "local"))
     return []

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher_scripts.checkpoint.convert.tasks import source_of
 from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.layout.tasks import source_of
 from launcher_scripts.checkpoint.sources.huggingface import without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.huggingface_files import read_mapping
@@ -33,7 +34,6 @@ from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
 from launcher_scripts.checkpoint.sources.renaming import renamed, unwrapped
-from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition
@@ -434,12 +434,12 @@ def _lora(
     rank = sides[down].shape[0] if sides[down].shape else 0
     scale = settings.scale(module, rank)
     magnitude = sides.get("magnitude_vector")
-    found: dict[str, Update] = {
+    result: dict[str, Update] = {
         f"{name}.weight": LowRank(sides[down], sides[up], scale, magnitude, embedding)
     }
     if "B_bias" in sides:
-        found[f"{name}.bias"] = Added(sides["B_bias"], scale)
-    return found
+        result[f"{name}.bias"] = Added(sides["B_bias"], scale)
+    return result
 
 
 def _lora_of_experts(
@@ -455,7 +455,7 @@ def _lora_of_experts(
 
 def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint) -> bool:
     """Keep tables that the base ties once; whether there were two, equal."""
-    found = False
+    result = False
     if not getattr(base.config, "tied_embeddings", False):
         return False
     tied = [pair for row in ARCHITECTURES.values() for pair in row.tied.items()]
@@ -464,8 +464,8 @@ def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint)
         tables = [float32(each.values.read()) for each in pair if isinstance(each, Replaced)]
         if len(tables) == 2 and np.array_equal(tables[0], tables[1]):
             del updates[other]
-            found = True
-    return found
+            result = True
+    return result
 
 
 def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
@@ -473,7 +473,9 @@ def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
     family = family_of(base.config).name
     rows = [row for row in ARCHITECTURES.values() if row.family == family]
     if any(row.dialect in base.dialects for row in rows):
-        in_memory = [name for each in base.dialects if (name := f"{each}_in_memory") in DIALECTS]
+        in_memory = [
+            name for dialect in base.dialects if (name := f"{dialect}_in_memory") in DIALECTS
+        ]
         return [base.dialects, *([(*in_memory, *base.dialects)] if in_memory else [])]
     rows = [row for row in rows if row.may_be(base.config)]
     return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))

@@ -105,14 +105,14 @@ class ScaledTensor(SourceTensor):
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         memory, (high, wide) = workspace or Workspace(), self.block
-        found = memory.array(name, self.shape, self.dtype)
+        result = memory.array(name, self.shape, self.dtype)
         values = self.base.read(memory, f"{name} fp8")
         scales = power_or_float(self.scales.read(memory, f"{name} scales"))
         scales = scales.reshape(-(-self.shape[0] // high), -1)
         for number, row in enumerate(range(0, self.shape[0], high)):
             across = np.repeat(scales[number], wide)[: self.shape[1]]
-            np.multiply(widened(values[row : row + high]), across, out=found[row : row + high])
-        return found
+            np.multiply(widened(values[row : row + high]), across, out=result[row : row + high])
+        return result
 
 
 Scheme = Fp8Scheme | Mxfp4Scheme | WeightFormat | ZeroBiases

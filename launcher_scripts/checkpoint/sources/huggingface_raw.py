@@ -24,7 +24,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 _REQUIRED = object()
-MOST_LAYERS = 1 << 16
+MAX_LAYERS = 1 << 16
 _Id = TypeVar("_Id", bound="int | None")
 # Each says that there may be layers behind the last one, for multi-token prediction.
 PREDICTORS = (
@@ -199,18 +199,20 @@ class RawConfig:
 
     def size(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
         """A whole number."""
-        found = self(*names, default=default)
-        if type(found) is int and found >= least:
-            return found
-        self.problems.add(f"{' or '.join(names)} must be a whole number from {least} on", got=found)
+        result = self(*names, default=default)
+        if type(result) is int and result >= least:
+            return result
+        self.problems.add(
+            f"{' or '.join(names)} must be a whole number from {least} on", got=result
+        )
         return 1
 
     def layers(self, *names: str, default: Any = _REQUIRED) -> int:
         """A number of layers, of which lists may be made."""
-        found = self.size(*names, default=default)
-        if found <= MOST_LAYERS:
-            return found
-        self.problems.add(f"{' or '.join(names)} must be at most {MOST_LAYERS}", got=found)
+        result = self.size(*names, default=default)
+        if result <= MAX_LAYERS:
+            return result
+        self.problems.add(f"{' or '.join(names)} must be at most {MAX_LAYERS}", got=result)
         return 1
 
     def real(self, name: str, default: float) -> float:
@@ -231,17 +233,17 @@ class RawConfig:
         return [1.0] * count
 
     def flag(self, name: str, default: bool) -> bool:
-        found = self(name, default=default)
-        if isinstance(found, bool):
-            return found
-        self.problems.add(f"{name} must be true or false", got=found)
+        result = self(name, default=default)
+        if isinstance(result, bool):
+            return result
+        self.problems.add(f"{name} must be true or false", got=result)
         return default
 
     def text(self, name: str, default: str) -> str:
-        found = self(name, default=default)
-        if isinstance(found, str):
-            return found
-        self.problems.add(f"{name} must be a text", got=found)
+        result = self(name, default=default)
+        if isinstance(result, str):
+            return result
+        self.problems.add(f"{name} must be a text", got=result)
         return default
 
     def section(self, *names: str) -> RawConfig:

@@ -90,13 +90,13 @@ class Mxfp4Tensor(SourceTensor):
         return cls(shape, dtype, stored.pieces, stored, SourceTensor.whole(exponents))
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
-        found = (workspace or Workspace()).array(name, self.shape, self.dtype)
+        result = (workspace or Workspace()).array(name, self.shape, self.dtype)
         stored = self.blocks.read()
-        np.take(fp4_pairs(), stored, axis=0, out=found.reshape(*stored.shape, 2), mode="wrap")
+        np.take(fp4_pairs(), stored, axis=0, out=result.reshape(*stored.shape, 2), mode="wrap")
         powers = np.ldexp(np.float32(1), self.exponents.read().astype(np.int32) - _EXPONENT_BIAS)
-        groups = found.reshape(*stored.shape[:2], _BLOCK)
+        groups = result.reshape(*stored.shape[:2], _BLOCK)
         groups *= powers[:, :, None]
-        return found
+        return result
 
 
 @cache

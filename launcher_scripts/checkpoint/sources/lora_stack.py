@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.layouts import LAYOUTS
-from launcher_scripts.checkpoint.convert.tasks import make_plan
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
+from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Place, Update
-from launcher_scripts.checkpoint.sources.source_checkpoint import SourceCheckpoint
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_TARGETS, LoRATarget

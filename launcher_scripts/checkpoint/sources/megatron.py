@@ -19,14 +19,7 @@ import numpy as np
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.repository import tokenizer_files
-from launcher_scripts.checkpoint.sources.core_options import (
-    CORE_ALONE,
-    of_arguments,
-    read_gpt,
-)
-from launcher_scripts.checkpoint.sources.renaming import renamed
-from launcher_scripts.checkpoint.sources.shards import (
+from launcher_scripts.checkpoint.layout.shards import (
     HEAD,
     TABLE,
     Shards,
@@ -37,8 +30,15 @@ from launcher_scripts.checkpoint.sources.shards import (
     rank_files,
     table_rows,
 )
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, TensorShards
+from launcher_scripts.checkpoint.sources.core_options import (
+    CORE_ALONE,
+    of_arguments,
+    read_gpt,
+)
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
+from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.gpt import GPTConfig

@@ -16,7 +16,13 @@ from launcher_scripts.checkpoint.formats import distributed, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import Stored
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.layout.shards import HEAD, TABLE
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    PREDICTORS_NOTE,
+    Hints,
+    SourceCheckpoint,
+    WholeTensors,
+)
 from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
@@ -29,13 +35,7 @@ from launcher_scripts.checkpoint.sources.megatron import (
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
 from launcher_scripts.checkpoint.sources.renaming import renamed
-from launcher_scripts.checkpoint.sources.shards import HEAD, TABLE
-from launcher_scripts.checkpoint.sources.source_checkpoint import (
-    PREDICTORS_NOTE,
-    Hints,
-    SourceCheckpoint,
-    WholeTensors,
-)
+from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import mapping, parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
@@ -125,7 +125,9 @@ class MegatronCoreCheckpoint(WholeTensors):
             for name in self.archive.names()
             if name.startswith((f"{self.root}tokenizer/", f"{_parent(self.root)}context/"))
         }
-        found = [each for each in sorted(folders) if tokenizer_files.has_plain(self.archive, each)]
+        found = [
+            folder for folder in sorted(folders) if tokenizer_files.has_plain(self.archive, folder)
+        ]
         if len(found) > 1:
             raise CheckpointError(
                 problem(

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.convert.reshard import Blocks
-from launcher_scripts.checkpoint.convert.tasks import Task, fits, source_of, stored_blocks
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
+from launcher_scripts.checkpoint.layout.reshard import Blocks
+from launcher_scripts.checkpoint.layout.tasks import Task, fits, source_of, stored_blocks
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 
@@ -386,7 +386,7 @@ def _meaning(value: Update, places: Sequence[Place]) -> tuple[object, ...]:
 
 def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Place]]:
     """Name of a tensor of these dialects -> where it goes."""
-    found: dict[str, list[Place]] = {}
+    result: dict[str, list[Place]] = {}
     for number, task in enumerate(tasks):
         source = source_of(task.spec, dialects)
         if source is None:
@@ -395,5 +395,5 @@ def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Pl
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
             place = Place(number, task.spec, task.config, layout, index, len(source.keys))
-            found.setdefault(name, []).append(place)
-    return found
+            result.setdefault(name, []).append(place)
+    return result

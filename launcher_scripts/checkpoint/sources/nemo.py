@@ -15,7 +15,16 @@ from typing import Any, ClassVar
 from launcher_scripts.checkpoint.formats import distributed
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.repository import tokenizer_files
+from launcher_scripts.checkpoint.layout.shards import (
+    HEAD,
+    T5_TABLE,
+    TABLE,
+    Shards,
+    merged_stages,
+    rank_files,
+    table_rows,
+)
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, TensorShards
 from launcher_scripts.checkpoint.sources import nemo_training
 from launcher_scripts.checkpoint.sources.nemo_files import (
     chunked_stages,
@@ -28,17 +37,8 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
 from launcher_scripts.checkpoint.sources.nemo_gpt import read_gpt
 from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.nemo_training import TrainingCheckpoint
-from launcher_scripts.checkpoint.sources.shards import (
-    HEAD,
-    T5_TABLE,
-    TABLE,
-    Shards,
-    merged_stages,
-    rank_files,
-    table_rows,
-)
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, TensorShards
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig

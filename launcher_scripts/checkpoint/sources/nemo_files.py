@@ -12,16 +12,16 @@ from typing import Any
 
 from launcher_scripts.checkpoint.formats import distributed, pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME, is_config, parse_config
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.nemo_config import CONFIG_NAME, is_config, parse_config
-from launcher_scripts.checkpoint.sources.renaming import renamed
-from launcher_scripts.checkpoint.sources.shards import (
+from launcher_scripts.checkpoint.layout.shards import (
     RANK_FOLDER,
     StateDict,
     flattened,
     in_layer_order,
     rank_files,
 )
+from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import CheckpointError, problem
 
 WEIGHTS_NAME = "model_weights.ckpt"

@@ -15,15 +15,15 @@ from typing import Any
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.nemo_config import section
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.sources.nemo_config import section
+from launcher_scripts.checkpoint.layout.shards import flattened, merged_stages
 from launcher_scripts.checkpoint.sources.nemo_files import (
     distributed_tensors,
     read_config,
     weight_files,
 )
 from launcher_scripts.checkpoint.sources.renaming import renamed
-from launcher_scripts.checkpoint.sources.shards import flattened, merged_stages
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher_scripts.checkpoint.repository.tokenizer_files import TokenIds, own_ids
-from launcher_scripts.checkpoint.sources.nemo_config import section
+from launcher_scripts.checkpoint.formats.nemo_config import section
 from launcher_scripts.checkpoint.sources.nemo_gpt import (
     ACTIVATIONS,
     NORMALIZATIONS,
@@ -18,6 +17,7 @@ from launcher_scripts.checkpoint.sources.nemo_gpt import (
     gelu,
 )
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenIds, own_ids
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import SentencePieceTokenizer, Tokenizer
 from launcher_scripts.models.gpt_nemo import nemo_dialects

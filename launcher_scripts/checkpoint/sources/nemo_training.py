@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
-from launcher_scripts.checkpoint.sources.shards import RANK_FOLDER
+from launcher_scripts.checkpoint.layout.shards import RANK_FOLDER
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.untrusted import mapping, parse_yaml, read_plain
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.convert.tasks import STORED
 from launcher_scripts.checkpoint.fastertransformer.config_ini import random_config
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.sources.source_checkpoint import Hints, WholeTensors
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, WholeTensors
+from launcher_scripts.checkpoint.layout.tasks import STORED
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig

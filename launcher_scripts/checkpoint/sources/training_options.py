@@ -161,11 +161,11 @@ class TrainingOptions:
         """A positive number, which YAML may have read as a text (1e-5)."""
         value = self.get(key) or default
         try:
-            found = float(value)
+            result = float(value)
         except (TypeError, ValueError):
-            found = -1.0
-        if found > 0:
-            return found
+            result = -1.0
+        if result > 0:
+            return result
         self.problems.add(f"{key} must be a positive number", got=value)
         return default
 

@@ -81,15 +81,15 @@ class SpecialIds(NamedTuple):
 
     def between(self, source: int | None, target: int | None) -> SpecialIds:
         """For sources and texts in these languages; None: as it is."""
-        found = self
+        result = self
         if source is not None:
             opening = with_language(self.opening, self.language, source)
             closing = with_language(self.closing, self.language, source)
-            found = found._replace(opening=opening, closing=closing)
+            result = result._replace(opening=opening, closing=closing)
         if target is not None:
             begun = begun_in(target, self.language, self.closing, self.start)
-            found = found._replace(decoder=begun)
-        return found
+            result = result._replace(decoder=begun)
+        return result
 
 
 def around_of_translator(

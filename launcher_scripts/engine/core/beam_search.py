@@ -17,16 +17,16 @@ from msgspec import structs
 from torch import Tensor
 
 from launcher_scripts.engine.core.logit_processing import Processing, processing, words_of
-from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.results import BeamCopy
 from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.kernels.reference_beams import BeamShape, continue_beams, copy_tokens
 from launcher_scripts.kernels.reference_sampling import Words
 
 # Decides over any log-probability already, and 63 of it stay below NEVER.
-MOST_BONUS = 1e6
+MAX_BONUS = 1e6
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _bonus(batch: BeamBatch, diversity: Tensor, states: RowStates) -> Tensor:
     slots = batch.slots.view(-1, width)[:, 0]
     length = states.length[slots] - states.prompt_length[slots] + 1
     unit = diversity * length.float()[:, None] ** batch.len_penalty  # [G, 1]
-    unit = torch.where(diversity == 0, 0.0, unit).clamp(-MOST_BONUS, MOST_BONUS)
+    unit = torch.where(diversity == 0, 0.0, unit).clamp(-MAX_BONUS, MAX_BONUS)
     return unit * (torch.arange(batch.shape.siblings, device=slots.device) % width)
 
 

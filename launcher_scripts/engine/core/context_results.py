@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import TokenScores, no_scores, scores_of
-from launcher_scripts.engine.core.plan import PrefillPart, RowStart
 from launcher_scripts.engine.core.results import ScoreCopy, StepResult
 from launcher_scripts.engine.core.row_state import indices
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.network import Network
 
 LOGITS_ROWS = 256
@@ -74,8 +74,8 @@ class ContextResults:
                 for piece, target in zip(pieces, targets, strict=True)
             ]
             whole = TokenScores(
-                torch.cat([each.log_probs for each in scores]),
-                torch.cat([each.ids for each in scores]),
+                torch.cat([score.log_probs for score in scores]),
+                torch.cat([score.ids for score in scores]),
             )
         else:
             whole = no_scores(len(tokens), count, self._device)

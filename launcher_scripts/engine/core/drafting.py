@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from launcher_scripts.engine.core.plan import Draft, Proposal
 from launcher_scripts.engine.core.results import TokenResult
 from launcher_scripts.engine.core.row import Row, take
 from launcher_scripts.engine.core.statistics import Statistics
+from launcher_scripts.engine.messages.plan import Draft, Proposal
 
 # A text of so many tokens that came before is copied. The next tokens after a shorter one are
 # foretold better by a draft model.

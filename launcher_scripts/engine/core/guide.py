@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.engine.core.plan import TokenMask
+from launcher_scripts.engine.messages.plan import TokenMask
 
 if TYPE_CHECKING:
     from launcher_scripts.engine.core.row import Row

@@ -73,13 +73,13 @@ class Hypotheses:
         last = self.length >= self._output_len
         grown = [
             Hypothesis(
-                self._running[each.parent],
-                each.token,
-                each.log_prob,
-                each.total,
-                (each.ranking if each.ends else each.total) / norm,
+                self._running[candidate.parent],
+                candidate.token,
+                candidate.log_prob,
+                candidate.total,
+                (candidate.ranking if candidate.ends else candidate.total) / norm,
             )
-            for each in candidates
+            for candidate in candidates
         ]
         for hypothesis, each in zip(grown[: self._width], candidates, strict=False):
             if last or (each.ends and math.isfinite(each.total)):

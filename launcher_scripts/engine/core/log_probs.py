@@ -60,6 +60,6 @@ def model_log_probs(scores: Sequence[TokenScores], count: int, start: int = 0) -
     likeliest of its place.
     """
     scores = scores or [no_scores(0, count, torch.device("cpu"))]
-    log_probs = torch.cat([each.log_probs[:, : 1 + count] for each in scores])[start:]
-    ids = torch.cat([each.ids[:, : 1 + count] for each in scores])[start:].int()
+    log_probs = torch.cat([score.log_probs[:, : 1 + count] for score in scores])[start:]
+    ids = torch.cat([score.ids[:, : 1 + count] for score in scores])[start:].int()
     return ModelLogProbs(log_probs[:, 0], ids[:, 0], ids[:, 1:], log_probs[:, 1:])

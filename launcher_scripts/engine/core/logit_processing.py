@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import RowStart
 from launcher_scripts.engine.core.row_state import RowStates, indices
+from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.kernels.reference_sampling import (
     NEGATIVE_INFINITY,
     Biases,

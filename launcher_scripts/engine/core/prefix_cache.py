@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from launcher_scripts.common.digests import block_digests
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.kv_cache import ExtentAllocator
+from launcher_scripts.engine.cache.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.requests import ENCODER_DECODERS
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
@@ -130,11 +130,11 @@ class PrefixCache(ExtentAllocator):
 
     def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
         """The least recently used of what is kept is given up until there is a way."""
-        found = super().slides(movable, length)
-        while found is None and self._kept:
+        result = super().slides(movable, length)
+        while result is None and self._kept:
             self._give_up(next(iter(self._kept)))
-            found = super().slides(movable, length)
-        return found
+            result = super().slides(movable, length)
+        return result
 
     def _longest_gap(self) -> int:
         """If nothing were kept."""

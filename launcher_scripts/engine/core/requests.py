@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from launcher_scripts.common.errors import Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.contract.tensors import MOST_LOG_PROBS, MOST_SPECULATIVE_TOKENS
+from launcher_scripts.contract.tensors import MAX_LOG_PROBS, MAX_SPECULATIVE_TOKENS
 from launcher_scripts.engine.core.prompts import (
     check_adapters,
     prompt_in_session,
@@ -22,11 +22,11 @@ from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
-MOST_IDS = 1 << 32
+MAX_IDS = 1 << 32
 ENCODER_DECODERS = (T5Config, BartConfig)
-MOST_BEAMS = 64
-MOST_LENGTH_PENALTY = 32  # an exponent that every length still fits
-MOST_PENALTY = 1e15  # what logits stay finite in float32 under, at any temperature
+MAX_BEAMS = 64
+MAX_LENGTH_PENALTY = 32  # an exponent that every length still fits
+MAX_PENALTY = 1e15  # what logits stay finite in float32 under, at any temperature
 PENALTIES_EXCLUDE = (
     "Found ambiguous parameters repetition_penalty and presence_penalty which are mutually "
     "exclusive. Please provide one of repetition_penalty or presence_penalty."
@@ -142,7 +142,7 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
             problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
     if isinstance(config, ENCODER_DECODERS) and not source:
         problems.add("input_ids is empty, and the encoder needs at least one token")
-    if request.end_id is not None and not 0 <= request.end_id < MOST_IDS:
+    if request.end_id is not None and not 0 <= request.end_id < MAX_IDS:
         problems.add("end_id is no token id", got=request.end_id)
     for name, words in (
         ("bad_words_list", request.bad_words),
@@ -208,10 +208,10 @@ def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
     for name in at_least_zero:
         _check_range(problems, name, getattr(sampling, name), 0, math.inf)
     repetition, presence = sampling.repetition_penalty, sampling.presence_penalty
-    _check_range(problems, "repetition_penalty", repetition, 1 / MOST_PENALTY, MOST_PENALTY)
-    _check_range(problems, "presence_penalty", presence, -MOST_PENALTY, MOST_PENALTY)
+    _check_range(problems, "repetition_penalty", repetition, 1 / MAX_PENALTY, MAX_PENALTY)
+    _check_range(problems, "presence_penalty", presence, -MAX_PENALTY, MAX_PENALTY)
     for name in ("frequency_penalty", "output_presence_penalty"):
-        _check_range(problems, name, getattr(sampling, name), -MOST_PENALTY, MOST_PENALTY)
+        _check_range(problems, name, getattr(sampling, name), -MAX_PENALTY, MAX_PENALTY)
     _check_range(problems, "min_p", sampling.min_p, 0, 1)
     _check_range(problems, "runtime_top_p", sampling.top_p, 0, 1)
     _check_range(problems, "top_p_decay", sampling.top_p_decay, 0, 1, True)
@@ -235,11 +235,11 @@ def _check_biases(problems: Problems, request: GenerateRequest, config: ModelCon
     if twice:
         problems.add("logit_bias_ids has an id more than once", got=twice[:5])
     for _, value in request.logit_bias:
-        _check_range(problems, "logit_bias_values", value, -MOST_PENALTY, MOST_PENALTY)
+        _check_range(problems, "logit_bias_values", value, -MAX_PENALTY, MAX_PENALTY)
 
 
 def _check_log_probs(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
-    most = min(MOST_LOG_PROBS, config.vocab_size)
+    most = min(MAX_LOG_PROBS, config.vocab_size)
     for name in ("num_log_probs", "num_prompt_log_probs"):
         _check_range(problems, name, getattr(request, name), -1, most)
     width = request.sampling.beam_width
@@ -253,15 +253,15 @@ def _check_log_probs(problems: Problems, request: GenerateRequest, config: Model
 
 
 def _check_beams(problems: Problems, sampling: SamplingParameters, slots: int) -> None:
-    _check_range(problems, "beam_width", sampling.beam_width, 1, MOST_BEAMS)
-    if slots < sampling.beam_width <= MOST_BEAMS:
+    _check_range(problems, "beam_width", sampling.beam_width, 1, MAX_BEAMS)
+    if slots < sampling.beam_width <= MAX_BEAMS:
         problems.add(
             f"a beam search takes beam_width rows, and the engine runs {slots} at a time",
             got=sampling.beam_width,
             change="max_batch_size in config.pbtxt",
         )
     _check_range(
-        problems, "len_penalty", sampling.len_penalty, -MOST_LENGTH_PENALTY, MOST_LENGTH_PENALTY
+        problems, "len_penalty", sampling.len_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
     )
     rate = sampling.beam_search_diversity_rate
     _check_range(problems, "beam_search_diversity_rate", rate, -math.inf, math.inf)
@@ -271,7 +271,7 @@ def _check_speculation(
     problems: Problems, request: GenerateRequest, config: ModelConfig, session: Session | None
 ) -> None:
     name, number = "num_speculative_tokens", request.num_speculative_tokens
-    _check_range(problems, name, number, 0, MOST_SPECULATIVE_TOKENS)
+    _check_range(problems, name, number, 0, MAX_SPECULATIVE_TOKENS)
     reason = _needs_every_step(request, config)
     if request.guided_grammar is not None:
         reason = "guided_grammar"

@@ -18,11 +18,11 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, 
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
 from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
-from launcher_scripts.engine.core.plan import Draft, RowStart
 from launcher_scripts.engine.core.prefix_cache import Prefix
 from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.messages.plan import Draft, RowStart
 
 UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
 
@@ -366,7 +366,7 @@ def snapshot(row: Row) -> Snapshot:
 
 def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
     asked = row.request.return_log_probs
-    beams = tuple(each.beam(log_probs=asked) for each in hypotheses)
+    beams = tuple(hypothese.beam(log_probs=asked) for hypothese in hypotheses)
     best = beams[0]
     return GenerateOutput(
         best.output_ids,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launcher_scripts.engine.core.plan import Copy
 from launcher_scripts.engine.core.prefix_cache import PrefixCache
 from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.messages.plan import Copy
 
 # What a row that grows has beyond what is computed, where cache tokens are scarce.
 GROWN_TOKENS = 128

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Move, Place, RowStart, TokenMask
-from launcher_scripts.engine.model.adapters import NO_TASK
-from launcher_scripts.kernels.operands import MOST_LISTED, RowColumns
+from launcher_scripts.engine.messages.plan import NO_TASK, Move, Place, RowStart, TokenMask
+from launcher_scripts.kernels.operands import MAX_LISTED, RowColumns
 
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
@@ -80,9 +79,9 @@ class RowStates:
         self.lora_adapter[slots] = NO_TASK
         self.window[slots] = NO_WINDOW
         self.masks = torch.zeros(slots + 1, 0, dtype=torch.int32, device=device)
-        lists = torch.zeros(3, slots + 1, MOST_LISTED, dtype=torch.int32, device=device)
+        lists = torch.zeros(3, slots + 1, MAX_LISTED, dtype=torch.int32, device=device)
         self.bias_ids, self.word_ids, self.word_lengths = lists
-        self.bias_values = torch.zeros(slots + 1, MOST_LISTED, device=device)
+        self.bias_values = torch.zeros(slots + 1, MAX_LISTED, device=device)
 
     @property
     def columns(self) -> RowColumns:
@@ -118,7 +117,7 @@ class RowStates:
             (self.word_ids, [[token for word in own for token in word] for own in words]),
             (self.word_lengths, [[size for word in own for size in _ends(word)] for own in words]),
         ):
-            filled = torch.tensor([[*own, *[0] * (MOST_LISTED - len(own))] for own in lists])
+            filled = torch.tensor([[*own, *[0] * (MAX_LISTED - len(own))] for own in lists])
             column[slots] = filled.to(column.dtype).to(self.device, non_blocking=True)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import TokenScores, scores_of
 from launcher_scripts.engine.core.logit_processing import Processing, processing
-from launcher_scripts.engine.core.plan import Choice, RowStart
 from launcher_scripts.engine.core.row_state import RowStates, indices
+from launcher_scripts.engine.messages.plan import Choice, RowStart
 from launcher_scripts.kernels.ops import Ops
 
 

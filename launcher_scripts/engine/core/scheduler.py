@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.drafting import plan_drafts, take_drafts
 from launcher_scripts.engine.core.guide import new_masks, with_masks
-from launcher_scripts.engine.core.plan import Copy, Move, Place, Plan, PrefillPart
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
 from launcher_scripts.engine.core.prompt_budget import (
     TOKENS_PER_DECODING_ROW,
@@ -24,11 +23,12 @@ from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_b
 from launcher_scripts.engine.core.row_extents import RowExtents
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
+from launcher_scripts.engine.messages.plan import Copy, Move, Place, Plan, PrefillPart
 
 # A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
 # So rows wait for each other until they bring enough for the rows that decode, but few steps.
 ROWS_PER_STEP_OF_PATIENCE = 8
-MOST_PATIENCE = 2
+MAX_PATIENCE = 2
 # What another row computes now is worth waiting for if it takes about a step: so many tokens.
 TOKENS_WORTH_A_STEP = 64
 News = TypeVar("News", TokenResult, BeamResult)
@@ -225,10 +225,10 @@ class Scheduler:
     ) -> None:
         """Take what a part of a step brings its rows; those that have ended leave it."""
         now = self._statistics.tokens_are_here()
-        for each in news:
-            row = rows[each.slot]
+        for new in news:
+            row = rows[new.slot]
             if not row.finished:
-                take_one(row, each)
+                take_one(row, new)
                 self._go_on(row, now)
 
     def _go_on(self, row: Row, now: float) -> None:
@@ -273,7 +273,7 @@ class Scheduler:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(row.decodes for row in self._running.values()) if joining else 0
-        patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MOST_PATIENCE)
+        patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MAX_PATIENCE)
         tokens = sum(len(row.prompt) + len(row.source) for row in joining)
         enough = decoding * TOKENS_PER_DECODING_ROW
         holds = 0 < tokens < enough and self._held < patience

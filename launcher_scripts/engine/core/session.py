@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.contract.requests import TASK_FIELDS, GenerateRequest
-from launcher_scripts.engine.core.plan import Move
+from launcher_scripts.engine.messages.plan import Move
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.log_probs import no_scores
-from launcher_scripts.engine.core.plan import Choice
 from launcher_scripts.engine.core.results import Arrivals, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch, sample
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import Choice
 from launcher_scripts.engine.model.network import Network
 
 LINES_PER_STEP = 3  # of prompts, of rows that decode, and of those that do so apart

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.processes import Activity
-from launcher_scripts.engine.distributed.messages import Message
+from launcher_scripts.engine.messages.message import Message
 
 HEARTBEAT_SECONDS = 0.5
 LOADING = "loading"
@@ -310,11 +310,11 @@ class Watchdog:
 
     def _behind(self, beats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that compute while their peers have long reached the next exchange."""
-        found = []
+        result = []
         idle = not any(beat.held for beat in beats.values())  # else hosts may wait for a device
         for rank, beat in beats.items():
             if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
-                found.append(rank)  # with what its device has given it
+                result.append(rank)  # with what its device has given it
             if beat.phase not in OWN_WORK:
                 continue
             ahead = [peer for peer in self._peers(rank, beats) if _is_ahead(peer, beat)]
@@ -323,8 +323,8 @@ class Watchdog:
             quiet = beat.quiet - beat.patience - self._extra(beat)
             alone = self.patience + beat.alone
             if (ahead and quiet > allowed) or (idle and others and quiet > alone):
-                found.append(rank)
-        return found
+                result.append(rank)
+        return result
 
     def _comes(self, beat: Heartbeat, step: int) -> bool:
         """Whether the rank may still come to an exchange of the step: it computes, or reads it."""

@@ -30,14 +30,14 @@ class _Instruction(ctypes.Structure):
 
 def listening_ports() -> dict[int, int]:
     """descriptor -> port of this process's sockets that listen for TCP connections."""
-    found = {}
+    result = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError), _duplicate(int(entry.name)) as opened:
             if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 name = opened.getsockname()
                 if opened.family in (socket.AF_INET, socket.AF_INET6):
-                    found[int(entry.name)] = int(name[1])
-    return found
+                    result[int(entry.name)] = int(name[1])
+    return result
 
 
 def drop_connections(descriptors: Iterable[int]) -> None:

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.messages.plan import NO_TASK, Prompt
 from launcher_scripts.kernels.operands import Linear, Norm
-
-# The last row of every IA3 table: factors of one, for rows without a task.
-NO_TASK = -1
-
-# A row's prompt table: the number of a loaded one, or one of its own, [virtual tokens, hidden].
-Prompt = int | Tensor
 
 
 @dataclass(frozen=True)

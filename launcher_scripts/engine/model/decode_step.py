@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Bounds
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.forward_context import CacheContext, StepContext
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
@@ -73,7 +73,7 @@ class DecodeStep:
             tokens, positions = embedding.tokens, embedding.positions
             self._tables = EmbeddingTables(tokens, embedding.first_id, positions)
         self._norms = prepared(self.sublayers, None if self.head is None else self.head.norm)
-        self._windows = {each.window for each in self.sublayers} - {0}
+        self._windows = {sublayer.window for sublayer in self.sublayers} - {0}
 
     def forward(
         self,
@@ -203,17 +203,17 @@ def unsupported_reasons(
 
     Rows with IA3 do not; see RowStart.general.
     """
-    found = []
+    result = []
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post" or (placement != "pre" and not isinstance(config, GPTConfig)):
-        found.append("norms follow the branches or the sums")
+        result.append("norms follow the branches or the sums")
     if isinstance(config, GPTConfig):
         if config.joint_qk_norm and tp_size > 1:
-            found.append("queries and keys are normalized over the heads of all ranks")
+            result.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):
-            found.append("rotary positions depend on a row's length")
-    if any(each.adapter is not None for layer in layers for each in layer.sublayers):
-        found.append("adapters work inside the layers")
+            result.append("rotary positions depend on a row's length")
+    if any(sublayer.adapter is not None for layer in layers for sublayer in layer.sublayers):
+        result.append("adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:
-        found.append("heads have an odd number of features")
-    return found
+        result.append("heads have an odd number of features")
+    return result

@@ -19,12 +19,12 @@ from launcher_scripts.engine.model.decode_step import prepared, through, unsuppo
 from launcher_scripts.engine.model.encoder import Encoder
 from launcher_scripts.engine.model.layers import CrossAttention
 from launcher_scripts.engine.model.model_weights import Embedding, ModelWeights, sublayers_of
-from launcher_scripts.engine.runner.graphs import StepGraphs
+from launcher_scripts.engine.model.step_graphs import StepGraphs
 from launcher_scripts.kernels.operands import SPAN_QUERIES, Spans, span_blocks
 
 # Tokens times weights that a device multiplies while its host launches a product and its company.
 LAUNCH_WORK = 12_000_000_000
-SMALLEST_BUCKET, COARSE_BUCKETS = 16, 128
+MIN_BUCKET, COARSE_BUCKETS = 16, 128
 LONGEST_BEFOREHAND = 512
 
 
@@ -81,7 +81,7 @@ def pack(
 def bucket_tokens(tokens: int) -> int:
     """How many tokens a recorded pass of so many has: powers of two, then four to an octave."""
     if tokens <= COARSE_BUCKETS:
-        return max(SMALLEST_BUCKET, _power_of_two(tokens))
+        return max(MIN_BUCKET, _power_of_two(tokens))
     step = _power_of_two(tokens) // 8
     return -(-tokens // step) * step
 
@@ -93,12 +93,12 @@ def _power_of_two(number: int) -> int:
 def encode_unsupported_reasons(weights: ModelWeights, communicator: Communicator) -> list[str]:
     """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
     layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
-    found = unsupported_reasons(weights.config, layers)
+    result = unsupported_reasons(weights.config, layers)
     if communicator.parallelism.pp_size > 1:
-        found.append("the layers are split into pipeline stages")
-    if any(each.ia3 is not None for layer in layers for each in layer.sublayers):
-        found.append("IA3 works inside the layers")
-    return found
+        result.append("the layers are split into pipeline stages")
+    if any(sublayer.ia3 is not None for layer in layers for sublayer in layer.sublayers):
+        result.append("IA3 works inside the layers")
+    return result
 
 
 class EncodeStep:

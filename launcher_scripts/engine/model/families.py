@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.engine.core.plan import Bounds
+from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
 from launcher_scripts.engine.model.bart_weights import BartWeightLoader
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
@@ -22,7 +22,7 @@ from launcher_scripts.models.t5 import T5Config
 
 # Relative positions have no end; a cache of this many tokens takes inputs much longer than those
 # a model was trained on, also where few rows are to be served.
-LEAST_RELATIVE_TOKENS = 4096
+MIN_RELATIVE_TOKENS = 4096
 # Of a row whose model says nothing of lengths.
 RELATIVE_ROW_TOKENS = 1024
 
@@ -68,12 +68,12 @@ def _gpt_tokens(config: GPTConfig, rows: int) -> int:
 
 def _t5_tokens(config: T5Config | BartConfig, rows: int) -> int:
     """As many for the input as for the output."""
-    least = LEAST_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
+    least = MIN_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
     return max(2 * rows * config.max_positions, least)
 
 
 def _agm_tokens(_: AgmConfig, rows: int) -> int:
-    return max(rows * RELATIVE_ROW_TOKENS, LEAST_RELATIVE_TOKENS)
+    return max(rows * RELATIVE_ROW_TOKENS, MIN_RELATIVE_TOKENS)
 
 
 def _t5_longest(config: T5Config | BartConfig) -> Bounds:

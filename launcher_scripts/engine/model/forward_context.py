@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Bounds
+from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.adapters import scaled
 from launcher_scripts.engine.model.layers import (
     Chunk,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import NO_TASK, Adapter, Prompt, scaled
+from launcher_scripts.engine.messages.plan import NO_TASK, Prompt
+from launcher_scripts.engine.model.adapters import Adapter, scaled
 from launcher_scripts.engine.model.model_weights import (
     AttentionWeights,
     CrossAttentionWeights,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.kv_cache import KVCache
+from launcher_scripts.engine.cache.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import Prompt, token_tasks
+from launcher_scripts.engine.messages.plan import Prompt
+from launcher_scripts.engine.model.adapters import token_tasks
 from launcher_scripts.engine.model.decode_step import DecodeStep, capped, unsupported_reasons
 from launcher_scripts.engine.model.encode_step import EncodeStep, encode_unsupported_reasons
 from launcher_scripts.engine.model.encoder import Encoder
@@ -44,8 +45,7 @@ from launcher_scripts.engine.model.rotary import (
     rotates_otherwise,
 )
 from launcher_scripts.engine.model.stack import Stack
-from launcher_scripts.engine.runner.prompt_batch import PromptBatch
-from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores
+from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 
@@ -60,6 +60,33 @@ class Encoded:
 
     hidden: Tensor
     attentions: list[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """New tokens of several rows, one row after the other.
+
+    ids, positions, slots: [N], the slots are cache tokens
+    row_slots, lengths:    [R], the rows, and how many tokens of each are then in the cache
+    decoding:              [B], slots of the rows that run one token beside
+    last, ended:           [B + R], of the rows that get a token, those that decode first: places of
+                           their last tokens in the pass, which begins with the rows that decode;
+                           and their slots
+    chunks:                of every row; none where the batch only fills a recorded one
+    lora_adapters:         [N], each token's LoRA adapter or NO_TASK; None where no row has one
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    spans: VarlenBatch
+    row_slots: Tensor
+    lengths: Tensor
+    decoding: Tensor
+    last: Tensor
+    ended: Tensor
+    chunks: tuple[Chunk, ...]
+    lora_adapters: Tensor | None = None
 
 
 class Network:
@@ -118,10 +145,10 @@ class Network:
         """
         if self._encoder is None:
             raise ValueError("a decoder alone encodes nothing")
-        tasks = token_tasks([(each.ia3_task, each.source) for each in chunks], self.device)
+        tasks = token_tasks([(chunk.ia3_task, chunk.source) for chunk in chunks], self.device)
         encoded = Encoded(*self._encoder.forward(ids, chunks, tasks, attentions=attentions))
         if self._readers:
-            spans = [torch.arange(each.start - each.source, each.start) for each in chunks]
+            spans = [torch.arange(chunk.start - chunk.source, chunk.start) for chunk in chunks]
             slots = torch.cat(spans).to(self.device, non_blocking=True)
             for reader in self._readers:
                 reader.store(encoded.hidden, slots, tasks)
@@ -136,7 +163,7 @@ class Network:
         """
         chunks, ids, positions = prompts.chunks, prompts.ids, prompts.positions
         windowed = any(chunk.window for chunk in chunks)
-        tasks = token_tasks([(each.ia3_task, each.count) for each in chunks], self.device)
+        tasks = token_tasks([(chunk.ia3_task, chunk.count) for chunk in chunks], self.device)
         of_prompts = PrefillContext(
             slots=prompts.slots,
             chunks=chunks,
@@ -261,8 +288,8 @@ class Network:
         rotary = self._rotaries[0]
         if rotary is None or not rotary.of_row:
             return None
-        reach = [rotary.reach_of_prompt(each.prompt_end, each.most) for each in chunks]
-        counts = torch.tensor([each.count for each in chunks])
+        reach = [rotary.reach_of_prompt(chunk.prompt_end, chunk.most) for chunk in chunks]
+        counts = torch.tensor([chunk.count for chunk in chunks])
         return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
 
     def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:

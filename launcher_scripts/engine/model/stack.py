@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import Prompt, with_virtual_tokens
+from launcher_scripts.engine.messages.plan import Prompt
+from launcher_scripts.engine.model.adapters import with_virtual_tokens
 from launcher_scripts.engine.model.layers import ForwardContext, Layer
 from launcher_scripts.engine.model.model_weights import StackWeights
 from launcher_scripts.kernels.ops import Ops

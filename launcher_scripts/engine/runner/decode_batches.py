@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamBatch, beam_batches
-from launcher_scripts.engine.core.plan import Choice, Plan, RowStart
 from launcher_scripts.engine.core.row_state import indices
 from launcher_scripts.engine.core.sampler import SamplingBatch
+from launcher_scripts.engine.messages.plan import Choice, Plan, RowStart
 from launcher_scripts.engine.runner.graphs import bucket_rows
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Plan, PrefillPart, Proposal, RowStart
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row_state import RowStates, indices
+from launcher_scripts.engine.messages.plan import Plan, PrefillPart, Proposal, RowStart
 
 
 class DraftModel:
@@ -31,18 +31,22 @@ class DraftModel:
         """
         if not (plan.proposals or plan.copies):
             return None
-        longer = [each for each in plan.proposals if len(each.ids) > 1]
-        single = [each for each in plan.proposals if len(each.ids) == 1]  # which a step takes
+        longer = [proposal for proposal in plan.proposals if len(proposal.ids) > 1]
+        single = [
+            proposal for proposal in plan.proposals if len(proposal.ids) == 1
+        ]  # which a step takes
         self._launch(
             Plan(
-                starts=tuple(_reading(rows[each.slot], each) for each in plan.proposals),
+                starts=tuple(
+                    _reading(rows[proposal.slot], proposal) for proposal in plan.proposals
+                ),
                 prefill=tuple(PrefillPart(each.slot, each.past, len(each.ids)) for each in longer),
                 decode=tuple(each.slot for each in single),
                 longest=max((each.past + 1 for each in single), default=0),
                 copies=plan.copies,
             )
         ).settle()
-        asked = [each for each in plan.proposals if each.count]
+        asked = [proposal for proposal in plan.proposals if proposal.count]
         if not asked:
             return None
         slots = indices([each.slot for each in asked], self._states.device)

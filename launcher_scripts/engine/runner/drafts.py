@@ -13,11 +13,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Draft, PrefillPart, RowStart
 from launcher_scripts.engine.core.results import DraftCopy, StepResult, TokenCopy
 from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates, indices
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
+from launcher_scripts.engine.messages.plan import Draft, PrefillPart, RowStart
 from launcher_scripts.engine.runner.prefill import Prefill
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Bounds, Choice, StepShape
 from launcher_scripts.engine.distributed.heartbeat import RECORDING, RankProgress
-
-Made = TypeVar("Made")
+from launcher_scripts.engine.messages.plan import Bounds, Choice, StepShape
+from launcher_scripts.engine.model.step_graphs import Made
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-SMALLEST_CONTEXT = 256
-SMALLEST_REORDER = 16
+MIN_CONTEXT = 256
+MIN_REORDER = 16
 
 
 def row_buckets(most: int) -> list[int]:
@@ -29,7 +28,7 @@ def bucket_rows(rows: int, most: int) -> int:
     return next(size for size in row_buckets(most) if rows <= size)
 
 
-def bucket_tokens(tokens: int, smallest: int = SMALLEST_CONTEXT) -> int:
+def bucket_tokens(tokens: int, smallest: int = MIN_CONTEXT) -> int:
     """The context length a step's kernels are chosen for: a power of four times the smallest."""
     bucket = smallest
     while bucket < tokens:
@@ -67,7 +66,7 @@ def bucket_bounds(bounds: Bounds) -> Bounds:
 
 def bucket_reorder(tokens: int) -> int:
     """How many of the last tokens of hypotheses a step copies, of which `tokens` may differ."""
-    return bucket_tokens(tokens, SMALLEST_REORDER) if tokens else 0
+    return bucket_tokens(tokens, MIN_REORDER) if tokens else 0
 
 
 @dataclass
@@ -78,25 +77,6 @@ class _Recorded:
     slots: Tensor
     source: Tensor | None
     output: Any
-
-
-class StepGraphs(Protocol):
-    """What a runner asks of the graphs of its steps."""
-
-    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
-        """function(slots); `key` names everything else its kernels depend on.
-
-        slots: on the device, or on the host if they change with every run
-        """
-        ...
-
-    def record(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
-        """Have function's graph for `run` before it is needed; function runs with these slots."""
-        ...
-
-    def clear(self) -> None:
-        """Forget every graph."""
-        ...
 
 
 class GraphCache:

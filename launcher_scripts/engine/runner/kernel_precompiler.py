@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Plan
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.symmetric_memory import lane_words
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.families import engine_family
+from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.step_graphs import Made
 from launcher_scripts.engine.model.weights import DTYPES
-from launcher_scripts.engine.runner.graphs import Made
 from launcher_scripts.engine.runner.loading import EngineSettings, Launches, assemble_runner
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.engine.runner.timeline import Timeline
-from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
 from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
-MOST_THREADS = 8
+MAX_THREADS = 8
 
 
 class KernelPrecompiler:
@@ -66,7 +66,7 @@ class KernelPrecompiler:
     def _run(self) -> None:
         cores = len(os.sched_getaffinity(0)) // (2 * self._settings.ranks_per_node)
         try:
-            with torch.inference_mode(), compiling_in(max(1, min(MOST_THREADS, cores))):
+            with torch.inference_mode(), compiling_in(max(1, min(MAX_THREADS, cores))):
                 runner = traced_runner(self._settings, self._config, self._draft)
                 runner.execute(Plan(record=tuple(runner.shapes_to_record())))
         except Exception as error:  # a start without them is slower and nothing else

@@ -19,7 +19,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.processes import bus_errors_as
 from launcher_scripts.common.quantization import Quantization, kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.engine.core.kv_cache import (
+from launcher_scripts.engine.cache.kv_cache import (
     KVCache,
     available_memory,
     bytes_per_token,
@@ -27,14 +27,15 @@ from launcher_scripts.engine.core.kv_cache import (
 )
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.heartbeat import RankProgress
-from launcher_scripts.engine.distributed.messages import Message, RankInfo
 from launcher_scripts.engine.distributed.step_times import watch_steps
+from launcher_scripts.engine.messages.message import Message, RankInfo
 from launcher_scripts.engine.model.families import FAMILIES, engine_family
+from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.model.step_graphs import StepGraphs
 from launcher_scripts.engine.model.weights import DTYPES
-from launcher_scripts.engine.runner.graphs import GraphCache, StepGraphs
+from launcher_scripts.engine.runner.graphs import GraphCache
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.kernels import kernels_for
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.kernels.ops import Ops
@@ -227,7 +228,12 @@ def load_both(
     settings: EngineSettings, checkpoints: Checkpoints, rank: int, device: torch.device
 ) -> Weights:
     """See load_weights."""
-    return Weights(*(each and load_weights(settings, each, rank, device) for each in checkpoints))
+    return Weights(
+        *(
+            checkpoint and load_weights(settings, checkpoint, rank, device)
+            for checkpoint in checkpoints
+        )
+    )
 
 
 def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:

@@ -12,26 +12,27 @@ from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
 from launcher_scripts.engine.core.context_results import ContextResults
-from launcher_scripts.engine.core.plan import Bounds, Choice, PrefillPart, RowStart, StepShape
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.adapters import Prompt
-from launcher_scripts.engine.model.layers import Chunk, Rows
-from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.runner.graphs import (
-    StepGraphs,
-    bucket_tokens,
-    row_buckets,
-    token_buckets,
+from launcher_scripts.engine.messages.plan import (
+    Bounds,
+    Choice,
+    PrefillPart,
+    Prompt,
+    RowStart,
+    StepShape,
 )
+from launcher_scripts.engine.model.layers import Chunk, Rows
+from launcher_scripts.engine.model.network import Network, PromptBatch
+from launcher_scripts.engine.model.step_graphs import StepGraphs
+from launcher_scripts.engine.runner.graphs import bucket_tokens, row_buckets, token_buckets
 from launcher_scripts.engine.runner.prompt_batch import (
     TOKEN_BUCKETS,
     Nowhere,
     PackedPrompts,
-    PromptBatch,
     Sizes,
     bucket_sizes,
     prompt_bucket,

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher_scripts.engine.core.plan import Bounds, PrefillPart, RowStart
-from launcher_scripts.engine.model.adapters import NO_TASK
+from launcher_scripts.engine.messages.plan import NO_TASK, Bounds, PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Chunk
+from launcher_scripts.engine.model.network import PromptBatch
 from launcher_scripts.engine.runner.graphs import bucket_rows
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, VarlenBatch
 
@@ -37,33 +37,6 @@ class Sizes(NamedTuple):
     rows: int
     decoding: int = 0
     lora: bool = False
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """New tokens of several rows, one row after the other.
-
-    ids, positions, slots: [N], the slots are cache tokens
-    row_slots, lengths:    [R], the rows, and how many tokens of each are then in the cache
-    decoding:              [B], slots of the rows that run one token beside
-    last, ended:           [B + R], of the rows that get a token, those that decode first: places of
-                           their last tokens in the pass, which begins with the rows that decode;
-                           and their slots
-    chunks:                of every row; none where the batch only fills a recorded one
-    lora_adapters:         [N], each token's LoRA adapter or NO_TASK; None where no row has one
-    """
-
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    spans: VarlenBatch
-    row_slots: Tensor
-    lengths: Tensor
-    decoding: Tensor
-    last: Tensor
-    ended: Tensor
-    chunks: tuple[Chunk, ...]
-    lora_adapters: Tensor | None = None
 
 
 @dataclass(frozen=True)

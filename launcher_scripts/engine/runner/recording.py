@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from launcher_scripts.engine.core.plan import Plan, StepShape
+from launcher_scripts.engine.messages.plan import Plan, StepShape
 
 LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
 QUIET_SECONDS = 0.2  # without a request: who asks again at once should not wait for a recording

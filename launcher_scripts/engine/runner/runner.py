@@ -12,23 +12,19 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamBatch, BeamSearch, Candidates
-from launcher_scripts.engine.core.plan import Bounds, Choice, Plan, RowStart, StepShape
 from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult
 from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.token_choice import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan, RowStart, StepShape
 from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
+from launcher_scripts.engine.model.step_graphs import StepGraphs
 from launcher_scripts.engine.runner.decode_batches import DecodeBatches, MixedBatch
 from launcher_scripts.engine.runner.draft_model import DraftModel
 from launcher_scripts.engine.runner.drafts import Drafts
-from launcher_scripts.engine.runner.graphs import (
-    StepGraphs,
-    bucket_bounds,
-    bucket_reorder,
-    step_shapes,
-)
+from launcher_scripts.engine.runner.graphs import bucket_bounds, bucket_reorder, step_shapes
 from launcher_scripts.engine.runner.prefill import Prefill
 from launcher_scripts.engine.runner.prompt_batch import recorded_tokens
 from launcher_scripts.models.adapters import adapters_of
@@ -169,7 +165,7 @@ class Runner:
             return [*steps[:FIRST_STEPS], *sources, *steps[FIRST_STEPS:]]
         prompts = self._prefill.shapes_to_record()
         if self._deterministic:
-            return [*self._with_lora(each for each in prompts if each.rows == 1), *steps]
+            return [*self._with_lora(prompt for prompt in prompts if prompt.rows == 1), *steps]
         first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
         mixed = self._prefill.mixed_shapes_to_record(self._longest.own)
         return self._with_lora([*first, *steps, *mixed, *rest])

@@ -30,8 +30,8 @@ _LAST_WORDS = 2000
 def find_guidellm() -> str:
     """Its command, beside this Python or on the PATH. Raises ConfigError without one."""
     beside = shutil.which("guidellm", path=str(Path(sys.executable).parent))
-    found = beside or shutil.which("guidellm")
-    if found is None:
+    result = beside or shutil.which("guidellm")
+    if result is None:
         raise ConfigError(
             problem(
                 "guidellm is not there: pip install -r requirements/load.txt",
@@ -39,7 +39,7 @@ def find_guidellm() -> str:
                 change="evaluate.load.generator",
             )
         )
-    return found
+    return result
 
 
 def run_guidellm(
@@ -132,7 +132,7 @@ def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverR
         raise ServerError(f"guidellm reports requests from {begin:.3f} s to {end:.3f} s")
     counted = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
     times = [each["info"]["timings"] for each in found]
-    lags = tuple(max(0.0, each["request_start"] - each["targeted_start"]) for each in times)
+    lags = tuple(max(0.0, time["request_start"] - time["targeted_start"]) for time in times)
     return DriverResult(counted, begin, 0.0, () if plan.clients else lags)
 
 

@@ -13,7 +13,6 @@ from launcher_scripts.common.ready_file import replica_files
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.load import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.evaluation.client import Client
 from launcher_scripts.evaluation.load.driver import DriverResult
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.guidellm import find_guidellm, run_guidellm
@@ -22,7 +21,8 @@ from launcher_scripts.evaluation.load.plan import Load, Plan, Prompts, make_plan
 from launcher_scripts.evaluation.load.saturation import Saturation, find_saturation
 from launcher_scripts.evaluation.load.validity import invalid_reasons
 from launcher_scripts.evaluation.load.workers import run_plan
-from launcher_scripts.evaluation.tokenizer_dir import read_tokenizer, read_vocab_size
+from launcher_scripts.evaluation.served.client import Client
+from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer, read_vocab_size
 
 Noted = Callable[[LoadRun], None]
 

@@ -22,7 +22,7 @@ from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.load.plan import LoadRequest
-from launcher_scripts.evaluation.tensors import request_tensors
+from launcher_scripts.evaluation.served.tensors import request_tensors
 
 # An id that no vocabulary has, so that no token ends an answer.
 NO_END_ID = (1 << 31) - 1
@@ -129,7 +129,7 @@ class TritonHttpPath(_HttpPath):
         super().__init__()
         action = "generate_stream" if stream else "generate"
         model = tokens.model_name
-        urls = [f"http://{each}/v2/models/{model}/{action}" for each in addresses]
+        urls = [f"http://{address}/v2/models/{model}/{action}" for address in addresses]
         self._urls = itertools.cycle(urls)
         self._tokens, self._stream = tokens, stream
 
@@ -160,7 +160,7 @@ class GrpcPath:
         stream: bool,
         tls: ClientTls | None,
     ) -> None:
-        self._servers = [TritonServer(each, tls) for each in addresses]
+        self._servers = [TritonServer(address, tls) for address in addresses]
         self._turns = itertools.cycle(self._servers)
         self._tokens, self._stream = tokens, stream
 

@@ -182,8 +182,8 @@ class Prompts:
         lengths = self._settings.input, self._settings.output
         low, high = 1 - self._settings.spread, 1 + self._settings.spread
         input_len, output_len = (
-            int(random.integers(max(1, round(low * each)), round(high * each), endpoint=True))
-            for each in lengths
+            int(random.integers(max(1, round(low * length)), round(high * length), endpoint=True))
+            for length in lengths
         )
         if self._texts:
             text = self._texts[index % len(self._texts)]

@@ -8,7 +8,7 @@ from launcher_scripts.evaluation.load.driver import DriverResult, lag_p99
 from launcher_scripts.evaluation.load.figures import LoadRun
 
 # The event loop's thread has no time left for what arrives.
-MOST_BUSY = 0.9
+MAX_BUSY = 0.9
 # A client that wakes this late has timed itself: a share of what it times, or this many ms.
 LAG_SHARE = 0.1
 LAG_MS = 10.0
@@ -49,7 +49,7 @@ def _client_reasons(run: LoadRun, driven: Sequence[DriverResult]) -> list[str]:
     timed = run.first_token_ms or run.latency_ms
     lag, bound = lag_p99(driven) * 1e3, max(LAG_MS, LAG_SHARE * timed["p50"] if timed else 0.0)
     remedy = "more evaluate.load.processes, or a client machine of its own"
-    if busy > MOST_BUSY:
+    if busy > MAX_BUSY:
         return [f"the client was the bottleneck: busy for {busy:.0%} of the time; {remedy}"]
     if lag > bound:
         return [

@@ -17,6 +17,7 @@ import numpy as np
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks.prompts import (
     numbered,
     prompts_of,
@@ -29,7 +30,6 @@ from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Metric,
     ProgressCallback,
-    States,
     TaskResult,
     average,
 )
@@ -92,7 +92,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
-    from launcher_scripts.evaluation.transformers_model import TransformersEncoder
+    from launcher_scripts.evaluation.tasks.transformers_model import TransformersEncoder
 
     texts = read_texts(settings)
     reference = TransformersEncoder(Path(str(settings.reference)))

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError
 from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.evaluation.served.tokenizer_dir import read_model_ini
+from launcher_scripts.evaluation.tasks.logits import next_log_probs
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
 from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
@@ -33,8 +35,6 @@ from launcher_scripts.evaluation.tasks.task import (
     fraction,
     mean_95,
 )
-from launcher_scripts.evaluation.tokenizer_dir import read_model_ini
-from launcher_scripts.evaluation.twin.logits import next_log_probs
 
 
 @dataclass(frozen=True)

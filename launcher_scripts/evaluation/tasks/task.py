@@ -15,10 +15,10 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.statistics import Z, share
+from launcher_scripts.evaluation.served.tensors import States
+from launcher_scripts.evaluation.tasks.statistics import Z, share
 
 REFERENCE_KEY = "evaluate.tasks.<task>.reference"
-States = NDArray[np.float32]  # [tokens, hidden] of an encoder
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TaskResult:
 
 
 class Model(Protocol):
-    """What a task may ask: evaluation/client.py's Client, or anything else with logits."""
+    """What a task may ask: evaluation/served/client.py's Client, or anything else with logits."""
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8
@@ -192,12 +192,12 @@ class EvaluatedModel:
     def _language(self, role: str, name: str | None) -> int | None:
         if name is None:
             return None
-        found = self.special.language_id(name, self.tokenizer)
-        if found is None:
+        result = self.special.language_id(name, self.tokenizer)
+        if result is None:
             knows = "no languages" if self.special.language is None else "no such language"
             key = f"evaluate.tasks.<task>.generation.{role}_language"
             raise ConfigError(problem(f"the model knows {knows}", got=name, change=key))
-        return found
+        return result
 
 
 Task = Callable[[TaskSettings, EvaluatedModel, ProgressCallback], TaskResult]

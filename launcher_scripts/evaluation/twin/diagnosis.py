@@ -9,6 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.evaluation.tasks.logits import (
+    Fit,
+    PositionRange,
+    RowComparison,
+    compare_logits,
+    fit,
+)
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.twin.finding import (
     ADDED_BOS,
@@ -19,18 +26,11 @@ from launcher_scripts.evaluation.twin.finding import (
     SWAPPED_SHARD,
     Finding,
 )
-from launcher_scripts.evaluation.twin.logits import (
-    Fit,
-    PositionRange,
-    RowComparison,
-    compare_logits,
-    fit,
-)
 
 # How far rounding alone takes the logits, as Fit.error has it, at any range of positions.
 LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1, "fp8": 4e-1}
 # A factor nearer to 1 than this, or than this many residuals, is none.
-_LEAST_SCALE = 0.01
+_MIN_SCALE = 0.01
 _RESIDUALS = 5.0
 _SHOWN = 20
 Rotary = Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]]
@@ -94,10 +94,13 @@ def diagnose(
     sample:    asked for where rounding does not explain the difference
     precision: the coarsest type of the served model's weights, computation and cache: of LIMITS
     """
-    limit, errors = LIMITS[precision], [each.error for each in positions]
+    limit, errors = LIMITS[precision], [position.error for position in positions]
     if max(errors) <= limit:
         return []
-    shown = [{"first": each.first, "last": each.last, "error": each.error} for each in positions]
+    shown = [
+        {"first": position.first, "last": position.last, "error": position.error}
+        for position in positions
+    ]
     said: dict[str, Any] = {"limit": limit, "precision": precision, "positions": shown}
     scaled = _scaled(fit(rows), limit, said)
     if scaled is not None:
@@ -114,7 +117,7 @@ def diagnose(
 
 def _scaled(found: Fit, limit: float, said: dict[str, Any]) -> Finding | None:
     away = abs(found.scale - 1)
-    if away <= max(_LEAST_SCALE, _RESIDUALS * found.residual) or found.residual > limit:
+    if away <= max(_MIN_SCALE, _RESIDUALS * found.residual) or found.residual > limit:
         return None
     return Finding(
         SCALED_LOGITS,
@@ -153,10 +156,10 @@ def _weights(inspection: Inspection) -> list[Finding]:
     altered = list(inspection.weights()) if inspection.weights is not None else []
     swapped = [each for each in altered if each.holds is not None]
     rest = [each for each in altered if each.holds is None]
-    found = []
+    result = []
     if swapped:
         first = swapped[0]
-        found.append(
+        result.append(
             Finding(
                 SWAPPED_SHARD,
                 f"{len(swapped)} weight files hold what belongs into another: {first.file} "
@@ -167,7 +170,7 @@ def _weights(inspection: Inspection) -> list[Finding]:
         )
     if rest:
         first = rest[0]
-        found.append(
+        result.append(
             Finding(
                 OTHER,
                 f"{len(rest)} weight files are not what the original's tensors give: {first.file} "
@@ -175,13 +178,13 @@ def _weights(inspection: Inspection) -> list[Finding]:
                 {"files": [vars(each) for each in rest[:_SHOWN]], "altered": len(altered)},
             )
         )
-    return found
+    return result
 
 
 def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
     different = dict(inspection.settings()) if inspection.settings is not None else {}
     rotary = {name: values for name, values in different.items() if name.startswith("rotary_")}
-    found = []
+    result = []
     for name, values in (
         (ROPE_SCALING, rotary),
         (OTHER, {key: pair for key, pair in different.items() if key not in rotary}),
@@ -192,7 +195,7 @@ def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
             f"{key} {ours} (original: {theirs})" for key, (ours, theirs) in values.items()
         )
         what = "rotary positions" if name == ROPE_SCALING else "hyperparameters"
-        found.append(
+        result.append(
             Finding(
                 name,
                 f"The served model has other {what} than its original: {listed}. Correct "
@@ -200,7 +203,7 @@ def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
                 {**said, "settings": {key: list(pair) for key, pair in values.items()}},
             )
         )
-    return found
+    return result
 
 
 def _rotary(

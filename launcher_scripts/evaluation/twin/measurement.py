@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.evaluation.tasks.logits import (
+    PositionRange,
+    RowComparison,
+    by_position,
+    compare_logits,
+    fit,
+    next_log_probs,
+)
 from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines, require_items
 from launcher_scripts.evaluation.tasks.task import (
     Continue,
@@ -27,14 +35,6 @@ from launcher_scripts.evaluation.tasks.task import (
 )
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Sample, diagnose
 from launcher_scripts.evaluation.twin.finding import TOKENIZER, Finding
-from launcher_scripts.evaluation.twin.logits import (
-    PositionRange,
-    RowComparison,
-    by_position,
-    compare_logits,
-    fit,
-    next_log_probs,
-)
 from launcher_scripts.evaluation.twin.texts import (
     TextSide,
     chat_finding,

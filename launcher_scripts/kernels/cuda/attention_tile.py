@@ -8,7 +8,7 @@ import triton.language as tl
 from launcher_scripts.kernels.cuda.e4m3 import kept
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST_SIDE = 16  # of a matrix product
+MIN_SIDE = 16  # of a matrix product
 
 
 @triton.jit

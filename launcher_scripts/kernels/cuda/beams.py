@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.operands import BeamColumns
 from launcher_scripts.kernels.reference_beams import BeamShape
 
-MOST_WIDTH = 8  # whose candidates one program holds
+MAX_WIDTH = 8  # whose candidates one program holds
 BLOCK = 1024  # logits that a program of the first kernel has
 TILE = 4096  # numbers that a program copies
 NOWHERE = tl.constexpr(0x7FFFFFFF)
@@ -193,7 +193,7 @@ def rank_beams(
     """
     rows, size = logits.shape
     shape = shape.within(size)
-    if shape.width > MOST_WIDTH or completed is not None or bonus is not None:
+    if shape.width > MAX_WIDTH or completed is not None or bonus is not None:
         return reference_beams.rank_beams(logits, allowed, slots, columns, shape, completed, bonus)
     count, kept, device = shape.siblings, shape.kept, logits.device
     parts, searches = triton.cdiv(size, BLOCK), rows // shape.width

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.attention_tile import (
-    SMALLEST_SIDE,
+    MIN_SIDE,
     add_sink,
     add_tile,
     apply_rotary,
@@ -45,14 +45,14 @@ FEWEST_HEADS = 20
 FEWER_HEADS = 48
 FEW_HEADS = 128  # about one program per multiprocessor
 MANY_HEADS = 512
-MOST_HEADS = 1024
+MAX_HEADS = 1024
 # Key/value heads of all rows together, where products of matrices read them.
 FEWEST_PAIRS = 64
 FEWEST_SHORT_PAIRS = 128
 FEWEST_LONE_PAIRS = 256
 MANY_PAIRS = 512
-MOST_PAIRS = 1024
-MOST_SPLITS = 16
+MAX_PAIRS = 1024
+MAX_SPLITS = 16
 LARGE_TILE, SMALL_TILE = 64, 32  # tokens
 TILE_SIZE = 8192  # numbers of a tile of keys
 
@@ -90,14 +90,14 @@ def attention_shape(
         return AttentionShape(_splits(longest, queries), 16, 1)
     if queries <= FEW_HEADS:
         return AttentionShape(1, 128, 8)
-    return AttentionShape(1, 32, 2 if queries < MOST_HEADS else 1)
+    return AttentionShape(1, 32, 2 if queries < MAX_HEADS else 1)
 
 
 def _multiplies(rows: int, heads: Heads, short: bool) -> bool:
     """Whether matrix products pay: sooner with keys that several query heads share."""
     queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
     if heads.group == 1:
-        return MANY_PAIRS <= pairs < MOST_PAIRS if short else pairs >= FEWEST_LONE_PAIRS
+        return MANY_PAIRS <= pairs < MAX_PAIRS if short else pairs >= FEWEST_LONE_PAIRS
     if short:
         return pairs >= FEWEST_SHORT_PAIRS
     return pairs >= FEWEST_PAIRS or queries >= MANY_HEADS
@@ -107,16 +107,16 @@ def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> A
     """Few programs with many loads under way each; those that all find a place at once begin to
     read before the kernel ahead has ended."""
     pairs = rows * heads.num_kv_heads
-    members = max(SMALLEST_SIDE, triton.next_power_of_2(heads.group))
+    members = max(MIN_SIDE, triton.next_power_of_2(heads.group))
     tile = SMALL_TILE if heads.group == 1 or pairs >= MANY_PAIRS else LARGE_TILE
     programs = MANY_PAIRS * SMALL_TILE // tile
-    splits = 1 if short else max(1, min(MOST_SPLITS, programs // pairs))
-    widest = max(SMALLEST_SIDE, TILE_SIZE // triton.next_power_of_2(heads.head_size))
+    splits = 1 if short else max(1, min(MAX_SPLITS, programs // pairs))
+    widest = max(MIN_SIDE, TILE_SIZE // triton.next_power_of_2(heads.head_size))
     tile = min(widest, tile)
-    warps = 2 if members == SMALLEST_SIDE else 4
+    warps = 2 if members == MIN_SIDE else 4
     if in_bytes and tile == SMALL_TILE:
         warps //= 2  # each has as many bytes under way
-    if pairs <= MOST_PAIRS:
+    if pairs <= MAX_PAIRS:
         return AttentionShape(splits, tile, warps, 4, members, tile)
     # The next kernel is cuBLAS's, which does not start early: its place goes to more programs.
     return AttentionShape(splits, tile, warps, 3 if heads.group == 1 else 4, members)

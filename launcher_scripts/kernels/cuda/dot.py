@@ -25,8 +25,8 @@ from launcher_scripts.kernels.cuda.prefetch import BYTES, prefetch
 from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile
 from launcher_scripts.kernels.operands import Hidden, Linear
 
-MOST_ROWS = 64
-SMALLEST_BATCH = 16  # the narrow side of a matrix product
+MAX_ROWS = 64
+MIN_BATCH = 16  # the narrow side of a matrix product
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def dot_rows(
 
 def fits(x: Tensor) -> bool:
     """Whether x [N, in] goes through here: more rows and float32 are for cuBLAS."""
-    return 1 < x.shape[0] <= MOST_ROWS and x.dtype != torch.float32
+    return 1 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32
 
 
 def dot_product(
@@ -244,7 +244,7 @@ def _launch(
     split = splits(x, linear.quantization)
     given, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
-    batch = max(SMALLEST_BATCH, triton.next_power_of_2(x.shape[0]))
+    batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
     own = tile.rows if gate is None else tile.rows // 2
     launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(

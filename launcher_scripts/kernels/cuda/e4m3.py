@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(448.0)
-LEAST_NORMAL = tl.constexpr(2.0**-6)
+MIN_NORMAL = tl.constexpr(2.0**-6)
 # Next to it float32 has the steps of e4m3's subnormal numbers, 2^-9.
 SUBNORMAL_STEPS = tl.constexpr(1.5 * 2.0**14)
 FLOAT16_LARGEST = tl.constexpr(65504.0)
@@ -33,7 +33,7 @@ def kept(values, KIND: tl.constexpr):
     """float32 as a cache of KIND keeps it: quantization.saturated, of e4m3 still in float32."""
     if tl.float8e4nv == KIND:
         small = (values + SUBNORMAL_STEPS) - SUBNORMAL_STEPS
-        rounded = tl.where(tl.abs(values) < LEAST_NORMAL, small, of_four_bits(values))
+        rounded = tl.where(tl.abs(values) < MIN_NORMAL, small, of_four_bits(values))
         rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
         found = tl.where(values == values, rounded, values)  # NaN stays
     else:

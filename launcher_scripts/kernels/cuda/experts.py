@@ -19,14 +19,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
-from launcher_scripts.kernels.cuda.dot import MOST_ROWS, SMALLEST_BATCH, add_pieces, halves
+from launcher_scripts.kernels.cuda.dot import MAX_ROWS, MIN_BATCH, add_pieces, halves
 from launcher_scripts.kernels.cuda.gemv_tile import scales_of
 from launcher_scripts.kernels.cuda.tiles import DotTile
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
-MOST_TOKENS = 2048  # whose results lie side by side before they are summed
+MAX_TOKENS = 2048  # whose results lie side by side before they are summed
 MOST_AT_ONCE = 2048  # choices
-LARGEST_BATCH = 128
+MAX_BATCH = 128
 CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
 TILES = {  # by the choices of a block
     16: DotTile(64, 128, 4, 4, 1),
@@ -277,9 +277,9 @@ def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
     """See reference.mixture. There is a part for each of a token's experts where tokens are few."""
     count, per_token = chosen.shape
-    if count > MOST_TOKENS:
-        starts = range(0, count, MOST_TOKENS)
-        pieces = [slice(start, start + MOST_TOKENS) for start in starts]
+    if count > MAX_TOKENS:
+        starts = range(0, count, MAX_TOKENS)
+        pieces = [slice(start, start + MAX_TOKENS) for start in starts]
         sums = [mixture(x[piece], chosen[piece], weights[piece], experts) for piece in pieces]
         return torch.cat(sums, dim=1)
     blocks = blocks_of(chosen, experts.count)
@@ -288,7 +288,7 @@ def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> 
     _launch(x, up, inner, chosen, blocks, gate=gate, activation=activation)
     parts = torch.empty(per_token, count, experts.down.weight.shape[1], device=x.device)
     _launch(inner, experts.down, parts, chosen, blocks, factors=weights)
-    return parts if count <= MOST_ROWS else parts.sum(0, keepdim=True)
+    return parts if count <= MAX_ROWS else parts.sum(0, keepdim=True)
 
 
 def _launch(
@@ -376,4 +376,4 @@ def block_size(count: int, per_token: int, experts: int) -> int:
     """
     average = triton.cdiv(count * per_token, experts)
     size = triton.next_power_of_2(min(2 * average, count))
-    return int(max(SMALLEST_BATCH, min(size, LARGEST_BATCH)))
+    return int(max(MIN_BATCH, min(size, MAX_BATCH)))

@@ -23,7 +23,7 @@ from launcher_scripts.kernels.cuda.decode_attention import attention_launch
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
 from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
-    MOST_ROWS,
+    MAX_ROWS,
     dot_largest,
     dot_parts,
     dot_product,
@@ -327,7 +327,7 @@ def accumulate_parts(
     dtype, buffers = onto.operand.dtype, _buffers_for(rows, size, ranks)
     if ranks.tp_size > 1 and buffers is None:
         total = parts.sum(0)
-        parts = ranks.tp_sum(total.to(dtype) if rows > MOST_ROWS else total)[None]
+        parts = ranks.tp_sum(total.to(dtype) if rows > MAX_ROWS else total)[None]
     return _add_over_ranks(parts, None, onto.exact, norm_of_next, dtype, buffers)
 
 
@@ -357,7 +357,7 @@ def _add_over_ranks(
 def _buffers_for(rows: int, size: int, ranks: Ranks) -> PeerBuffers | None:
     """The ranks' peer buffers, where sums [rows, size] go through them."""
     buffers = ranks.peer_buffers
-    if buffers is None or rows > MOST_ROWS or not fits_buffers(rows, size, buffers):
+    if buffers is None or rows > MAX_ROWS or not fits_buffers(rows, size, buffers):
         return None
     return buffers
 
@@ -391,7 +391,7 @@ def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
     """See reference.product_over_ranks. Ranks add many rows up in the compute type: from a MiB of
     float32 on, half the bytes over NCCL take no longer than all of them through shared memory.
     """
-    if x.shape[0] > MOST_ROWS and ranks.tp_size > 1:
+    if x.shape[0] > MAX_ROWS and ranks.tp_size > 1:
         return ranks.tp_sum(many_rows(x, replace(linear, bias=None)))
     buffers = _buffers_for(x.shape[0], linear.weight.shape[0], ranks)
     if buffers is not None:

@@ -20,7 +20,7 @@ from launcher_scripts.kernels.cuda.prefetch import prefetch_if
 from launcher_scripts.kernels.operands import Linear
 
 TILE = 8192  # numbers of A that a program takes at once
-MOST_INPUTS = 16384  # of a row of A that a program takes at once
+MAX_INPUTS = 16384  # of a row of A that a program takes at once
 # Columns of B that are multiplied at once, for each row of the batch. The rows' adapters say where
 # they are, so few loads are under way at a time: many columns at once take fewer waits.
 DEPTH = tl.constexpr(8)
@@ -254,7 +254,7 @@ def _shrunk(
     gain = x if norm is None else norm.weight
     bias = None if norm is None else norm.bias
     inner = torch.empty(rows, ranks, device=x.device)
-    block = min(MOST_INPUTS, triton.next_power_of_2(size))
+    block = min(MAX_INPUTS, triton.next_power_of_2(size))
     at_once = min(max(1, TILE // block), triton.next_power_of_2(ranks))
     launcher(shrink, (rows, triton.cdiv(ranks, at_once)))(
         x,

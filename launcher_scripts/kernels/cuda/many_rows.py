@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
-from launcher_scripts.kernels.cuda.dot import MOST_ROWS
+from launcher_scripts.kernels.cuda.dot import MAX_ROWS
 from launcher_scripts.kernels.cuda.e4m3 import LARGEST
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
@@ -65,7 +65,7 @@ def multiplies_fp8(x: Tensor, linear: Linear) -> bool:
     """Whether linear(x) rounds its inputs x [N, in] to e4m3."""
     return (
         linear.quantization == "fp8"
-        and x.shape[0] > MOST_ROWS
+        and x.shape[0] > MAX_ROWS
         and x.dtype == torch.bfloat16
         and all(size % MULTIPLE == 0 for size in linear.weight.shape)
         and traits_of(x.device).has_fp8_products

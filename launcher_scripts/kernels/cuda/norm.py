@@ -42,9 +42,9 @@ FEW_ROWS = 64  # which leave multiprocessors idle: more warps share a row
 USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(64.0)  # a part's mean square, in the usual one, from which it is not of most
 LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
-SMALLEST_VARIANCE = tl.constexpr(2.0**-22)  # in the mean square: less is rounding
+MIN_VARIANCE = tl.constexpr(2.0**-22)  # in the mean square: less is rounding
 SMALLEST = tl.constexpr(2.0**-100)  # a sum of squares whose logarithm is taken
-LARGEST_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
+MAX_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
 SUMS = tl.constexpr(4)  # where the parts' sums begin
 
 
@@ -113,7 +113,7 @@ def standardize(
     variance = tl.sum(values * values, 0) / size
     unit = 1.0 / tl.sqrt(variance + eps)
     if PARTS > 0:
-        unit = tl.minimum(unit, LARGEST_UNIT)
+        unit = tl.minimum(unit, MAX_UNIT)
     values *= unit
     if PARTS > 0:
         parts = tl.arange(0, PARTS)
@@ -144,7 +144,7 @@ def norm_terms(total, squares, IN: tl.constexpr, NORM: tl.constexpr):
         whole, length = tl.reduce((total, squares), 0, _add_two)
         mean = whole / IN
         length /= IN
-        scale = tl.rsqrt(tl.maximum(length - mean * mean, length * SMALLEST_VARIANCE))
+        scale = tl.rsqrt(tl.maximum(length - mean * mean, length * MIN_VARIANCE))
     elif NORM == 2:
         scale = tl.rsqrt(tl.sum(squares, 0) / IN)
     return mean, scale
@@ -180,7 +180,7 @@ def store_expected(
     usual = tl.maximum(squares / count - moved * moved, 0.0)
     following = USUAL * tl.rsqrt(usual + length * LENGTH_WEIGHT)
     tl.store(row_stats + 2, shift + moved / unit, mask=stores)
-    tl.store(row_stats + 3, tl.minimum(unit * following, LARGEST_UNIT), mask=stores)
+    tl.store(row_stats + 3, tl.minimum(unit * following, MAX_UNIT), mask=stores)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, SMALLEST_SIDE, capped, reached
+from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, MIN_SIDE, capped, reached
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import traits_of
 from launcher_scripts.kernels.cuda.e4m3 import for_products, in_halves
@@ -199,7 +199,7 @@ def prompt_attention(
         HEADS=num_heads,
         GROUP=num_heads // cache.keys.shape[0],
         SIZE=size,
-        BLOCK=max(SMALLEST_SIDE, triton.next_power_of_2(size)),
+        BLOCK=max(MIN_SIDE, triton.next_power_of_2(size)),
         ALIBI=slopes is not None,
         SINKS=sinks is not None,
         RELATIVE=relative is not None,

@@ -43,8 +43,8 @@ from launcher_scripts.kernels.cuda.shares import (
     FOUND,
     LANES,
     LEVELS,
-    MOST_PARTS,
-    MOST_TOKENS,
+    MAX_PARTS,
+    MAX_TOKENS,
     REACH,
     TIMES,
     UNITS,
@@ -242,8 +242,8 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     rows, size = logits.shape
     device = logits.device
     blocks = triton.cdiv(size, LANES.value * TIMES.value)
-    parts = max(1, min(blocks, MOST_PARTS.value, PROGRAMS // rows), triton.cdiv(size, MOST_TOKENS))
-    maxima = torch.empty(rows, MOST_PARTS.value, device=device)
+    parts = max(1, min(blocks, MAX_PARTS.value, PROGRAMS // rows), triton.cdiv(size, MAX_TOKENS))
+    maxima = torch.empty(rows, MAX_PARTS.value, device=device)
     sums = torch.empty(rows, FIELDS.value, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, CANDIDATES.value, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference_sampling
 
-MOST_PARTS = tl.constexpr(256)  # of a row
+MAX_PARTS = tl.constexpr(256)  # of a row
 # Tokens that a program looks at at once, whose sums it keeps apart until it ends, for shuffles are
 # slow; and how often it does so before it loops.
 LANES = tl.constexpr(128)
@@ -20,7 +20,7 @@ TIMES = tl.constexpr(4)
 REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
 COUNT_BITS = tl.constexpr(11)  # of a lane's sums, below those of the shares
 COUNT_MASK = tl.constexpr(2**COUNT_BITS.value - 1)
-MOST_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
+MAX_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
 # What a row adds up: shares within each bound and their numbers, the same twice for bounds between
 # two of these; all shares, tokens collected, programs that ended.
 BOUNDS = tl.constexpr(8)
@@ -52,7 +52,7 @@ def find_maxima(
         ids = first + tl.arange(0, BLOCK)
         values = tl.load(logits + row * stride + ids, mask=ids < size, other=-float("inf"))
         largest = tl.maximum(largest, values)
-    tl.store(maxima + row * MOST_PARTS + part, tl.max(largest, 0))
+    tl.store(maxima + row * MAX_PARTS + part, tl.max(largest, 0))
     if part == 0:
         tl.store(sums + row * FIELDS + tl.arange(0, FIELDS), 0)
 
@@ -73,8 +73,8 @@ def scores_at(logits, ids, inside, factor):
 
 @triton.jit
 def top_score(maxima, row, parts, factor):
-    part = tl.arange(0, MOST_PARTS)
-    values = tl.load(maxima + row * MOST_PARTS + part, mask=part < parts, other=-float("inf"))
+    part = tl.arange(0, MAX_PARTS)
+    values = tl.load(maxima + row * MAX_PARTS + part, mask=part < parts, other=-float("inf"))
     score = tl.max(values, 0) * factor
     return tl.maximum(tl.minimum(score, LARGEST), -LARGEST)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference_attention
-from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, SMALLEST_SIDE, reached
+from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, MIN_SIDE, reached
 from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.cuda.device_traits import pdl_options
 from launcher_scripts.kernels.operands import SPAN_QUERIES, AttentionScores, Heads, Spans
@@ -111,7 +111,7 @@ def attend_spans(
         0 if relative is None else relative.reach,
         HEADS=heads.num_heads,
         SIZE=heads.head_size,
-        BLOCK=max(SMALLEST_SIDE, triton.next_power_of_2(heads.head_size)),
+        BLOCK=max(MIN_SIDE, triton.next_power_of_2(heads.head_size)),
         RELATIVE=relative is not None,
         QUERIES=SPAN_QUERIES,
         KEYS=64 if qkv.dtype != torch.float32 else 32,

@@ -1,0 +1,390 @@
+"""From a source checkpoint to FasterTransformer's shards: check, plan, then write."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
+from launcher_scripts.checkpoint.fastertransformer.journal import identity
+from launcher_scripts.checkpoint.fastertransformer.manifest import (
+    TOOL_VERSION,
+    FileEntry,
+    check_files,
+    read_manifest,
+)
+from launcher_scripts.checkpoint.fastertransformer.output_folder import (
+    partial_folder,
+    refuse_existing,
+)
+from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.layout.data_types import checkpoint_type, range_notes
+from launcher_scripts.checkpoint.layout.progress import Progress
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, SourceCheckpoint
+from launcher_scripts.checkpoint.layout.tasks import Task, make_plan, refuse_unfit, write_all
+from launcher_scripts.checkpoint.repository.served_types import backend_model_type
+from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
+from launcher_scripts.checkpoint.sources.adapters import with_adapters
+from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
+from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
+from launcher_scripts.checkpoint.sources.huggingface_files import foreign_weights
+from launcher_scripts.checkpoint.sources.locations import (
+    checkpoints_below,
+    hub_advice,
+    snapshot_of,
+)
+from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
+from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
+from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
+from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
+from launcher_scripts.checkpoint.tokenizers import tokenizer_files
+from launcher_scripts.checkpoint.verification import verify_export
+from launcher_scripts.common.errors import (
+    CheckpointError,
+    ConfigError,
+    LauncherError,
+    Problems,
+    lookup,
+    problem,
+)
+from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSettings
+from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
+from launcher_scripts.models.family import ModelConfig, check_division
+
+
+class SourceFormat(Protocol):
+    """A class of SOURCES: reads checkpoints of one format."""
+
+    def matches(self, archive: Archive, /) -> bool:
+        """Whether the archive looks like one of this format."""
+        ...
+
+    def open(self, archive: Archive, hints: Hints, /) -> SourceCheckpoint:
+        """Raises CheckpointError for what is damaged, incomplete or not supported."""
+        ...
+
+
+# The formats that can be exported, by name.
+SOURCES: dict[str, SourceFormat] = {
+    "nemo": NemoCheckpoint,
+    "megatron": MegatronCheckpoint,
+    "megatron_core": MegatronCoreCheckpoint,
+    "huggingface": HuggingFaceCheckpoint,
+    "gguf": GGUFCheckpoint,
+    "random": RandomCheckpoint,
+}
+# What the manifest calls the digest of everything that makes an export what it is, and of
+# everything except the LoRA adapters beside the weights.
+IDENTITY, BASE_IDENTITY = "identity", "base_identity"
+# Compares an exported folder with its source in another way; what the manifest says about it.
+Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
+
+
+def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
+    """Write settings.checkpoint_dir; returns it.
+
+    twin: called with the verified folder where settings.verify asks for it
+    Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
+    name nor a partial folder; an interruption leaves the partial folder, and a repeated run
+    finishes what is missing.
+    """
+    target = settings.checkpoint_dir
+    refuse_existing(target, settings.overwrite or settings.reuse)
+    with _reading(settings.checkpoint_path):
+        path, hints = _located(settings)
+        archive = Archive(path, scratch=_existing_parent(target))
+        base = open_source(archive, settings.source, hints)
+        adapted = with_adapters(base, settings, _existing_parent(target))
+        checkpoint: SourceCheckpoint = adapted or base
+        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        config = _with_token_ids(settings, checkpoint, files)
+        if adapted:
+            config = adapted.with_start_id(config)
+        if settings.model_type:
+            backend_model_type(settings.model_type, config)
+        check_serving(settings, config)
+        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        stored = checkpoint_type(tasks)
+        notes = _notes(settings, checkpoint, files, stored)
+        if settings.weight_data_type == AUTO:
+            settings = replace(settings, weight_data_type=stored)
+        if adapted:
+            tasks = adapted.fold(tasks)
+    files |= checkpoint.extra_files()
+    name = _identity(settings, checkpoint.describe(), config, path)
+    base_name = _identity(*_without_lora(settings, base, checkpoint, config), path)
+    weights: dict[str, FileEntry] = {}
+    if settings.reuse and not settings.overwrite and target.exists():
+        weights = _base_weights(target, name, base_name)
+        if not weights:
+            return _kept(settings, name, files, tasks)
+        print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
+    total = _check_space(settings, config, target, weights)
+    family, free = family_of(config).name, _free_space(target)
+    print(Forecast.of(base.format, family, tasks, total, free), flush=True)
+    facts = {IDENTITY: name, BASE_IDENTITY: base_name, **({"notes": notes} if notes else {})}
+    writer = FTWriter(
+        target,
+        config,
+        settings.parallelism.tp_size,
+        settings.weight_data_type,
+        source=checkpoint.describe() | facts,
+        overwrite=settings.overwrite or bool(weights),
+        name=name,
+        earlier=weights,
+    )
+    with writer:
+        for file_name, content in files.items():
+            writer.copy(content, file_name)
+        progress = Progress(f"exporting {path.name}", total)
+        unfit = write_all(tasks, writer, archive, progress, settings)
+        progress.close()
+        refuse_unfit(tasks, unfit, f"the weights of {path}")
+        writer.seal()
+        if settings.verify:
+            verify_export(writer.partial, tasks, settings.processes)
+            print(f"verified {len(tasks)} tensors against {path}", flush=True)
+            if twin is not None:
+                writer.annotate("twin", twin(writer.partial, settings))
+    return target
+
+
+def _notes(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, files: Mapping[str, bytes], stored: str
+) -> list[str]:
+    """Returns what a user should know about the export, which is also printed."""
+    is_t5 = family_of(checkpoint.config).name == "t5"
+    notes = [*checkpoint.notes, *tokenizer_files.missing_files(files)]
+    notes += tokenizer_files.tokens_beyond(files, checkpoint.config.vocab_size)
+    notes += range_notes(settings, stored, is_t5=is_t5)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    return notes
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Whatever no reader has foreseen in a checkpoint is an error of that checkpoint."""
+    try:
+        yield
+    except LauncherError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"the checkpoint {path} is damaged: {reason}") from error
+
+
+def _located(settings: ExportSettings) -> tuple[Path, Hints]:
+    """The checkpoint that is meant, and what the settings say about it."""
+    path = Path(settings.checkpoint_path)
+    if not path.exists():
+        raise ConfigError(
+            problem(
+                f"the checkpoint does not exist{hub_advice(settings.checkpoint_path)}",
+                got=str(path),
+                change=CHECKPOINT_KEY,
+            )
+        )
+    path, wanted = nemo_training.locate(snapshot_of(path), settings.training_checkpoint)
+    allowed = settings.allow_custom_code_config
+    return path, Hints(settings.num_attention_heads, settings.encoder_only, wanted, allowed)
+
+
+def _with_token_ids(
+    settings: ExportSettings, checkpoint: SourceCheckpoint, files: Mapping[str, bytes]
+) -> Any:
+    return tokenizer_files.with_token_ids(
+        checkpoint.config,
+        settings.tokenizer,
+        files,
+        known=checkpoint.knows_token_ids,
+        rule=checkpoint.token_rule,
+    )
+
+
+def _identity(
+    settings: ExportSettings, source: Mapping[str, Any], config: ModelConfig, path: Path
+) -> str:
+    """Returns what this export is, so that a later one can go on with its files."""
+    values = {
+        "source": source,
+        "config": repr(config),
+        "tp_size": settings.parallelism.tp_size,
+        "weight_data_type": settings.weight_data_type,
+        "ia3_in_place": settings.ia3_in_place,
+        "allow_nonfinite": settings.allow_nonfinite,
+        "tool": TOOL_VERSION,
+    }
+    parts = (
+        *settings.prompt_checkpoints,
+        *settings.ia3_checkpoints,
+        *settings.adapter_checkpoints,
+        *settings.lora_checkpoints,
+    )
+    return identity(values, [path, *map(Path, parts)])
+
+
+def _kept(
+    settings: ExportSettings, name: str, files: Mapping[str, bytes], tasks: Sequence[Task]
+) -> Path:
+    """Returns the folder of an earlier export, which must be the same.
+
+    files: those beside the weights, by name
+    """
+    target = settings.checkpoint_dir
+    _check_same(target, name, files)
+    if settings.verify:
+        verify_export(target, tasks, settings.processes)
+    print(f"the earlier export is the same and is kept: {target}", flush=True)
+    return target
+
+
+def _without_lora(
+    settings: ExportSettings, base: SourceCheckpoint, checkpoint: SourceCheckpoint, config: Any
+) -> tuple[ExportSettings, Mapping[str, Any], ModelConfig]:
+    """Returns the settings, the description and the config of an export without its LoRA list."""
+    adapters = checkpoint.describe().get("adapters", {})
+    merged = {kind: paths for kind, paths in adapters.items() if paths and kind != "lora"}
+    if settings.lora_checkpoints:
+        none: dict[str, Any] = {**dict.fromkeys(LORA_FIELDS, ()), "lora_rank": 0}
+        config = replace(config, parts=replace(config.parts, **none))
+    return replace(settings, lora_checkpoints=()), base.describe() | merged, config
+
+
+def _base_weights(target: Path, name: str, base_name: str) -> dict[str, FileEntry]:
+    """Returns the weights of an earlier export that differs in its LoRA adapters alone.
+
+    Empty if it is the same export, another one, or not complete.
+    """
+    manifest = read_manifest(target)
+    if manifest is None or manifest.source.get(IDENTITY) == name:
+        return {}
+    if manifest.source.get(BASE_IDENTITY) != base_name:
+        return {}
+    entries = {
+        entry.name: entry
+        for entry in manifest.files
+        if entry.dtype is not None and not is_lora_file(entry.name)
+    }
+    problems = Problems(f"the earlier export {target}")
+    check_files(target, entries, problems, digests=False)
+    problems.raise_if_any(CheckpointError)
+    return entries
+
+
+def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> None:
+    """Raises CheckpointError where the export in `target` is another one, or not whole.
+
+    small: the files beside the weights, by name
+    """
+    manifest = read_manifest(target)
+    problems = Problems(f"the earlier export {target}")
+    known = manifest is not None and manifest.source.get(IDENTITY) == name
+    if manifest is None or not known or not _holds(target, small):
+        problems.add(
+            "it is of another checkpoint, or of other settings",
+            change="export.model.overwrite=True to replace it",
+        )
+    else:
+        check_files(target, manifest.entries, problems, digests=False)
+    problems.raise_if_any(CheckpointError)
+
+
+def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether the folder has these files as they are."""
+    paths = {folder / name: content for name, content in files.items()}
+    return all(path.is_file() and path.read_bytes() == paths[path] for path in paths)
+
+
+def open_source(
+    archive: Archive, name: str = "auto", hints: Hints | None = None
+) -> SourceCheckpoint:
+    """The checkpoint, read by the source called `name`; by default by the one that knows it.
+
+    A hint that contradicts the checkpoint is a CheckpointError.
+    """
+    hints = hints or Hints()
+    if name == "auto":
+        found = (key for key, source in SOURCES.items() if source.matches(archive))
+        name = next(found, "")
+        if not name:
+            lacking = _lacking(archive)
+            text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
+            raise CheckpointError(problem(text, choices=sorted(SOURCES), change=CHECKPOINT_KEY))
+        print(f"found a checkpoint of {name}", flush=True)
+    checkpoint = lookup(SOURCES, name, "export.model.source").open(archive, hints)
+    heads = checkpoint.config.num_heads
+    if hints.num_heads not in (None, heads):
+        raise CheckpointError(
+            problem(
+                "the checkpoint has another number of attention heads",
+                got=hints.num_heads,
+                choices=[heads],
+                change="export.model.num_attention_heads",
+            )
+        )
+    return checkpoint
+
+
+def _lacking(archive: Archive) -> str:
+    """What is there in the place of a checkpoint, and what to do; "" if there is no more to say."""
+    if huggingface_peft.CONFIG_NAME in archive.names():
+        return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
+    if archive.container != "folder":
+        return ""
+    below = checkpoints_below(archive.path, _is_checkpoint)
+    return (
+        nemo_training.without_sizes(archive)
+        or (f"it holds the checkpoints {', '.join(below)}: name one of them" if below else "")
+        or foreign_weights(archive.names())
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        archive = Archive(path)
+        return any(source.matches(archive) for source in SOURCES.values())
+    except LauncherError:
+        return False
+
+
+def check_serving(settings: ExportSettings, config: ModelConfig) -> None:
+    """Raises ConfigError when the model cannot be divided as asked, or the draft model does not fit
+    it, CheckpointError when that is none.
+    """
+    problems = Problems("the export settings")
+    check_division(problems, config, settings.parallelism)
+    if settings.draft_model_dir is not None:
+        check_draft_folder(problems, Path(settings.draft_model_dir), config, settings.parallelism)
+    problems.raise_if_any(ConfigError)
+
+
+def _check_space(
+    settings: ExportSettings, config: ModelConfig, target: Path, kept: Mapping[str, FileEntry]
+) -> int:
+    """Returns the bytes of all weights; those that are not kept must fit the disk."""
+    total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
+    needed, free = total - sum(entry.bytes for entry in kept.values()), _free_space(target)
+    if needed > free:
+        raise CheckpointError(
+            problem(f"{target} needs {needed} bytes", got=f"{free} bytes free on that disk")
+        )
+    return total
+
+
+def _free_space(target: Path) -> int:
+    """Bytes of the disk, and of what an interrupted run left, which is used or removed."""
+    partial = partial_folder(target)
+    left = sum(file.lstat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    return shutil.disk_usage(_existing_parent(target)).free + left
+
+
+def _existing_parent(target: Path) -> Path:
+    return next(path for path in target.absolute().parents if path.is_dir())

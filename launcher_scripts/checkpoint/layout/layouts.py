@@ -1,0 +1,296 @@
+"""How source tensors become the stored form: every layout that a row of the weight table names.
+
+A layout takes the source tensors of one row and returns blocks of units (see reshard.py), or the
+whole stored tensor, [in, out] or [out]. Sources are torch's: a linear weight is [out, in], so the
+head or half a layout looks for lies along its first axis. All but the arithmetic ones make views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, float32, widened
+from launcher_scripts.checkpoint.layout.reshard import Blocks
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.models.bart import NEVER
+from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
+
+# Of a table of positions, that of the first token; the rows before are for padding.
+FIRST_ROW = 2
+# (source tensors, config) -> the stored form
+Apply = Callable[[Sequence[NDArray[Any]], Any], Blocks | NDArray[Any]]
+
+
+def transposed_columns(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
+    """Matrices [out, in] of query, key and value, side by side as [in, out] each."""
+    return [[tensor.T] for tensor in tensors]
+
+
+def heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As transposed_columns, in units of a head, so that heads can be copied to several ranks."""
+    size = config.head_size
+    return [
+        [tensor[head : head + size].T for head in range(0, len(tensor), size)] for tensor in tensors
+    ]
+
+
+def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As heads_side_by_side, where rows of query and key that rotate together are neighbours.
+
+    GPT-J stores the halves of what rotates interleaved; here they follow one another.
+    """
+    query, key, value = tensors
+    turns = config.rotary_size
+
+    def halves(tensor: NDArray[Any]) -> NDArray[Any]:
+        heads = tensor.reshape(-1, config.head_size, *tensor.shape[1:])
+        pairs = heads[:, :turns].reshape(-1, turns // 2, 2, *tensor.shape[1:]).swapaxes(1, 2)
+        first = pairs.reshape(heads[:, :turns].shape)
+        whole: NDArray[Any] = np.concatenate((first, heads[:, turns:]), axis=1)
+        return whole.reshape(tensor.shape)
+
+    return heads_side_by_side((halves(query), halves(key), value), config)
+
+
+def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (block, [queries, values, keys], head, dimension): CodeGen's."""
+    (tensor,) = tensors
+    parts = tensor.reshape(CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:]).swapaxes(0, 1)
+    query, value, key = (part.reshape(-1, *tensor.shape[1:]) for part in parts)
+    return interleaved_heads_side_by_side((query, key, value), config)
+
+
+def part_of_heads(part: int, parts: int) -> Apply:
+    """Rows (head, parts, dimension): one of the parts, in units of a head."""
+
+    def apply(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+        (tensor,) = tensors
+        rows = tensor.reshape(config.num_heads, parts, config.head_size, *tensor.shape[1:])
+        return [[head[part].T for head in rows]]
+
+    return apply
+
+
+def part_of_blocks(part: int, parts: int) -> Apply:
+    """Rows (parts, dimension), such as the halves of a fused gated MLP: one of the parts."""
+
+    def apply(tensors: Sequence[NDArray[Any]], _config: Any) -> Blocks:
+        (tensor,) = tensors
+        return [[tensor.reshape(parts, -1, *tensor.shape[1:])[part].T]]
+
+    return apply
+
+
+def qkv_innermost(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (head, dimension, [query, key, value]): Megatron-LM's checkpoint version 1."""
+    (tensor,) = tensors
+    rows = tensor.reshape(config.num_heads, config.head_size, 3, *tensor.shape[1:])
+    return [[head[:, part].T for head in rows] for part in range(3)]
+
+
+def stacked_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """Vectors as the rows of a matrix."""
+    return np.stack(tensors)
+
+
+def flattened(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """A vector stored with further axes of size 1."""
+    (tensor,) = tensors
+    if max(tensor.shape, default=1) != tensor.size:
+        raise ValueError("it has several axes")
+    return tensor.reshape(-1)
+
+
+def flattened_without_padding(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """A bias of the logits, stored as one row, that keeps the padding token out of every text."""
+    bias = float32(flattened(tensors, config)).copy()
+    bias[config.pad_id] = NEVER
+    return bias
+
+
+def scaled_by_root_hidden(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """Embeddings times sqrt(hidden_size), in float32."""
+    (tensor,) = tensors
+    return float32(tensor) * np.float32(math.sqrt(config.hidden_size))
+
+
+def without_padding_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """A position table of BART or OPT from the row that the first position uses."""
+    (tensor,) = tensors
+    return tensor[FIRST_ROW:]
+
+
+def projected_in(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """An embedding table [V, width] through a projection [hidden, width], in float32."""
+    table, projection = map(float32, tensors)
+    whole: NDArray[Any] = table @ projection.T
+    return whole
+
+
+def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """An output table [V, width] behind a projection [width, hidden], in float32."""
+    table, projection = map(float32, tensors)
+    whole: NDArray[Any] = table @ projection
+    return whole
+
+
+def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The bias [hidden] of a norm that has none."""
+    return np.zeros(config.hidden_size, np.float32)
+
+
+def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The weight [hidden] of a norm that has none."""
+    return np.ones(config.hidden_size, np.float32)
+
+
+def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """A vector [n] as three rows of bfloat16 values that sum to it in float32: [3, n]."""
+    (tensor,) = tensors
+    rest, rows = float32(tensor).reshape(-1), []
+    for _ in range(3):
+        rows.append(widened(converted(rest, BFLOAT16)))
+        rest = rest - rows[-1]
+    return np.stack(rows)
+
+
+def fairseq_sinusoids(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """Positions of XGLM and M2M-100, [max_positions, hidden]; zeros in the padding token's row.
+
+    No checkpoint holds them. Sines fill the first half of the hidden axis and cosines the second;
+    frequencies fall from 1 to about 1/10000 over each half. The numbers are those of transformers
+    to the last bit.
+
+    Computed by torch in float32: the models were trained with what torch makes of them, and its
+    sines are not always the nearest floats. No other export needs torch.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise CheckpointError(
+            problem("the model's positions are computed by torch, which is not installed")
+        ) from error
+    half, rows = config.hidden_size // 2, FIRST_ROW + config.max_positions
+    step = -math.log(10000) / max(half - 1, 1)
+    frequency = torch.exp(torch.arange(half, dtype=torch.float32) * step)
+    angle = torch.arange(rows, dtype=torch.float32)[:, None] * frequency  # [rows, half]
+    table = np.zeros((rows, config.hidden_size), np.float32)
+    table[:, :half] = torch.sin(angle).numpy()
+    table[:, half : 2 * half] = torch.cos(angle).numpy()
+    if config.pad_id is not None and config.pad_id < rows:
+        table[config.pad_id] = 0
+    return table[FIRST_ROW:]
+
+
+def sinusoids(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The same of Marian and Pegasus, computed in float64."""
+    size = config.hidden_size
+    frequency = np.power(10000, 2 * (np.arange(size) // 2) / size)
+    angle = np.arange(config.max_positions)[:, None] / frequency  # [max_positions, hidden]
+    halves = np.sin(angle[:, 0::2]), np.cos(angle[:, 1::2])
+    table: NDArray[Any] = np.concatenate(halves, axis=1).astype(np.float32)
+    return table
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of LAYOUTS.
+
+    sections: how many matrices are stacked along the source's first axis, of each of which a
+              tensor-parallel rank of the source holds a part
+    whole:    every tensor-parallel rank of the source holds the whole tensor, although the
+              target's ranks share it
+    """
+
+    apply: Apply
+    sections: int = 1
+    whole: bool = False
+
+
+def as_is(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    (tensor,) = tensors
+    return tensor
+
+
+def transposed(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """[out, in] -> [in, out]; a bias stays as it is."""
+    (tensor,) = tensors
+    return tensor.T
+
+
+def plus_one(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """A scale that is stored as its distance from one (NeMo's layernorm1p), in float32."""
+    (tensor,) = tensors
+    return float32(tensor) + np.float32(1)
+
+
+def qkv_of_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (head, [query, key, value], dimension): Megatron's since version 3, BLOOM's."""
+    (tensor,) = tensors
+    rows = tensor.reshape(config.num_heads, 3, config.head_size, *tensor.shape[1:])
+    return [[head[part].T for head in rows] for part in range(3)]
+
+
+def qkv_of_groups(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (group, [the group's queries, key, value], dimension): Megatron-LM core's."""
+    (tensor,) = tensors
+    queries = config.num_heads // config.num_kv_heads
+    rows = tensor.reshape(config.num_kv_heads, queries + 2, config.head_size, *tensor.shape[1:])
+    return [
+        [group[head].T for group in rows for head in range(queries)],
+        [group[queries].T for group in rows],
+        [group[queries + 1].T for group in rows],
+    ]
+
+
+def qkv_in_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows ([queries, keys, values], head, dimension): NeMo's megatron_legacy, Phi-3's."""
+    (tensor,) = tensors
+    heads = [head.T for head in tensor.reshape(-1, config.head_size, *tensor.shape[1:])]
+    keys = config.num_heads
+    values = (keys + len(heads)) // 2
+    return [heads[:keys], heads[keys:values], heads[values:]]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "as_is": Layout(as_is),
+    "transposed": Layout(transposed),
+    "plus_one": Layout(plus_one),
+    "first_half": Layout(part_of_blocks(0, 2), sections=2),
+    "second_half": Layout(part_of_blocks(1, 2), sections=2),
+    "qkv_of_heads": Layout(qkv_of_heads),
+    "qkv_of_groups": Layout(qkv_of_groups),
+    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3),
+    "qkv_innermost": Layout(qkv_innermost),
+    "query_of_heads": Layout(part_of_heads(0, 3)),
+    "key_of_heads": Layout(part_of_heads(1, 3)),
+    "value_of_heads": Layout(part_of_heads(2, 3)),
+    "query_in_blocks": Layout(part_of_blocks(0, 3), sections=3),
+    "key_in_blocks": Layout(part_of_blocks(1, 3), sections=3),
+    "value_in_blocks": Layout(part_of_blocks(2, 3), sections=3),
+    "first_of_two_heads": Layout(part_of_heads(0, 2)),
+    "second_of_two_heads": Layout(part_of_heads(1, 2)),
+    "transposed_whole": Layout(transposed, whole=True),
+    "transposed_columns": Layout(transposed_columns),
+    "heads_side_by_side": Layout(heads_side_by_side),
+    "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
+    "codegen_blocks": Layout(codegen_blocks),
+    "flattened": Layout(flattened),
+    "flattened_without_padding": Layout(flattened_without_padding),
+    "stacked_rows": Layout(stacked_rows),
+    "summands": Layout(summands),
+    "scaled_by_root_hidden": Layout(scaled_by_root_hidden),
+    "without_padding_rows": Layout(without_padding_rows),
+    "projected_in": Layout(projected_in),
+    "projected_out": Layout(projected_out),
+    "fairseq_sinusoids": Layout(fairseq_sinusoids),
+    "sinusoids": Layout(sinusoids),
+    "zeros": Layout(zeros),
+    "ones": Layout(ones),
+}

@@ -1,0 +1,393 @@
+"""What an export does, as one task per tensor: settled before anything is written, then written.
+
+Every row of the weight table claims its source tensors. A required row whose tensors are not
+there, a source tensor no row claims, and a shape that does not fit are all reported at once.
+
+Tasks are independent, so that several processes share them. Each process holds one strip of one
+file in memory, and a copy of a tensor only where the source has it in pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
+from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32, plain, widened
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
+from launcher_scripts.checkpoint.layout.progress import Progress
+from launcher_scripts.checkpoint.layout.reshard import Blocks, rank_columns, whole_blocks
+from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
+from launcher_scripts.checkpoint.layout.worker_processes import Take, run_all
+from launcher_scripts.common.errors import CheckpointError, Problems, lookup
+from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
+
+# The dialect of tensors that have the table's own names and are as stored.
+STORED = "stored"
+MAX_PROCESSES = 8
+MIN_BYTES = 128 << 20  # of the files, for which processes are worth their start
+_SHOWN = 20
+_CHUNK = 1 << 20
+
+
+class Change(Protocol):
+    """What learning left for a stored tensor, applied when that is read."""
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks (see reshard.py), changed in float32."""
+        ...
+
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        """What it is made of, by names for errors."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A vector that multiplies a stored tensor: one block of its columns, or its rows.
+
+    block: which block of the columns (see reshard.py); None: the rows
+    """
+
+    vector: SourceTensor
+    block: int | None
+
+    def sources(self) -> Iterable[tuple[str, SourceTensor]]:
+        return [("a vector of IA3", self.vector)]
+
+    def apply(self, blocks: Blocks) -> Blocks:
+        """The blocks, scaled in float32."""
+        values = float32(self.vector.read())
+        if self.block is None:
+            return [[float32(unit) * values[:, None] for unit in block] for block in blocks]
+        scaled, start = [], 0
+        for unit in blocks[self.block]:
+            stop = start + unit.shape[-1]
+            scaled.append(float32(unit) * values[start:stop])
+            start = stop
+        # Columns that stand side by side in one file have one type.
+        return [
+            scaled if number == self.block else [float32(unit) for unit in block]
+            for number, block in enumerate(blocks)
+        ]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One tensor to export: a row of the table, its layer, and the source tensors it is made of.
+
+    keys:    the names of these in the source
+    changes: what learning left for the stored form, in order
+    """
+
+    spec: WeightSpec
+    layer: int | None
+    config: ModelConfig
+    layout: Layout
+    keys: tuple[str, ...]
+    tensors: tuple[SourceTensor, ...]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.spec.tensor_name(self.layer)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def views(self) -> Iterator[NDArray[Any]]:
+        """What the source's files hold of the tensor."""
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                yield piece.values
+
+    def files(self, tp_size: int) -> list[WeightFile]:
+        """The files that it becomes for `tp_size` ranks."""
+        return [WeightFile(self.spec, self.layer, rank) for rank in self.spec.tp_ranks(tp_size)]
+
+    def blocks(self, workspace: Workspace | None = None) -> Blocks:
+        """The stored form, still whole, as views of the source where possible.
+
+        workspace: memory for tensors that the source has in pieces
+        """
+        tensors = enumerate(self.tensors)
+        blocks = self._applied([tensor.read(workspace, f"source {n}") for n, tensor in tensors])
+        for change in self.changes:
+            blocks = change.apply(blocks)
+        return blocks
+
+    def check(self, problems: Problems) -> None:
+        """Note source tensors that are not floats, and a stored form of another shape."""
+        for tensor in self.tensors:
+            if tensor.dtype not in FLOATS:
+                problems.add(f"{self.name} is made of {dtype_name(tensor.dtype)} values")
+                return
+        # The layout is tried on arrays of the same shapes that take no memory.
+        hollow = [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in self.tensors]
+        try:
+            if fits(self._applied(hollow), self.spec, self.config):
+                return
+        except (ValueError, IndexError):
+            pass  # the layout cannot take the shapes apart
+        expected = self.spec.shape_on(self.config, 1)
+        what = "{} has another shape than the hyperparameters say"
+        for key, tensor, shape in self._unfit_blocks(expected):
+            problems.add(what.format(key), got=tensor.shape, choices=[shape])
+        if not self._unfit_blocks(expected):
+            problems.add(
+                what.format(", ".join(self.keys) or self.name),
+                got=[tensor.shape for tensor in self.tensors],
+                choices=[f"what makes {expected}"],
+            )
+
+    def _unfit_blocks(
+        self, expected: tuple[int, ...]
+    ) -> list[tuple[str, SourceTensor, tuple[int, ...]]]:
+        """Name, tensor and right shape of the sources that do not fit, where each is one block."""
+        axes = self.spec.blocks
+        if len(axes) != len(self.tensors):
+            return []
+        shapes = [(int(getattr(self.config, axis)), *reversed(expected[:-1])) for axis in axes]
+        sources = zip(self.keys, self.tensors, shapes, strict=True)
+        return [source for source in sources if source[1].shape != source[2]]
+
+    def _applied(self, values: Sequence[NDArray[Any]]) -> Blocks:
+        return stored_blocks(self.layout, values, self.spec, self.config)
+
+
+def stored_blocks(
+    layout: Layout, values: Sequence[NDArray[Any]], spec: WeightSpec, config: ModelConfig
+) -> Blocks:
+    """The stored form of the source tensors of one row, which lie as `layout` says."""
+    result = layout.apply(values, config)
+    return whole_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
+
+
+def fits(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
+    """True if the blocks are the row's, each of its own size along the last axis and of the row's
+    sizes along the others: nothing is repeated to fill a row.
+
+    Raises IndexError for a block that has no axis.
+    """
+    expected = spec.shape_on(config, 1)
+    sizes = [sum(unit.shape[-1] for unit in block) for block in blocks]
+    sides = {unit.shape[:-1] for block in blocks for unit in block}
+    if spec.blocks and sizes != [int(getattr(config, axis)) for axis in spec.blocks]:
+        return False
+    return sides == {expected[:-1]} and sum(sizes) == expected[-1]
+
+
+def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:
+    """One task per tensor to write.
+
+    origin: what the checkpoint is, for errors
+    Raises CheckpointError with every tensor that is missing, unclaimed or of a wrong shape.
+    """
+    specs = list(specs)
+    names = checkpoint.names()
+    problems = Problems(origin)
+    _note_impossible_depth(specs, checkpoint.config, names, problems)
+    tasks: list[Task] = []
+    claimed: set[str] = set()
+    unread: list[str] = []
+    for spec in specs:
+        source = source_of(spec, checkpoint.dialects)
+        if source is None:
+            unread += [spec.name] if spec.required else []
+            continue
+        for layer in spec.layer_numbers(checkpoint.config):
+            task, keys = _task(checkpoint, spec, layer, source, problems)
+            claimed.update(keys)
+            if task is not None:
+                task.check(problems)
+                tasks.append(task)
+    for name in unread:
+        problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
+    unclaimed = sorted({checkpoint.stored_name(name) for name in names - claimed})
+    problems.add_first(
+        [f"{name} is a tensor this model should not have" for name in unclaimed], _SHOWN
+    )
+    problems.raise_if_any(CheckpointError)
+    return tasks
+
+
+def _note_impossible_depth(
+    specs: Sequence[WeightSpec], config: ModelConfig, names: set[str], problems: Problems
+) -> None:
+    """Raise at once where there are fewer tensors than layers: a list of all that is missing
+    would fill the memory."""
+    for key in {spec.layers for spec in specs if spec.per_layer}:
+        if getattr(config, key) > len(names):
+            problems.add(
+                f"{key} is more than there are tensors",
+                got=getattr(config, key),
+                choices=[f"at most {len(names)}"],
+            )
+    problems.raise_if_any(CheckpointError)
+
+
+def source_of(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
+    """Where a row finds its tensors: the first of the dialects that says so."""
+    if STORED in dialects:
+        return Source((spec.name,))
+    return next((spec.sources[name] for name in dialects if name in spec.sources), None)
+
+
+def _task(
+    checkpoint: SourceCheckpoint,
+    spec: WeightSpec,
+    layer: int | None,
+    source: Source,
+    problems: Problems,
+) -> tuple[Task | None, list[str]]:
+    layout = lookup(LAYOUTS, source.layout, "layout")
+    keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
+    stored = tuple(checkpoint.stored_name(key) for key in keys)
+    found = []
+    for key in keys:
+        try:
+            partition = Partition.REPLICATED if layout.whole else spec.partition
+            found.append(checkpoint.find(key, partition, layout.sections))
+        except CheckpointError as error:
+            problems.add(f"{key}: {error}")
+            return None, keys
+    missing = [name for name, tensor in zip(stored, found, strict=True) if tensor is None]
+    if missing and (spec.required or len(missing) < len(keys)):
+        problems.add(f"{', '.join(missing)} is missing")
+    if missing:
+        return None, keys
+    tensors = tuple(tensor for tensor in found if tensor is not None)
+    return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
+
+
+def write_all(
+    tasks: Sequence[Task],
+    writer: FTWriter,
+    archive: Archive,
+    progress: Progress,
+    settings: ExportSettings,
+) -> dict[str, UnfitValues]:
+    """Largest tensors first, in no more processes than there are processors, or help.
+
+    Returns by name what is wrong with the tensors whose values cannot be written.
+    """
+    ordered = sorted(tasks, key=lambda task: task.nbytes, reverse=True)
+    work = _Work(writer, archive, allow_nonfinite=settings.allow_nonfinite)
+    unfit: dict[str, UnfitValues] = {}
+
+    def take(found: FileEntry | _Unfit | int) -> None:
+        if isinstance(found, _Unfit):
+            unfit[found.name] = found.error
+        elif isinstance(found, FileEntry):
+            writer.add(found)
+            progress.add(found.bytes)
+        else:
+            progress.add(found)
+
+    count = min(settings.processes, MAX_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    # Also one process alone: a read beyond the end of a file that was cut ends it, not this one.
+    run_all(ordered, work.run, take, 0 if progress.total < MIN_BYTES else count)
+    return unfit
+
+
+@dataclass(frozen=True)
+class _Unfit:
+    """A tensor whose values cannot be written."""
+
+    name: str
+    error: UnfitValues
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one process after the other takes a task of."""
+
+    writer: FTWriter
+    archive: Archive
+    allow_nonfinite: bool
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def run(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
+        """Write a tensor's files; `take` gets each, and the bytes of those that are there."""
+        try:
+            self._write(task, take)
+        except UnfitValues as error:
+            take(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
+        for values in task.views():
+            self.archive.check_size(values)
+            self.archive.forget(values)
+
+    def _write(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
+        spec, writer = task.spec, self.writer
+        files = task.files(writer.tp_size)
+        missing = [file for file in files if not writer.holds(file)]
+        shape = spec.shape_on(task.config, writer.tp_size)
+        take(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))
+        if not missing:
+            return
+        for values in task.views():
+            self.archive.check(values, task.name)
+        blocks = task.blocks(self.workspace)
+        for file in missing:
+            columns = rank_columns(spec, task.config, writer.tp_size, file.tp_rank, blocks)
+            pieces = strips(
+                columns,
+                writer.dtype,
+                task.name,
+                self.workspace,
+                allow_nonfinite=self.allow_nonfinite,
+            )
+            take(writer.write_file(file, pieces))
+
+
+def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
+    """Raise one CheckpointError for all of `unfit`, if there are any.
+
+    unfit:  name of a task -> what is wrong with its values
+    origin: what the tasks are of
+    """
+    lines: dict[str, str | None] = {}  # with the key to change; a tensor may have several tasks
+    for task in tasks:
+        error = unfit.get(task.name)
+        found = list(_nonfinite(task)) if isinstance(error, NonfiniteValues) else []
+        lines |= dict.fromkeys(found, "export.model.allow_nonfinite")
+        if error is not None and not found:
+            lines[str(error)] = None
+    problems = Problems(origin)
+    for line, change in list(lines.items())[:_SHOWN]:
+        problems.add(line, change=change)
+    if len(lines) > _SHOWN:
+        problems.add(f"and {len(lines) - _SHOWN} more tensors")
+    problems.raise_if_any(CheckpointError)
+
+
+def _nonfinite(task: Task) -> Iterator[str]:
+    """A line per source tensor with values that are NaN or infinite; none if they become so."""
+    changed = [source for change in task.changes for source in change.sources()]
+    for key, tensor in [*zip(task.keys, task.tensors, strict=True), *changed]:
+        values = tensor.read()
+        if count := _count(values):
+            yield f"{key} has {count} NaN or infinite values of {values.size}"
+
+
+def _count(values: NDArray[Any]) -> int:
+    """How many are not finite; only a part of them is copied at a time."""
+    rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
+    step = max(_CHUNK // max(rows.shape[1], 1), 1)
+    count = 0
+    for first in range(0, len(rows), step):
+        part = np.ascontiguousarray(rows[first : first + step]).view(values.dtype)
+        count += part.size - int(np.isfinite(widened(part)).sum())
+    return count

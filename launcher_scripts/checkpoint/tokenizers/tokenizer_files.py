@@ -1,0 +1,343 @@
+"""The tokenizer that goes with an exported checkpoint: its files, and its start, end and pad ids.
+
+The checkpoint's own files lie in its archive, where model_config.yaml names them. NeMo's
+resharding script loses them, so a configuration can name others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.tokenizers.huggingface_tokenizers import ADDED_TOKENS
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import (
+    ADVICE,
+    ARTIFACT,
+    COMPANIONS,
+    KEY,
+    ROLES,
+    SOURCE_SETS,
+    find_name,
+    named_files,
+)
+from launcher_scripts.checkpoint.tokenizers.text_probe import (
+    check_templates,
+    loaded_tokenizer,
+    probed_tokenizer,
+    unified_files,
+)
+from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.tokenizer import (
+    CHAT_TEMPLATE_FILES,
+    COMPANION_FILES,
+    GENERATION_FILE,
+    OPTIONAL_FILES,
+    Tokenizer,
+    chat_templates,
+)
+from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.config.settings import TokenizerSettings
+
+_LISTED = 8  # tokens in a note
+_TEMPLATE_FOLDER = "additional_chat_templates/"
+# All but that of an mBART.
+_PLAIN_SETS, FAIRSEQ_SETS = SOURCE_SETS[:-1], SOURCE_SETS[-1:]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Special ids; None where there is no such token."""
+
+    start_id: int | None
+    end_id: int | None
+    pad_id: int | None
+
+
+# What a checkpoint may know better than its tokenizer: which ids the model was trained with.
+TokenRule = Callable[[Tokenizer], TokenIds]
+# (value in the configuration, what such a file is usually called) -> name and content
+Find = Callable[[str, str], tuple[str, bytes] | None]
+
+
+def collect(
+    settings: TokenizerSettings, own_files: Callable[[], dict[str, bytes]]
+) -> dict[str, bytes]:
+    """Exported name -> content of the tokenizer's files; {} for `none`.
+
+    own_files: gives those of the checkpoint
+    Raises CheckpointError, naming the key that helps, when the files are not to be had.
+    """
+    if settings.source == "none":
+        return {}
+    return _named_files(settings) if settings.source == "files" else own_files()
+
+
+def with_token_ids(
+    config: Any,
+    settings: TokenizerSettings,
+    files: Mapping[str, bytes],
+    *,
+    known: bool = False,
+    rule: TokenRule | None = None,
+) -> Any:
+    """`config` with the tokenizer's start, end and pad ids, or those the settings say.
+
+    Without a tokenizer the defaults stay, which are GPT-2's as in FasterTransformer's converter.
+    A tokenizer without a start token starts with its end token, as GPT-2's does.
+
+    known: config has the model's own ids, and only the settings may change them
+    rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
+    Raises CheckpointError for a tokenizer that does not fit the model.
+    """
+    tokenizer = _probed(files) if files else None
+    said = None
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config.vocab_size)
+    if tokenizer is not None and not known:
+        said = (rule or own_ids)(tokenizer)
+    own = said or TokenIds(None, None, None)
+    end_id = _first(settings.end_id, own.end_id)
+    start_id = _first(settings.start_id, own.start_id, None if known else end_id)
+    if said is not None and end_id is None:
+        raise CheckpointError(
+            problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
+        )
+    return dataclasses.replace(
+        config,
+        start_id=_first(start_id, config.start_id),
+        end_id=_first(end_id, config.end_id),
+        pad_id=_first(settings.pad_id, own.pad_id, config.pad_id),
+    )
+
+
+def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Notes on what a tokenizer does not bring along; () for a model without one.
+
+    Raises CheckpointError for files that are damaged.
+    """
+    if not files:
+        return ()
+    try:
+        templates = chat_templates(files)
+        parse_json(files.get(GENERATION_FILE, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer's files are damaged: {error}") from error
+    check_templates(templates)
+    missing = {"chat template": not templates, GENERATION_FILE: GENERATION_FILE not in files}
+    return tuple(f"the checkpoint has no {name}" for name, there in missing.items() if there)
+
+
+def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> dict[str, bytes]:
+    """`files` with the chat templates of a subfolder, in tokenizer_config.json.
+
+    An exported folder has no subfolders. transformers reads the list there as well, but only
+    without a chat_template.jinja, whose content moves there.
+    """
+    names = [name for name in archive.names() if name.startswith(folder)]
+    further = {
+        PurePosixPath(name).stem: archive.read(name).decode("utf-8")
+        for name in names
+        if name.endswith(".jinja")
+    }
+    if not further:
+        return files
+    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    templates = chat_templates(files) | further
+    said["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    content = json.dumps(said, ensure_ascii=False, indent=2).encode()
+    kept = {name: files[name] for name in files if name not in CHAT_TEMPLATE_FILES}
+    return kept | {OPTIONAL_FILES[1]: content}
+
+
+def with_class(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """`files` with a tokenizer_class in tokenizer_config.json, which the first checkpoints lack."""
+    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    content = json.dumps({"tokenizer_class": name, **said}, ensure_ascii=False, indent=2).encode()
+    return files | {OPTIONAL_FILES[1]: content}
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int) -> None:
+    """Refuse a tokenizer that cuts texts into ids that the model has no row for.
+
+    Added tokens may have such ids: a prompt that contains one is refused when it comes. Rows
+    without a token are padding.
+
+    rows: of the embedding table
+    """
+    beyond = range(rows, tokenizer.vocab_size)
+    if not all(map(tokenizer.is_added, beyond)):
+        raise CheckpointError(
+            problem(
+                f"the tokenizer has more tokens than the model's {rows}",
+                got=tokenizer.vocab_size,
+                change=ADVICE,
+            )
+        )
+
+
+def tokens_beyond(files: Mapping[str, bytes], rows: int) -> tuple[str, ...]:
+    """A note on the tokens that the model has no row for; () without such.
+
+    files: as with_token_ids has checked them;  rows: of the embedding table
+    """
+    tokenizer = loaded_tokenizer(files) if files else None
+    beyond = () if tokenizer is None else range(rows, tokenizer.vocab_size)
+    if tokenizer is None or not beyond:
+        return ()
+    names = [tokenizer.token_bytes(token).decode(errors="replace") for token in beyond[:_LISTED]]
+    more = f" and {len(beyond) - _LISTED} more" if len(beyond) > _LISTED else ""
+    return (
+        f"the model has no row for the tokens {', '.join(names)}{more} (ids from {rows} on): "
+        "a prompt that contains one is refused",
+    )
+
+
+def own_ids(tokenizer: Tokenizer) -> TokenIds:
+    return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
+
+
+def _first(*values: int | None) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _probed(files: Mapping[str, bytes]) -> Tokenizer:
+    tokenizer = probed_tokenizer(files)
+    if not tokenizer.vocab_size:
+        raise CheckpointError(
+            problem("the tokenizer has no tokens", got=sorted(files), change=ADVICE)
+        )
+    return tokenizer
+
+
+def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
+    problems = Problems("the tokenizer's files")
+    files: dict[str, bytes] = {}
+    for role, (stem, _) in ROLES.items():
+        name = getattr(settings, role)
+        if not name:
+            continue
+        path = Path(name)
+        try:
+            files[stem + path.suffix] = read_plain(path)
+        except OSError as error:
+            problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
+            continue
+        for companion in (*COMPANION_FILES, ADDED_TOKENS):
+            beside = path.with_name(companion)
+            if beside.is_file():
+                files[companion] = read_plain(beside)
+    if not files and not problems.messages:
+        problems.add("no file is named", change=ADVICE)
+    problems.raise_if_any(CheckpointError)
+    if "tokenizer.json" in files or b'"tokenizer_class"' in files.get(OPTIONAL_FILES[1], b""):
+        return unified_files(files, {})
+    # NeMo and Megatron-LM read these files alone.
+    return {name: files[name] for name in files if name not in (*OPTIONAL_FILES, ADDED_TOKENS)}
+
+
+def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, bytes]:
+    """The files that section `tokenizer` names, with chat template and generation defaults.
+
+    raw:    model_config.yaml
+    origin: the checkpoint, for errors
+    find:   gets such a file, see archived and beside
+    """
+    files = {
+        ROLES[role][0] + PurePosixPath(name).suffix: content
+        for role, (name, content) in named_files(raw, origin, find).items()
+    }
+    section = raw["tokenizer"]
+    for key, name in COMPANIONS.items():
+        value = section.get(key)
+        if isinstance(value, str) and value.startswith(ARTIFACT):
+            files[name] = _companion(value, f"tokenizer.{key} of {origin}", find)
+        elif isinstance(value, str) and name in CHAT_TEMPLATE_FILES:
+            files[name] = value.encode()  # NeMo's own key holds the text itself
+    special = section.get("special_tokens")
+    if "tokenizer.json" in files and isinstance(special, dict):
+        files[OPTIONAL_FILES[0]] = json.dumps(special).encode()
+    return unified_files(files, {}) if "tokenizer.json" in files else files
+
+
+def _companion(value: str, key: str, find: Find) -> bytes:
+    """The content of an artifact. Raises CheckpointError where it is lost."""
+    found = find(value, PurePosixPath(value.removeprefix(ARTIFACT)).name)
+    if found is None:
+        raise CheckpointError(problem(f"{key} names a file that is not there", got=value))
+    return found[1]
+
+
+def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str, bytes] | None:
+    """The member below `root` meant by `value`, lost ones by their kind: name and content.
+
+    Never a file outside of the archive.
+    """
+    names = [name.removeprefix(root) for name in archive.names() if name.startswith(root)]
+    name = find_name(names, value, pattern)
+    return None if name is None else (root + name, archive.read(root + name))
+
+
+def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
+    """The file that a training's hyperparameters in `folder` name: where it was, or beside them."""
+    for path in (folder / value, folder / PurePosixPath(value).name):
+        if path.is_file():
+            return path.name, path.read_bytes()
+    return None
+
+
+def has_plain(archive: Archive, root: str) -> bool:
+    """Whether plain_files finds a tokenizer in that folder."""
+    names = archive.names()
+    return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
+
+
+def _refuse_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError for a pipe, a device or a broken link where a file would be read."""
+    problems = Problems(f"the tokenizer's files in {archive.path}")
+    for name in sorted({*names, *COMPANION_FILES, ADDED_TOKENS}):
+        path = archive.path / root / name
+        if archive.path.is_dir() and os.path.lexists(path) and not path.is_file():
+            problems.add(f"{root}{name} is not a plain file")
+    problems.raise_if_any(CheckpointError)
+
+
+def plain_files(
+    archive: Archive,
+    root: str = "",
+    more: Sequence[Mapping[str, str]] = (),
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, bytes]:
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`.
+
+    Where they name the tokenizer's class, or transformers chooses it, they become one file.
+
+    more:   sets that the model may have, too
+    config: config.json; None for a folder that has none
+    """
+    names, sets = archive.names(), (*_PLAIN_SETS, *more)
+    _refuse_special_files(archive, root, {name for wanted in sets for name in wanted})
+    for wanted in sets:
+        if all(root + name in names for name in wanted):
+            files = {exported: archive.read(root + name) for name, exported in wanted.items()}
+            usual = (*COMPANION_FILES, ADDED_TOKENS)
+            companions = [name for name in usual if root + name in names]
+            files |= {name: archive.read(root + name) for name in companions}
+            files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
+            whole = config is not None or OPTIONAL_FILES[1] in files
+            return unified_files(files, config or {}) if whole else files
+    foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
+    there = f"; {', '.join(foreign)} must be converted first" if foreign else ""
+    raise CheckpointError(
+        problem(
+            f"{archive.path} holds no tokenizer{there}",
+            choices=[" + ".join(wanted) for wanted in sets],
+            change=ADVICE,
+        )
+    )

@@ -1,0 +1,120 @@
+"""Proof of an export: every tensor is rebuilt from its files and compared with the source."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, WeightFile
+from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, DIGESTS, file_digest
+from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.layout.reshard import rank_columns
+from launcher_scripts.checkpoint.layout.streaming import strips
+from launcher_scripts.checkpoint.layout.tasks import Task
+from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.models.family import Partition, WeightSpec
+
+
+def verify_export(folder: Path, tasks: Sequence[Task], processes: int) -> None:
+    """Compare `folder` with what `tasks` read from the source, bit by bit.
+
+    Raises CheckpointError with every tensor that differs, and for what FTCheckpoint.open refuses.
+    """
+    checkpoint = FTCheckpoint.open(folder)
+    problems = Problems(f"the exported checkpoint {folder}")
+    workers = min(processes, len(os.sched_getaffinity(0)))
+    own = threading.local()
+
+    def start() -> None:
+        own.workspace = Workspace()
+
+    def same(task: Task) -> bool:
+        return _same(checkpoint, task, own.workspace)
+
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
+        for task, sound in zip(tasks, pool.map(same, tasks), strict=True):
+            if not sound:
+                problems.add(f"{task.name} is not what the source holds")
+    problems.raise_if_any(CheckpointError)
+
+
+def altered_files(
+    checkpoint: FTCheckpoint, tasks: Sequence[Task]
+) -> list[tuple[WeightFile, WeightFile | None]]:
+    """The files that are not what `tasks` read from the source, each with the one whose content
+    it has; None: that of none.
+    """
+    expected: dict[str, tuple[WeightFile, str]] = {}
+    workspace = Workspace()
+    for task in tasks:
+        blocks = task.blocks(workspace)
+        for file in task.files(checkpoint.tp_size):
+            columns = rank_columns(task.spec, task.config, checkpoint.tp_size, file.tp_rank, blocks)
+            digest = DIGESTS[ALGORITHM]()
+            for strip in strips(
+                columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True
+            ):
+                digest.update(np.ascontiguousarray(strip).reshape(-1).view(np.uint8).data)
+            expected[file.name] = (file, digest.hexdigest())
+    owners = {digest: file for file, digest in expected.values()}
+    altered = []
+    for name, (file, right) in expected.items():
+        found = file_digest(checkpoint.folder / name)
+        if found != right:
+            altered.append((file, owners.get(found)))
+    return altered
+
+
+def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any] | None:
+    """One whole stored tensor of an exported folder; None when copies of a head differ."""
+    config, tp_size = checkpoint.config, checkpoint.tp_size
+    if not spec.partition.per_rank:
+        return checkpoint.read(spec, layer)
+    ranks = [checkpoint.read(spec, layer, rank) for rank in range(tp_size)]
+    if spec.partition is Partition.ROW_PARALLEL:
+        rows: NDArray[Any] = np.concatenate([rank.view(_bits(rank)) for rank in ranks])
+        return rows.view(checkpoint.dtype)
+    blocks, start = [], 0
+    for axis in spec.blocks or spec.shape[-1:]:
+        stop = start + config.local_size(axis, tp_size)
+        parts = [rank.view(_bits(rank))[..., start:stop] for rank in ranks]
+        whole = np.concatenate(parts, axis=-1)
+        start = stop
+        copies = whole.shape[-1] // int(getattr(config, axis))
+        if copies > 1:
+            size = int(getattr(config, "head_size", 1))
+            heads = whole.reshape(*whole.shape[:-1], -1, copies, size)
+            if not (heads == heads[..., :1, :]).all():
+                return None
+            whole = heads[..., 0, :].reshape(*whole.shape[:-1], -1)
+        blocks.append(whole)
+    return np.ascontiguousarray(np.concatenate(blocks, axis=-1)).view(checkpoint.dtype)
+
+
+def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
+    """Whether the rebuilt tensor has the bits that the source's values become."""
+    found = rebuilt(checkpoint, task.spec, task.layer)
+    if found is None:
+        return False
+    data = found.reshape(-1).view(np.uint8)
+    columns = [unit for block in task.blocks(workspace) for unit in block]
+    at = 0
+    pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)
+    for strip in pieces:
+        expected = strip.reshape(-1).view(np.uint8)
+        if not np.array_equal(data[at : at + expected.size], expected):
+            return False
+        at += expected.size
+    return at == data.size
+
+
+def _bits(values: NDArray[Any]) -> np.dtype[Any]:
+    """An integer type of the same width: bfloat16's own type knows no arithmetic."""
+    return np.dtype(f"<u{values.itemsize}")

@@ -1,0 +1,159 @@
+"""Keys and values of every row in flight: one pool of tokens, planned when the model is loaded.
+
+A row owns an extent, a run of consecutive tokens. So memory use is known at load, and long and
+short rows share the pool; a row that finds no room waits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.engine.messages.plan import Copy, Move
+from launcher_scripts.kernels.operands import Heads, LayerCache
+
+COPIED_TOKENS = 4096
+
+
+class ExtentAllocator:
+    """First-fit allocation of extents among `capacity` tokens; neighbours merge when freed."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = [(0, capacity)] if capacity else []  # (start, length), ascending
+
+    @property
+    def free_tokens(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def allocate(self, length: int) -> int | None:
+        """Start of a free extent, now taken; None when no gap is long enough."""
+        for position, (start, gap) in enumerate(self._free):
+            if gap >= length:
+                rest = (start + length, gap - length)
+                self._free[position : position + 1] = [rest] if rest[1] else []
+                return start
+        return None
+
+    def take(self, start: int, length: int) -> bool:
+        """Take the `length` tokens from `start` on, if all of them are free."""
+        position = bisect.bisect(self._free, (start, self.capacity)) - 1
+        if position < 0:
+            return False
+        first, gap = self._free[position]
+        before, behind = start - first, first + gap - (start + length)
+        if behind < 0:
+            return False
+        rest = ((first, before), (start + length, behind))
+        self._free[position : position + 1] = [each for each in rest if each[1]]
+        return True
+
+    def free(self, start: int, length: int) -> None:
+        """Give an extent back."""
+        position = bisect.bisect(self._free, (start, 0))
+        self._free.insert(position, (start, length))
+        for left in (position, position - 1):
+            if 0 <= left < len(self._free) - 1:
+                (first, size), (second, more) = self._free[left : left + 2]
+                if first + size == second:
+                    self._free[left : left + 2] = [(first, size + more)]
+
+    def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
+        """Which extents go where, front to back, so that a gap of `length` tokens is left.
+
+        movable: start -> tokens of the extents that may move. Of all gaps that can be gathered the
+        one for which fewest tokens move; None where there is none.
+        """
+        gaps = dict(self._free)
+        best: list[int] | None = None
+        first, fewest = 0, self.capacity + 1
+        for start in gaps:
+            place, room, moved, passed = start, 0, 0, []
+            while room < length and moved < fewest:
+                if place in gaps:
+                    room, place = room + gaps[place], place + gaps[place]
+                elif place in movable:
+                    passed.append(place)
+                    moved, place = moved + movable[place], place + movable[place]
+                else:
+                    break
+            if room >= length and moved < fewest:
+                first, fewest, best = start, moved, passed
+        if best is None:
+            return None
+        places = itertools.accumulate((movable[each] for each in best), initial=first)
+        return list(zip(best, places, strict=False))
+
+
+class KVCache:
+    """The pools of one rank's layers, and the ids of the tokens they hold.
+
+    One more token than `capacity` is kept as a place where padding rows of a step may write.
+    pool: [layers, 2, heads, capacity + 1, head size], what all of them are views of
+    dtype: of keys and values;  token_bytes: what one token takes of them
+    rows: the most rows of a step, with its padding
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        heads: Heads,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int = 1,
+    ) -> None:
+        self.capacity = capacity
+        self.token_bytes = bytes_per_token(layers, heads, dtype)
+        arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
+        shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
+        self.pool = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = {
+            layer: LayerCache(key_value[0], key_value[1], arrivals)
+            for layer, key_value in zip(layers, self.pool, strict=True)
+        }
+        self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+
+    @property
+    def scratch(self) -> int:
+        """The token that belongs to no row."""
+        return self.capacity
+
+    def shift(self, moves: Sequence[Move]) -> None:
+        """Bring what sessions still attend to to the front of their extents."""
+        self.copy_runs(Copy(move.start + move.by, move.start, move.count) for move in moves)
+
+    def copy_runs(self, copies: Iterable[Copy]) -> None:
+        """Copy runs of tokens, one after the other; a run may overlap what lies before it."""
+        for run in copies:
+            for first in range(0, run.count, COPIED_TOKENS):
+                some = min(COPIED_TOKENS, run.count - first)
+                overlaps = run.source - some < run.target < run.source
+                for pool in (self.pool.movedim(3, 0), self.ids):
+                    read = pool[run.source + first :][:some]
+                    pool[run.target + first :][:some] = read.clone() if overlaps else read
+
+
+def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:
+    """Bytes that one token takes in all layers of a rank, keys and values."""
+    return len(layers) * 2 * heads.num_kv_heads * heads.head_size * dtype.itemsize
+
+
+def plan_capacity(wanted: int, token_bytes: int, memory: int) -> int:
+    """How many tokens the pool holds: as many as wanted, as far as `memory` bytes reach."""
+    return max(0, min(wanted, memory // max(token_bytes, 1)))
+
+
+def available_memory(device: torch.device, share: float) -> int:
+    """Bytes that the cache may take: `share` of what the device has free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * share)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(int(fields["MemAvailable"].split()[0]) * 1024 * share)

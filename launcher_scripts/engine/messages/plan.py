@@ -1,0 +1,311 @@
+"""What rank 0 decides and every rank carries out: one plan per step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.messages.message import Message, Record
+from launcher_scripts.kernels.operands import MAX_LISTED
+
+# The last row of every IA3 table: factors of one, for rows without a task.
+NO_TASK = -1
+# A row's prompt table: the number of a loaded one, or one of its own, [virtual tokens, hidden].
+Prompt = int | Tensor
+
+
+class Choice(IntEnum):
+    """How the rows of a step choose their tokens; what one of them needs is done for all.
+
+    GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
+    PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
+    EAGER: outside of CUDA graphs, which leave logits: rows with a grammar, with lists that are too
+    long for their columns, or with the model's log-probabilities; and beam searches, but for steps
+    of nothing else (see MixedBatch.alone)
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    PROCESSED = 2
+    EAGER = 3
+
+
+class RowStart(Record, frozen=True, dict=True):
+    """A row that joins: its place and everything that decides its tokens.
+
+    slot:   index of the row's state on the device
+    start:  first cache token of the row's prompt and what it generates
+    ids:    prompt, never empty (an empty one has become the start token); of a model with an
+            encoder what the decoder is given
+    request: what the row asks for and how it chooses its tokens, without what other fields
+            have: its ids, its grammar and its own prompt table
+    source: what the encoder reads, if there is one; its cache tokens lie right before `start`
+    prompt_embedding: [virtual tokens, hidden], the row's own table
+    beams:  slots of the hypotheses of a beam search, `slot` first; none without one
+    guided: a mask of what may come is set for each of the row's tokens
+    stride: most cache tokens of each hypothesis; several lie one after the other from `start` on
+    generated: how many of the ids, the last ones, the row has generated in a place it had before
+    past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
+            it that are no longer there
+    window: how many of the last tokens attention covers; 0: all
+    general: whether the row needs the general path, for its window or for IA3
+    """
+
+    slot: int
+    start: int
+    ids: tuple[int, ...]
+    end_id: int
+    request: GenerateRequest = GenerateRequest((), 0)
+    guided: bool = False
+    source: tuple[int, ...] = ()
+    prompt_embedding: Tensor | None = None
+    beams: tuple[int, ...] = ()
+    stride: int = 0
+    generated: int = 0
+    past: int = 0
+    dropped: int = 0
+    window: int = 0
+    general: bool = False
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """The table of the row's virtual tokens, which are negative ids: its own wins over the
+        number of a loaded one.
+        """
+        return self.request.prompt_task if self.prompt_embedding is None else self.prompt_embedding
+
+    @property
+    def ia3_task(self) -> int:
+        return NO_TASK if self.request.ia3_task is None else self.request.ia3_task
+
+    @property
+    def lora_adapter(self) -> int:
+        return NO_TASK if self.request.lora_adapter is None else self.request.lora_adapter
+
+    @cached_property
+    def fits_columns(self) -> bool:
+        """Whether the columns of row_state.py have room for the row's lists."""
+        words = sum(map(len, self.request.bad_words))
+        return max(words, len(self.request.logit_bias)) <= MAX_LISTED
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The simplest way in which the row can choose its tokens."""
+        request, sampling = self.request, self.request.sampling
+        if self.beams or self.guided or request.num_log_probs >= 0 or not self.fits_columns:
+            return Choice.EAGER
+        lists = request.bad_words or request.logit_bias
+        if lists or sampling.penalizes or sampling.min_length or sampling.no_repeat_ngram_size:
+            return Choice.PROCESSED
+        draws = sampling.top_k > 1 or (sampling.top_k == 0 and sampling.top_p > 0)
+        return Choice.SAMPLED if draws or request.return_log_probs else Choice.GREEDY
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Slot and first cache token of the row, or of every hypothesis."""
+        slots = self.beams or (self.slot,)
+        return tuple((slot, self.start + self.stride * beam) for beam, slot in enumerate(slots))
+
+    @property
+    def source_start(self) -> int:
+        return self.start - len(self.source)
+
+    @property
+    def prompt_end(self) -> int:
+        """The position after the prompt."""
+        return self.dropped + self.past + len(self.ids)
+
+    @property
+    def most(self) -> int:
+        """How many positions the row may come to have."""
+        return self.dropped + self.past + self.stride
+
+
+class PrefillPart(Record, frozen=True):
+    """The next `count` prompt tokens of a row, after `past` that the cache already holds."""
+
+    slot: int
+    past: int
+    count: int
+
+
+class Draft(Record, frozen=True):
+    """Tokens of a row that run in one pass: its last one, and those that may follow it.
+
+    past:     cache tokens of the row before them
+    ids:      those that are known when the step is planned
+    proposed: how many more follow, which the row's proposal in the same step brings
+    """
+
+    slot: int
+    past: int
+    ids: tuple[int, ...]
+    proposed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many run."""
+        return len(self.ids) + self.proposed
+
+    @property
+    def foretold(self) -> int:
+        """How many may follow the last one."""
+        return self.tokens - 1
+
+
+class Proposal(Record, frozen=True):
+    """What the draft model does for a row: it reads on, and proposes `count` tokens behind that.
+
+    past: tokens of the row in the draft model's cache, at the places that they have in the model's
+    ids:  the row's tokens behind them, never empty
+    """
+
+    slot: int
+    past: int
+    ids: tuple[int, ...]
+    count: int
+
+
+class Move(Record, frozen=True):
+    """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
+
+    slot: the row that runs, if one does;  start: the extent's first cache token
+    """
+
+    slot: int
+    start: int
+    by: int
+    count: int
+
+
+class Copy(Record, frozen=True):
+    """`count` tokens go from `source` to `target`: a row moves, or begins as another text."""
+
+    source: int
+    target: int
+    count: int
+
+
+class Place(Record, frozen=True):
+    """The cache token from which a row that runs has its tokens now."""
+
+    slot: int
+    start: int
+
+
+class TokenMask(NamedTuple):
+    """Which ids may come next in a guided row; words as Guide.mask gives them."""
+
+    slot: int
+    words: bytes
+
+
+class Bounds(NamedTuple):
+    """The most cache tokens of any row in a step.
+
+    own:    prompt and generated tokens, the new one included
+    source: the encoder's input; 0 without an encoder
+
+    general: whether the step takes the general path, for rows that ask for it
+    lora:    whether any row has a LoRA adapter
+    """
+
+    own: int = 0
+    source: int = 0
+    general: bool = False
+    lora: bool = False
+
+
+class StepShape(Record, frozen=True):
+    """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
+    (see graphs.py), and how the rows choose their tokens.
+
+    prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
+            there is an encoder, of its pass over one input (see encode_step.py)
+    decoding: of a pass over prompts, how many rows decode in it
+    lora:   whether any row has a LoRA adapter
+    draft_model: whether it is a step of the draft model
+    """
+
+    rows: int
+    own: int
+    source: int
+    choice: Choice
+    prompt: int = 0
+    decoding: int = 0
+    lora: bool = False
+    draft_model: bool = False
+
+
+class Plan(Message, frozen=True):
+    """One step: rows that join, that are encoded, whose prompts run on, that run one token further,
+    or with a draft of several.
+
+    beams are the first slots of the beam searches of which every hypothesis runs one token further,
+    beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
+    between hypotheses of the searches that go on after the step. moves come before everything else,
+    then the copies, in order: one may write where one before it has read. places are those of the
+    rows that have moved.
+    apart: rows that run one token further, too, but by the general path (see RowStart.general).
+    lora: whether any row that runs one token further has a LoRA adapter. longest and
+    longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
+    included; and those of the encoder's input, where there is one.
+
+    masks: of the guided rows that get a token in the step. proposals: of the draft model, in the
+    order of the drafts that they bring tokens for; those that bring none only read.
+
+    record: decode steps that are recorded for later; such a plan has nothing else.
+
+    under_way: how many of the steps before this one may still be on their way through the pipeline
+    stages when it begins; none of its rows gets a token in those.
+    """
+
+    starts: tuple[RowStart, ...] = ()
+    encode: tuple[int, ...] = ()
+    prefill: tuple[PrefillPart, ...] = ()
+    decode: tuple[int, ...] = ()
+    apart: tuple[int, ...] = ()
+    drafts: tuple[Draft, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+    beams: tuple[int, ...] = ()
+    reorder: int = 0
+    longest: int = 0
+    longest_source: int = 0
+    moves: tuple[Move, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    places: tuple[Place, ...] = ()
+    lora: bool = False
+    masks: tuple[TokenMask, ...] = ()
+    record: tuple[StepShape, ...] = ()
+    under_way: int = 0
+
+    def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
+        """What kinds of work the step has, and how many tokens; rows: by their slots."""
+        copied = self.moves or self.copies
+        kinds = (
+            copied,
+            self.encode,
+            self.prefill,
+            self.decode or self.apart,
+            self.drafts,
+            self.proposals,
+            self.beams,
+            self.record,
+        )
+        tokens = sum(part.count for part in self.prefill) + len(self.decode) + len(self.apart)
+        tokens += sum(draft.tokens for draft in self.drafts)
+        tokens += sum(len(proposal.ids) + proposal.count for proposal in self.proposals)
+        tokens += sum(len(rows[slot].source) for slot in self.encode)
+        tokens += sum(len(rows[slot].beams) for slot in self.beams)
+        tokens += sum(shape.prompt or shape.rows for shape in self.record)
+        return tuple(map(bool, kinds)), tokens
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of all rows but those in `apart`."""
+        return Bounds(self.longest, self.longest_source, lora=self.lora)

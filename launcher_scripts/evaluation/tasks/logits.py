@@ -1,0 +1,181 @@
+"""Two models' logits at the same positions: how far apart they are, and in which way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+_TINY = float(np.finfo(np.float64).tiny)
+
+
+@dataclass(frozen=True)
+class RowComparison:
+    """One row of token ids; arrays have one value per position, [S].
+
+    kl:       Kullback-Leibler divergence of the served from the reference's probabilities, in nats
+    same:     whether the likeliest token is the same one
+    chosen:   the reference's likeliest token
+    served, reference: log-probability of the token that comes next, [S - 1], in nats
+    rr, rs, ss: sums over the vocabulary of the products of the reference's (r) and the served (s)
+              logits, each less its mean: a number added to all logits of a position means nothing
+    """
+
+    kl: Floats
+    same: NDArray[np.bool_]
+    chosen: NDArray[np.int64]
+    served: Floats
+    reference: Floats
+    rr: Floats
+    rs: Floats
+    ss: Floats
+
+    @property
+    def log_likelihood(self) -> float:
+        return float(self.served.sum())
+
+    @property
+    def reference_log_likelihood(self) -> float:
+        return float(self.reference.sum())
+
+    @property
+    def first_divergence(self) -> int | None:
+        """The first position at which another token is the likeliest; None: nowhere."""
+        places = np.flatnonzero(~self.same)
+        return int(places[0]) if len(places) else None
+
+    def plain(self) -> dict[str, list[Any]]:
+        """As values of JSON."""
+        return {item.name: getattr(self, item.name).tolist() for item in fields(self)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Sequence[Any]]) -> RowComparison:
+        """What `plain` gave."""
+        types: dict[str, Any] = {"same": np.bool_, "chosen": np.int64}
+        arrays: dict[str, Any] = {
+            name: np.array(each, types.get(name, np.float64)) for name, each in values.items()
+        }
+        return cls(**arrays)
+
+    def part(self, first: int, stop: int) -> RowComparison:
+        """The positions from `first` up to `stop`, which is not among them."""
+        next_ones = slice(first, max(first, stop - 1))
+        return RowComparison(
+            self.kl[first:stop],
+            self.same[first:stop],
+            self.chosen[first:stop],
+            self.served[next_ones],
+            self.reference[next_ones],
+            self.rr[first:stop],
+            self.rs[first:stop],
+            self.ss[first:stop],
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the served logits follow from the reference's over some positions.
+
+    error:    root mean square of their difference over that of the reference's logits
+    scale:    the factor of the reference's logits that comes nearest to the served ones
+    residual: what is left beside that factor, over the root mean square of the served logits
+    """
+
+    error: float
+    scale: float
+    residual: float
+
+
+def compare_logits(
+    ids: Sequence[int], served: NDArray[np.float32], reference: NDArray[np.float32]
+) -> RowComparison:
+    """Compare the logits [S, vocab] of both models at every position of `ids` [S].
+
+    Columns that one of them alone has are padding of its vocabulary and do not count.
+    """
+    width = min(served.shape[-1], reference.shape[-1])
+    ours = np.asarray(served[:, :width], dtype=np.float64)
+    theirs = np.asarray(reference[:, :width], dtype=np.float64)
+    chosen, same = theirs.argmax(axis=-1), ours.argmax(axis=-1) == theirs.argmax(axis=-1)
+    p, q = _log_softmax(theirs), _log_softmax(ours)
+    kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
+    theirs = theirs - theirs.mean(axis=-1, keepdims=True)
+    ours = ours - ours.mean(axis=-1, keepdims=True)
+    return RowComparison(
+        kl,
+        same,
+        chosen,
+        _of_next(ids, q),
+        _of_next(ids, p),
+        (theirs * theirs).sum(axis=-1),
+        (theirs * ours).sum(axis=-1),
+        (ours * ours).sum(axis=-1),
+    )
+
+
+def next_log_probs(ids: Sequence[int], logits: NDArray[np.float32]) -> Floats:
+    """The log-probability, in nats, of every token but the first, [S - 1]; logits: [S, vocab]"""
+    return _of_next(ids, _log_softmax(np.asarray(logits, dtype=np.float64)))
+
+
+def _of_next(ids: Sequence[int], log_probs: Floats) -> Floats:
+    targets = np.asarray(ids[1:], dtype=np.int64)
+    return np.asarray(log_probs[np.arange(len(targets)), targets])
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+
+
+def fit(rows: Iterable[RowComparison]) -> Fit:
+    """Over all positions of the rows; at least one position."""
+    sums = np.array([(row.rr.sum(), row.rs.sum(), row.ss.sum()) for row in rows])
+    rr, rs, ss = (float(value) for value in sums.sum(axis=0))
+    rr, ss = max(rr, _TINY), max(ss, _TINY)
+    return Fit(
+        error=float(np.sqrt(max(ss - 2 * rs + rr, 0.0) / rr)),
+        scale=rs / rr,
+        residual=float(np.sqrt(max(ss - rs * rs / rr, 0.0) / ss)),
+    )
+
+
+def buckets(length: int) -> list[tuple[int, int]]:
+    """Position ranges [first, stop) that double: 0, 1, 2-3, 4-7, ... up to `length`.
+
+    >>> buckets(6)
+    [(0, 1), (1, 2), (2, 4), (4, 6)]
+    """
+    edges = [0, 1]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return list(itertools.pairwise(edges))
+
+
+@dataclass(frozen=True)
+class PositionRange:
+    """The positions from `first` to `last` of all rows: mean kl and top1, and Fit.error."""
+
+    first: int
+    last: int
+    kl: float
+    top1: float
+    error: float
+
+
+def by_position(rows: Sequence[RowComparison]) -> list[PositionRange]:
+    """Whether the difference grows along the rows; at least one row."""
+    result = []
+    for first, stop in buckets(max(len(row.kl) for row in rows)):
+        part = [row.part(first, stop) for row in rows if len(row.kl) > first]
+        kl = np.concatenate([row.kl for row in part])
+        same = np.concatenate([row.same for row in part])
+        result.append(
+            PositionRange(first, stop - 1, float(kl.mean()), float(same.mean()), fit(part).error)
+        )
+    return result

@@ -1,0 +1,279 @@
+"""The only door to transformers: a checkpoint in Hugging Face's format as a reference.
+
+It answers the same token ids in float32, one batch after the other, so that a difference is the
+served model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.evaluation.served.tensors import States
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, Reference, refuse_tuned
+from launcher_scripts.models.bart import NEVER
+
+EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
+
+
+class TransformersModel(Reference, Model):
+    """Generates greedily or by beams, and scores."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the folder."""
+        torch, transformers = _libraries()
+        self._torch = torch
+        self._model = _load(
+            folder,
+            lambda config: (
+                transformers.AutoModelForSeq2SeqLM
+                if config.is_encoder_decoder
+                else transformers.AutoModelForImageTextToText
+                if hasattr(config, "vision_config")
+                else transformers.AutoModelForCausalLM
+            ),
+        )
+        self._encodes = bool(self._model.config.is_encoder_decoder)
+        if self._model.config.model_type == "marian":  # it is banned where texts are generated
+            self._model.final_logits_bias[:, self._model.config.pad_token_id] = NEVER
+        given = self._model.generation_config
+        ends = given.eos_token_id
+        self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        # The folder's own penalties, lengths and forced tokens are not what the server is asked.
+        self._model.generation_config = transformers.GenerationConfig(
+            bos_token_id=given.bos_token_id,
+            eos_token_id=ends,
+            decoder_start_token_id=given.decoder_start_token_id,
+        )
+        self.name = f"transformers {transformers.__version__}, float32: {folder}"
+
+    def generate_each(
+        self, rows: Iterable[GenerateRequest], in_flight: int = 8
+    ) -> Iterator[GenerateOutput]:
+        """What every row became, in order; `in_flight` rows are padded to one batch."""
+        waiting = iter(rows)
+        while batch := list(itertools.islice(waiting, in_flight)):
+            yield from self._generate(batch)
+
+    def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
+        """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
+        more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
+        with self._torch.inference_mode():
+            found = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
+        logits: NDArray[np.float32] = found.numpy()
+        return logits
+
+    def round_weights(self, data_type: str) -> None:
+        """Give every weight the value that it has in files of `data_type`; one way."""
+        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
+        if dtype is not None:
+            for name, weight in self._model.named_parameters():
+                if not name.endswith(EXACT):
+                    weight.data.copy_(weight.data.to(dtype))
+
+    def rotary_alternatives(self, ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """The logits of the prompt with other rotary positions, and what was changed.
+
+        Nothing for a model that does not keep them in one place with one set of parameters.
+        """
+        body = self._model.base_model
+        own, config = getattr(body, "rotary_emb", None), body.config
+        given = getattr(config, "rope_parameters", None)
+        if own is None or not isinstance(given, dict) or "rope_theta" not in given:
+            return
+        try:
+            for changes in _other_rotary(given):
+                config.rope_parameters = changes
+                with contextlib.suppress(KeyError, ValueError, TypeError):
+                    body.rotary_emb = type(own)(config)
+                    yield _rotary_text(changes), self.logits(ids)
+        finally:
+            config.rope_parameters, body.rotary_emb = given, own
+
+    def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
+        refuse_tuned(rows, "transformers", decoders_that_begin_otherwise=_differ(rows))
+        torch = self._torch
+        longest = max(len(row.input_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B, S]
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            # A decoder goes on where its prompt ends, so its padding comes first.
+            own = (
+                slice(0, len(row.input_ids)) if self._encodes else slice(-len(row.input_ids), None)
+            )
+            ids[index, own] = torch.tensor(row.input_ids)
+            mask[index, own] = 1
+        begun = rows[0].decoder_input_ids
+        more = {"decoder_input_ids": torch.tensor([begun] * len(rows))} if begun else {}
+        with torch.inference_mode():
+            answers = self._model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(row.output_len for row in rows),
+                do_sample=False,
+                **more,
+                **beam_arguments(rows),
+                pad_token_id=self._end_ids[0] if self._end_ids else 0,
+            )
+        start = max(1, len(begun)) if self._encodes else longest
+        for row, answer in zip(rows, answers.tolist(), strict=True):
+            yield GenerateOutput(self._ended(answer[start : start + row.output_len]))
+
+    def _ended(self, ids: list[int]) -> tuple[int, ...]:
+        """The ids up to their first end token, that one included."""
+        ends = [index for index, token in enumerate(ids) if token in self._end_ids]
+        return tuple(ids[: ends[0] + 1] if ends else ids)
+
+
+class TransformersEncoder:
+    """The encoder of a T5, mT5 or UMT5, whether its folder has the decoder or not."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the folder."""
+        self._torch, transformers = _libraries()
+        self._model = _load(folder, lambda _: transformers.AutoModelForTextEncoding)
+
+    def states(self, row: GenerateRequest) -> States:
+        """float32 [tokens, hidden]: the last layer's, after its norm."""
+        refuse_tuned([row], "transformers")
+        ids = self._torch.tensor([row.input_ids])
+        with self._torch.inference_mode():
+            found = self._model(ids).last_hidden_state[0]
+        states: States = found.numpy()
+        return states
+
+
+def _differ(rows: Sequence[GenerateRequest]) -> bool:
+    return len({row.decoder_input_ids for row in rows}) > 1
+
+
+def _libraries() -> tuple[Any, Any]:
+    """torch and transformers."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            problem(f"the reference needs the package {error.name}", change=REFERENCE_KEY)
+        ) from error
+    return torch, transformers
+
+
+def _load(folder: Path, kind_of: Callable[[Any], Any]) -> Any:
+    """The model in `folder` in float32, by the class that kind_of gives for its configuration."""
+    torch, transformers = _libraries()
+    try:
+        kind = kind_of(transformers.AutoConfig.from_pretrained(folder))
+        model, loading = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if loading["missing_keys"]:
+            raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
+    except Exception as error:  # transformers lets those of every library below through
+        what = f"transformers cannot load {folder}: {type(error).__name__}: {error}"
+        raise ConfigError(problem(what, change=REFERENCE_KEY)) from error
+    return model.eval()
+
+
+def _other_rotary(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Parameters as rope_parameters has them: other scalings, factors and bases."""
+    rest = {key: value for key, value in given.items() if key == "partial_rotary_factor"}
+    theta = given["rope_theta"]
+    plain = {**rest, "rope_type": "default", "rope_theta": theta}
+    factor = given.get("factor")
+    if given["rope_type"] != "default":
+        yield plain
+        yield from ({**given, "factor": factor * part} for part in (0.5, 2.0, 0.25, 4.0) if factor)
+    for other in (2.0, 4.0, 8.0, 16.0, 32.0, factor):
+        if other:
+            yield {**plain, "rope_type": "linear", "factor": other}
+    for base in (1e4, 2e4, 5e4, 1e5, 5e5, 1e6, 2 * theta, theta / 2, 10 * theta, theta / 10):
+        if base != theta:
+            yield {**given, "rope_theta": base}
+
+
+def _rotary_text(parameters: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in parameters.items())
+
+
+class TransformersText:
+    """The tokenizer of a folder, as transformers reads texts and chats with it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when transformers is not there or cannot load the tokenizer."""
+        try:
+            import transformers
+
+            _read_pieces_with_own_code()
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # of whatever library the tokenizer needs
+            what = f"transformers cannot load the tokenizer of {folder}: {error}"
+            raise ConfigError(problem(what, change="evaluate.twin.runner")) from error
+        self.has_chat_template = bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, around: bool = True) -> list[int]:
+        """The ids of a text; around: with the tokens that the model was trained to see there."""
+        return list(self._tokenizer(text, add_special_tokens=around).input_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text before it is cut.
+
+        Without CodeLlama's mark of a gap, around which transformers turns a text about.
+        """
+        tokens = map(str, self._tokenizer.added_tokens_decoder.values())
+        return [token for token in tokens if token != getattr(self._tokenizer, "fill_token", None)]
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A chat as text, ready for an answer; ValueError for what the template refuses."""
+        try:
+            chat = [dict(message) for message in messages]
+            text = self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # what a template raises, and what Jinja does
+            raise ValueError(str(error)) from error
+        return str(text)
+
+
+def _read_pieces_with_own_code() -> None:
+    """Have transformers read SentencePiece models by its own copy of their message.
+
+    The code that sentencepiece generates for it needs a newer protobuf than tritonclient allows.
+    """
+    name = "sentencepiece.sentencepiece_model_pb2"
+    with contextlib.suppress(ImportError):
+        package: Any = importlib.import_module("sentencepiece")
+        runtime: Any = importlib.import_module("google.protobuf.runtime_version")
+        try:
+            importlib.import_module(name)
+        except runtime.VersionError:
+            own = importlib.import_module("transformers.utils.sentencepiece_model_pb2_new")
+            sys.modules[name] = package.sentencepiece_model_pb2 = own
+
+
+def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """How transformers searches as the served engine does; the rows must agree on it."""
+    widths = {(row.sampling.beam_width, row.sampling.len_penalty) for row in rows}
+    if len(widths) > 1:
+        raise ConfigError(
+            problem("rows of one batch need one beam_width and len_penalty", got=sorted(widths))
+        )
+    ((width, len_penalty),) = widths
+    if width == 1:
+        return {"num_beams": 1}
+    return {"num_beams": width, "length_penalty": len_penalty, "early_stopping": True}
