@@ -239,6 +239,8 @@ def test_an_encoder_alone() -> None:
             )
             got = engine.submit(row).result(60).hidden_state
             torch.testing.assert_close(got, expected[0], rtol=0, atol=TOLERANCE)
+        with pytest.raises(RequestError, match="has no effect: input_ids has no virtual tokens"):
+            engine.submit(replace(row, prompt_embedding=torch.zeros(3, 32))).result(60)
     finally:
         engine.close()
 
@@ -255,6 +257,7 @@ def test_an_encoder_alone() -> None:
         (request(TEXT, ia3_task=2), "Requested IA3 tasks aren't in the range"),
         (request(TEXT, prompt_embedding=torch.zeros(3, 8)), r"virtual tokens, hidden size"),
         (request(TEXT, prompt_embedding=torch.full((3, 32), torch.nan)), "are no numbers"),
+        (request(TEXT, prompt_embedding=torch.zeros(3, 32)), "has no effect.*; choices: ids 67-69"),
     ],
 )
 def test_a_wrong_request_is_told(

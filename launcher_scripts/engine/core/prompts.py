@@ -76,6 +76,11 @@ def check_adapters(problems: Problems, request: GenerateRequest, config: ModelCo
     if request.soft_prompt or not _has_prompt(request):
         return
     length, start = _length(request, config), prompt_start_id(config)
+    if request.prompt_embedding is not None and max(request.input_ids, default=-1) < start:
+        problems.add(
+            "request_prompt_embedding has no effect: input_ids has no virtual tokens",
+            choices=(f"ids {start}-{start + length - 1}",) if length else (),
+        )
     beyond = [token for token in request.input_ids if token >= start + length]
     if beyond:
         problems.add(
