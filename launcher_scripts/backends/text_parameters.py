@@ -23,20 +23,21 @@ class ParameterError(Exception):
 
 
 def parameter_values(
-    parameters: str, kinds: Mapping[str, str], given: Collection[str]
+    parameters: str, kinds: Mapping[str, str], given: Collection[str], others: Collection[str] = ()
 ) -> dict[str, Any]:
     """The inputs that the parameters stand for, each with the one value for all rows.
 
     parameters: as Triton hands them on, JSON
     kinds:      input -> its type as config.pbtxt says it, of those that may be a parameter
     given:      inputs that came as tensors
+    others:     parameters that stand for no input
 
     Raises ParameterError for a name that is none of `kinds`, one that is in `given`, or a value
     of another type.
     """
     result = {}
     for name, value in json.loads(parameters or "{}").items():
-        if name in TRITONS:
+        if name in TRITONS or name in others:
             continue
         if name not in kinds:
             choices = ", ".join(sorted(kinds))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+# Parameter of a request with which a gateway names its client.
+CLIENT_PARAMETER = "client"
 # Inputs with one value per row -> field of SamplingParameters.
 SAMPLING_FIELDS = {
     "runtime_top_k": "top_k",

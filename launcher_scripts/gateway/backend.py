@@ -20,6 +20,7 @@ class RowRequest:
     beam_width:       2 or more: a beam search, which has no log-probabilities
     grammar:          what the text has to be, the bytes of guided_grammar; None: anything
     grammar_parameter: of the client's request, where it says so
+    client:           whose it is, so that a server can share its compilers among clients
     cache_salt:       prompts share keys and values with those of the same salt
     lora_adapter:     the number of one; None: none
     num_speculative_tokens: how many tokens a step may try at once (drafts)
@@ -50,6 +51,7 @@ class RowRequest:
     length_penalty: float = 1.0
     grammar: bytes | None = None
     grammar_parameter: str = "response_format"
+    client: str = ""
     cache_salt: int = 0
     lora_adapter: int | None = None
     num_speculative_tokens: int = 0

@@ -213,6 +213,7 @@ class Generation:
             length_penalty=body.length_penalty,
             grammar=self._grammar,
             grammar_parameter=self._grammar_parameter,
+            client=hashlib.blake2b(self.record.client.encode(), digest_size=8).hexdigest(),
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
             num_speculative_tokens=body.num_speculative_tokens,

@@ -19,7 +19,11 @@ import numpy as np
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.clients.models import parameter
-from launcher_scripts.contract.requests import PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
+from launcher_scripts.contract.requests import (
+    CLIENT_PARAMETER,
+    PROMPT_LOG_PROBS,
+    TOKEN_LOG_PROBS,
+)
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ContextOverflow,
@@ -100,6 +104,8 @@ class TritonBackend:
         more: dict[str, Any] = {"request_id": request.request_id}
         if request.timeout is not None:
             more["timeout"] = max(1, int(request.timeout * 1e6))
+        if request.grammar is not None:
+            more["parameters"] = {CLIENT_PARAMETER: request.client}
         if self._encodes:
             yield await self._encode(request, more)
             return

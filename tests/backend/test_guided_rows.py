@@ -79,6 +79,23 @@ def test_a_known_grammar_waits_for_no_other(parts) -> None:
     assert guided.num_waiting == 0
 
 
+def test_a_client_leaves_a_compiler_to_the_others(parts) -> None:
+    grammars, engine, _ = parts
+    grammars.executor.shutdown()
+    grammars.executor = ThreadPoolExecutor(2)
+    guided = GuidedRows(grammars, engine.submit, nullcontext)
+    for _ in range(5):
+        guided.start([row("slow")], "greedy")
+    wait_for(lambda: grammars.asked)
+    guided.start([row("a")], "other")
+    wait_for(lambda: engine.rows)
+    assert [guide for guide, _ in engine.rows] == ["guide of a"]
+    assert grammars.asked == ["slow", "a"] and guided.num_waiting == 5
+    grammars.compiled.set()
+    wait_for(lambda: len(engine.rows) == 6)
+    wait_for(lambda: not guided._queues._running and not guided._queues._waiting)
+
+
 def test_a_refused_grammar_ends_its_row_alone(parts, capsys) -> None:
     _, engine, guided = parts
     rows = [row("bad"), row("crash"), row("a")]

@@ -17,6 +17,7 @@ import torch
 from launcher_scripts.backends.fastertransformer.parameters import engine_settings
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
 from launcher_scripts.backends.fastertransformer.status import MAX_WAITING_VARIABLE
+from launcher_scripts.backends.text.text_channel import FORWARDED
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -171,6 +172,22 @@ def test_a_row_of_a_shared_stream_says_so_once(backend, tmp_path, monkeypatch):
     stream.left = True
     assert stream.answered.wait(10)
     model.finalize()
+
+
+def test_a_gateway_names_the_client_of_a_request(backend):
+    class OfClient(NamedRequest):
+        def parameters(self):
+            return '{"client": "c0ffee", "random_seed": 3}'
+
+    contract = served_contract("GPT", sessions=False)
+    inputs = request([[3, 4, 5]], [3], [[2]]).tensors
+    named = OfClient("", inputs, "news")
+    assert backend.client_of(named) == "c0ffee"
+    assert backend.with_parameters(named, contract, inputs)["random_seed"].tolist() == [[3]]
+    # Its parameters are the text model's, which has read them.
+    assert backend.client_of(OfClient("forwarded a b 1", inputs, "news")) == "c0ffee"
+    assert backend.client_of(OfClient(f"{FORWARDED} a b 1", inputs, "news")) == ""
+    assert backend.client_of(request([[3]], [1], [[2]])) == ""
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -123,8 +123,10 @@ def test_only_what_is_asked_for_is_sent() -> None:
             cache_salt=(1 << 64) - 1,
             num_speculative_tokens=4,
             end_id=None,
+            client="c0ffee",
         ),
     )
+    assert server.more["parameters"] == {"client": "c0ffee"}
     given = {name: value.tolist() for name, value in server.tensors.items()}
     assert bytes(given["guided_grammar"][0]).decode() == '{"choice": ["é"]}'
     assert given["min_p"] == [[0.25]]

@@ -1,14 +1,19 @@
-"""Rows that wait for their grammars to be compiled before the engine gets them."""
+"""Rows that wait for their grammars to be compiled before the engine gets them.
+
+A grammar may take seconds. So clients have queues of their own, and none has all compilers.
+"""
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Executor, Future, InvalidStateError
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from threading import Lock
 
-from launcher_scripts.backends.fastertransformer.guidance import Guidance
+from launcher_scripts.backends.fastertransformer.guidance import CLIENT_COMPILERS, Guidance
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
@@ -67,6 +72,39 @@ class GuidedRow:
             submitted.cancel()
 
 
+class ClientQueues:
+    """Work of clients for an executor, which gets so much of each client at a time."""
+
+    def __init__(self, executor: Executor, max_running: int) -> None:
+        """max_running: of one client"""
+        self._executor = executor
+        self._max_running = max_running
+        self._lock = Lock()
+        self._running: Counter[str] = Counter()
+        self._waiting: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
+
+    def submit(self, client: str, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._waiting[client].append(work)
+            self._advance(client)
+
+    def _advance(self, client: str) -> None:
+        """Hand on the client's next work if it may run; the caller has the lock."""
+        if self._waiting[client] and self._running[client] < self._max_running:
+            self._executor.submit(self._run, client, self._waiting[client].popleft())
+            self._running[client] += 1
+        if not self._running[client]:
+            del self._running[client], self._waiting[client]
+
+    def _run(self, client: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock:
+                self._running[client] -= 1
+                self._advance(client)
+
+
 class GuidedRows:
     """Compiles the grammars of requests in threads of its own, and submits their rows then.
 
@@ -83,21 +121,22 @@ class GuidedRows:
         self._guidance = guidance
         self._submit = submit
         self._together = together
+        self._queues = ClientQueues(guidance.executor, CLIENT_COMPILERS)
         self._lock = Lock()
         self.num_waiting = 0
 
-    def start(self, rows: Sequence[GuidedRow]) -> None:
+    def start(self, rows: Sequence[GuidedRow], client: str = "") -> None:
         """Submit the rows of one request as soon as their grammars are compiled.
 
         Rows whose grammars are known do not wait for others' grammars.
+
+        client: who sent the request; those without a name are one client
         """
-        if not rows:
-            return
         self._count(len(rows))
         if all(self._guidance.is_compiled(row.grammar) for row in rows):
             self._compile(rows)
         else:
-            self._guidance.executor.submit(self._compile, rows)
+            self._queues.submit(client, partial(self._compile, rows))
 
     def _count(self, rows: int) -> None:
         with self._lock:

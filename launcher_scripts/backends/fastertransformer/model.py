@@ -65,7 +65,7 @@ from launcher_scripts.common.errors import (
     problem,
 )
 from launcher_scripts.contract.contracts import Contract
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import CLIENT_PARAMETER, GenerateOutput, GenerateRequest
 from launcher_scripts.contract.sessions import served_contract
 from launcher_scripts.contract.shared_stream import shared_id
 from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
@@ -172,9 +172,9 @@ class TritonPythonModel:
         answer = self._answer(
             request, sender, kind, rows, tensors, shown=rows, padding=padding(tensors, rows)
         )
-        self._start(answer)
+        self._start(request, answer)
 
-    def _start(self, answer: Answer, sessions: Sequence[Session] = ()) -> None:
+    def _start(self, request: Any, answer: Answer, sessions: Sequence[Session] = ()) -> None:
         guided: list[GuidedRow] = []
 
         def submit(
@@ -187,7 +187,8 @@ class TritonPythonModel:
 
         with self._engine.together():
             answer.start(submit, sessions)
-        self._guided.start(guided)
+        if guided:
+            self._guided.start(guided, client_of(request))
 
     def _check_room(self, rows: int) -> None:
         """Refuse a request that would wait behind too many; alone in line it may be any size."""
@@ -222,7 +223,7 @@ class TritonPythonModel:
             shown=turn.shown,
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
-        self._start(answer, turn.sessions)
+        self._start(request, answer, turn.sessions)
 
     def _answer(
         self,
@@ -321,13 +322,20 @@ def with_parameters(
     if forwarded_request(request) is not None:
         return tensors
     kinds = contract.parameters
-    values = parameter_values(request.parameters(), kinds, tensors)
+    values = parameter_values(request.parameters(), kinds, tensors, (CLIENT_PARAMETER,))
     rows = len(next(iter(tensors.values())))
     made = {
         name: torch.full((rows, 1), value, dtype=_TYPES[kinds[name]])
         for name, value in values.items()
     }
     return {**tensors, **made}
+
+
+def client_of(request: Any) -> str:
+    """Returns the name that a gateway has for the client of a request; "" of any other request."""
+    if forwarded_request(request) is not None:
+        return ""
+    return str(json.loads(request.parameters() or "{}").get(CLIENT_PARAMETER, ""))
 
 
 def control(request: Any, name: str) -> int:
