@@ -2,8 +2,8 @@
 
     python3 -m launcher_scripts.steps.write_example_models --folder all_models --random-weights
 
-Every example is a model repository: <folder>/<example>/fastertransformer/config.pbtxt, and
-1/config.ini in it, from which --random-weights makes 1/<N>-gpu.
+Every example is a model repository: <folder>/<example>/fastertransformer/config.pbtxt, 1/config.ini
+in it, from which --random-weights makes 1/<N>-gpu, and the text models beside it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import model_config, refuse_existing
+from launcher_scripts.checkpoint.repository.model_repository import (
+    ModelRepository,
+    refuse_existing,
+)
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect, with_token_ids
 from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.options import described, option
+from launcher_scripts.common.tokenizer import tokenizer_files
+from launcher_scripts.config.options import Option, described, option
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.ini_text import FILE_NAME
+from launcher_scripts.models.repository import TEXT_MODELS
 from launcher_scripts.models.t5 import T5Config
 from launcher_scripts.steps.command import run_step
 from launcher_scripts.steps.flags import FlagTable
@@ -80,6 +87,7 @@ class ExampleSettings:
     tensor_parallel_size: int = option(1, "ranks that share every layer")
     data_type: str = option("fp16", "of weights and computation", choices=DATA_TYPES)
     max_batch_size: int = option(32, "most rows of one request, except with sessions")
+    tokenizer: TokenizerSettings = field(default=TokenizerSettings())
     random_weights: bool = option(False, "make weights, so that the examples can be served")
     overwrite: bool = option(False, "replace examples that are there")
 
@@ -90,7 +98,17 @@ class ExampleSettings:
         problems.raise_if_any(ConfigError)
 
 
-FLAGS = FlagTable(ExampleSettings)
+FLAGS = FlagTable(
+    ExampleSettings,
+    {
+        "tokenizer.source": Option(
+            "of the text models. auto: a tokenizer of single bytes, in which every other id is a "
+            "number; none: no text models; files: named by the flags below",
+            flag="tokenizer",
+            metavar="auto|none|files",
+        ),
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,25 +116,62 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(settings: ExampleSettings) -> None:
-    """Write the examples; raises LauncherError where one is there already or cannot be divided."""
+    """Write the examples; raises LauncherError where one is there already, cannot be divided, or
+    has a smaller vocabulary than the tokenizer.
+    """
     exports = {name: export_settings(settings, name) for name in settings.examples}
     if not settings.overwrite:
-        refuse_existing(Path(each.triton_model_dir) for each in exports.values())
+        refuse_existing(
+            Path(each.model_repository) / folder
+            for each in exports.values()
+            for folder in (MODEL, *TEXT_MODELS)
+        )
+    configs, tokenizers = {}, {}
+    for name in exports:
+        config = EXAMPLES[name].config
+        tokenizers[name] = collect(settings.tokenizer, partial(byte_tokenizer, config))
+        configs[name] = with_token_ids(config, settings.tokenizer, tokenizers[name], known=True)
     for name, each in exports.items():
-        config, tp_size = EXAMPLES[name].config, settings.tensor_parallel_size
+        config, tp_size = configs[name], settings.tensor_parallel_size
         sizes = Path(each.checkpoint_path)
         sizes.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(sizes, format_config(config, tp_size, settings.data_type))
+        for path in tokenizer_files(sizes.parent):
+            path.unlink()
+        for file_name, content in tokenizers[name].items():
+            (sizes.parent / file_name).write_bytes(content)
         if settings.random_weights:
             export(each)
         checkpoint = FTCheckpoint(each.checkpoint_dir, config, tp_size, settings.data_type)
-        atomic_write(Path(each.triton_model_dir) / "config.pbtxt", model_config(each, checkpoint))
-        print(f"example {each.model_repository}", flush=True)
+        repository = ModelRepository(Path(each.model_repository))
+        models = repository.write(each, checkpoint, tokenizer_dir=sizes.parent)
+        print(f"example {repository.root}: {', '.join(models)}", flush=True)
+
+
+def byte_tokenizer(config: ModelConfig) -> dict[str, bytes]:
+    """The file of a tokenizer with config's special ids: prompts become single bytes, and each id
+    that is neither special nor a byte is its own number as text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = {config.pad_id: "<pad>", config.start_id: "<s>", config.end_id: "</s>"}
+    alphabet = iter(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    ids = range(config.vocab_size)
+    names = [special[i] if i in special else next(alphabet, f"\u0120{i}") for i in ids]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([names[i] for i in ids if i in special])
+    return {"tokenizer.json": tokenizer.to_str().encode()}
 
 
 def export_settings(settings: ExampleSettings, name: str) -> ExportSettings:
     """The export of one example from its own config.ini."""
     example, model_dir = EXAMPLES[name], Path(settings.folder).absolute() / name / MODEL
+    tokenizer = settings.tokenizer
+    if tokenizer.source == "auto":
+        file = str(model_dir / "1" / "tokenizer.json")
+        tokenizer = replace(tokenizer, source="files", model=file)
     exported = ExportSettings(
         model_name=MODEL,
         model_type=example.model_type,
@@ -127,7 +182,7 @@ def export_settings(settings: ExampleSettings, name: str) -> ExportSettings:
         data_type=settings.data_type,
         max_batch_size=settings.max_batch_size,
         source="random",
-        tokenizer=TokenizerSettings("none"),
+        tokenizer=tokenizer,
         overwrite=settings.overwrite,
     )
     return (

@@ -10,6 +10,8 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.models.repository import config_parameters, served_models
 from launcher_scripts.steps import convert_checkpoint, write_example_models
 from launcher_scripts.steps import prepare_triton_model_config as prepare
@@ -17,6 +19,8 @@ from launcher_scripts.steps.flags import fields
 from tests.engine.small_models import random_tensors, small_config, write_checkpoint
 from tests.engine.small_t5 import t5_config, t5_tensors
 from tests.server.repositories import VOCAB_SIZE, export_settings, text_config, write_weights
+
+BYTE_PAIRS = Path(__file__).parents[1] / "data/tokenizers/gpt2bpe"
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -164,10 +168,16 @@ def test_the_examples_are_repositories_of_sizes_to_edit(tmp_path: Path) -> None:
     kinds = {}
     for name, example in write_example_models.EXAMPLES.items():
         (model,) = served_models(tmp_path / name)
+        check_text_models(str(tmp_path / name))
         assert model.name == "fastertransformer"
         kinds[name] = model.model_type
         sizes = tmp_path / name / "fastertransformer" / "1"
         assert config_ini.read_config(sizes).config == example.config
+        tokenizer = load_tokenizer(tmp_path / name / "ensemble" / "1")
+        assert tokenizer.vocab_size == example.config.vocab_size
+        text = "“Ōk”\n"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode([20000, example.config.end_id]) == " 20000"
     assert kinds == {
         "gpt": "GPT",
         "gpt-interactive-text-generation": "GPT",
@@ -183,13 +193,41 @@ def test_the_examples_are_repositories_of_sizes_to_edit(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+def test_an_example_has_its_text_models_with_any_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--folder", str(tmp_path), "--examples", "gpt"]
+    repository = tmp_path / "gpt"
+    own = [
+        *("--tokenizer", "files", "--overwrite"),
+        *("--tokenizer-vocab-file", str(BYTE_PAIRS / "vocab.json")),
+        *("--tokenizer-merge-file", str(BYTE_PAIRS / "merges.txt")),
+    ]
+    (repository / "text").mkdir(parents=True)
+    assert write_example_models.main(argv) == 1
+    assert "already holds" in capsys.readouterr().err
+    assert contents(tmp_path) == {}
+    (repository / "text").rmdir()
+    assert write_example_models.main([*argv, "--tokenizer", "none"]) == 0
+    assert [path.name for path in repository.iterdir()] == ["fastertransformer"]
+    for flags, expected in ((["--overwrite"], 50257), (own, load_tokenizer(BYTE_PAIRS).vocab_size)):
+        assert write_example_models.main([*argv, *flags]) == 0
+        roles = {"preprocessing", "postprocessing", "ensemble", "text"}
+        assert {path.name for path in repository.iterdir()} == {"fastertransformer", *roles}
+        for role in roles:
+            assert "max_batch_size: 32" in (repository / role / "config.pbtxt").read_text()
+            assert load_tokenizer(repository / role / "1").vocab_size == expected
+
+
 def test_random_weights_make_an_example_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = write_example_models.Example(small_config(), "gpt3")
+    small = write_example_models.Example(small_config(vocab_size=300), "gpt3")
     monkeypatch.setitem(write_example_models.EXAMPLES, "gpt", small)
     argv = ["--folder", str(tmp_path), "--examples", "gpt", "--tensor-parallel-size", "2"]
     assert write_example_models.main([*argv, "--random-weights"]) == 0
     (model,) = served_models(tmp_path / "gpt")
-    assert FTCheckpoint.open(model.checkpoint_dir).config == small_config()
+    config = FTCheckpoint.open(model.checkpoint_dir).config
+    assert config == small.config
+    assert load_tokenizer(model.checkpoint_dir).vocab_size == config.vocab_size
     assert model.parallelism.tp_size == 2

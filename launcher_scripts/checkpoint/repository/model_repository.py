@@ -50,13 +50,19 @@ class ModelRepository:
 
     root: Path
 
-    def write(self, settings: ExportSettings, checkpoint: FTCheckpoint | None = None) -> list[str]:
+    def write(
+        self,
+        settings: ExportSettings,
+        checkpoint: FTCheckpoint | None = None,
+        tokenizer_dir: Path | None = None,
+    ) -> list[str]:
         """Describe the exported checkpoint to Triton; returns the names of the models written.
 
         Everything is checked and rendered first and set in place by renaming, the model's own
         config.pbtxt last.
 
-        checkpoint: the one in settings.checkpoint_dir unless given
+        checkpoint:    the one in settings.checkpoint_dir unless given
+        tokenizer_dir: the folder of the tokenizer's files unless they are the checkpoint's
         Raises CheckpointError or ConfigError, and then leaves the repository as it was.
         """
         model_dir = Path(settings.triton_model_dir)
@@ -70,7 +76,8 @@ class ModelRepository:
         text_models = settings.tokenizer.source != "none" and bool(names)
         targets = [model_dir / "config.pbtxt"]
         if text_models:
-            check_tokenizer(checkpoint)
+            text_checkpoint = replace(checkpoint, folder=tokenizer_dir or checkpoint.folder)
+            check_tokenizer(text_checkpoint)
             targets += [self.root / name for name in names.values()]
         if not (settings.overwrite or settings.reuse):
             refuse_existing(targets)
@@ -80,7 +87,7 @@ class ModelRepository:
         shutil.rmtree(staging, ignore_errors=True)
         try:
             if text_models:
-                write_text_models(staging / "new", settings, checkpoint, contract.text, names)
+                write_text_models(staging / "new", settings, text_checkpoint, contract.text, names)
                 for name in names.values():
                     replace_folder(staging / "new" / name, self.root / name, staging / "old")
             atomic_write(model_dir / "config.pbtxt", config)
