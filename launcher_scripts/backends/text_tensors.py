@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 from older_servers import failure
 from text_parameters import ParameterError, parameter_values
+from tokenizer import TokenizationError
 
 # DLTensor: data, device type and id, axes, type code, bits, lanes, shape, strides, byte offset
 _DLPACK = struct.Struct("@PiiiBBHPPQ")
@@ -81,7 +82,7 @@ def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> 
 
 def error_response(error: Exception) -> Any:
     """What a client is told of an error; the log keeps where one that is not the client's broke."""
-    if isinstance(error, BadRequestError | ParameterError):
+    if isinstance(error, BadRequestError | ParameterError | TokenizationError):
         return failure(str(error), "INVALID_ARG")
     traceback.print_exception(error)
     return failure(f"{type(error).__name__}: {error}", "INTERNAL")

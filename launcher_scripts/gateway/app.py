@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launcher_scripts.common.tokenizer import is_of_library
+from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission
@@ -185,10 +185,8 @@ class Gateway:
             text = await self._threads(request).run(
                 lambda: model.tokenizer.decode(body.tokens), len(body.tokens)
             )
-        except BaseException as error:
-            if not is_of_library(error):
-                raise
-            raise bad_request(f"the tokenizer refuses these ids: {error}", "tokens") from error
+        except TokenizationError as error:
+            raise bad_request(str(error), "tokens") from error
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:

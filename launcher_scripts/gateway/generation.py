@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher_scripts.common.json_schema import schemas_of, supported_schema
+from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.admission import Admission, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
@@ -153,6 +154,8 @@ class Generation:
                     self.record.generated_tokens += piece.tokens - self._tokens[choice]
                     self._tokens[choice] = piece.tokens
                     yield choice, piece
+        except TokenizationError as error:
+            raise bad_request(f"the answer cannot be shown: {error}") from error
         finally:
             self.give_up()
 

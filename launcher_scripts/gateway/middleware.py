@@ -22,8 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import OPEN_PATHS
-from launcher_scripts.gateway.api_errors import ApiError, unavailable
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailable
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.validation import parse_json
 
@@ -205,6 +206,10 @@ class RequestMiddleware:
             await self._app(scope, receive, tagged)
         except ApiError as error:
             await refusal(error)(scope, receive, tagged)
+        except TokenizationError as error:  # of a text in a parameter other than the prompt
+            if status:
+                raise
+            await refusal(bad_request(str(error)))(scope, receive, tagged)
         except ClientDisconnect:
             if not status:
                 left = ApiError(_LEFT, "the client closed the connection", code="client_left")

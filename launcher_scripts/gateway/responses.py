@@ -245,9 +245,9 @@ class Responding(Retelling[ResponsesBody]):
 
     def _thought_tokens(self) -> int:
         """As the model's tokenizer divides what was thought."""
-        encode = self.chat.model.tokenizer.encode
+        encode = self.chat.model.encode
         texts = (item["content"] for item in self._output.items if item["type"] == "reasoning")
-        return sum(len(encode(part["text"])) for (part,) in texts)
+        return sum(len(encode(part["text"], special_tokens=False)) for (part,) in texts)
 
     def event(self, kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
         numbered = {**super().event(kind, said), "sequence_number": self._number}

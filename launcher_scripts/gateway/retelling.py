@@ -84,13 +84,13 @@ class Retelling(ABC, Generic[Body]):
                     deltas = self.chat.deltas(choice, piece.text, finished=finished)
                     if events := self._said(each for delta in deltas for each in self.take(delta)):
                         yield events
+            last = self._said(self.end(finish_reason, stop_reason))
         except ApiError as error:
             self.rename(error)
             if not begun:
                 raise
-            yield self.failed(error)
-            return
-        yield self._said(self.end(finish_reason, stop_reason))
+            last = self.failed(error)
+        yield last
 
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that has begun and cannot go on."""

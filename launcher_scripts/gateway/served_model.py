@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
+from launcher_scripts.common.tokenizer import SpecialIds, TokenizationError, Tokenizer
 from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend
@@ -58,8 +58,11 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt."""
-        ids = self.tokenizer.encode(text)
+        """The ids of a prompt. Raises ApiError."""
+        try:
+            ids = self.tokenizer.encode(text)
+        except TokenizationError as error:
+            raise bad_request(str(error), "prompt") from error
         return self.special.around(ids) if special_tokens else ids
 
     async def encode_aside(

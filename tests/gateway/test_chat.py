@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.gateway.chat_template import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, served
 from tests.gateway.test_completions import IDS, WORDS, events
+from tests.tokenizer.panics import PANIC_ID, PANIC_TEXT, fragile_tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
 HI_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -325,3 +327,47 @@ def test_there_are_no_embeddings() -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "no_embeddings"
     assert "tiny" in answer.json()["error"]["message"]
+
+
+_PANICS = {
+    "/v1/completions": ({"prompt": PANIC_TEXT}, "prompt"),
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": PANIC_TEXT}]}, "prompt"),
+    "/v1/responses": ({"input": PANIC_TEXT}, "input"),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": PANIC_TEXT}], "max_tokens": 4},
+        "messages",
+    ),
+    "/tokenize": ({"prompt": PANIC_TEXT}, "prompt"),
+    "/detokenize": ({"tokens": [PANIC_ID]}, "tokens"),
+}
+
+
+@pytest.mark.parametrize("path", _PANICS)
+def test_a_panic_of_the_tokenizer_is_a_bad_request(path: str, tmp_path: Path) -> None:
+    """Whether a thread or the event loop has it, and whatever the interface."""
+    tokenizer = fragile_tokenizer(tmp_path, decodes=False)
+    client = chat_client(FakeBackend(), tokenizer=tokenizer, max_len=None)
+    body, param = _PANICS[path]
+    threads = {"prompt": " the" * 2000 + PANIC_TEXT} if path == "/v1/completions" else body
+    for each in (body, threads):
+        answer = client.post(path, json={"model": "tiny", **each})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["message"].startswith("the tokenizer refuses")
+        assert error["param"] == param
+    assert client.post("/tokenize", json={"prompt": "the"}).status_code == 200
+    gateway = client.app.state.gateway
+    assert (gateway.admission.running, gateway.admission.waiting, gateway.life.working) == (0, 0, 0)
+
+
+def test_an_answer_at_which_the_tokenizer_panics_ends_with_an_error(tmp_path: Path) -> None:
+    tokenizer = fragile_tokenizer(tmp_path, decodes=False)
+    ids = GPT2.encode("the")
+    backend = FakeBackend(lambda _: (*ids, PANIC_ID))
+    client = chat_client(backend, tokenizer=tokenizer, end_ids=())
+    body = {"model": "tiny", "prompt": "the"}
+    answer = client.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    answer = client.post("/v1/completions", json={**body, "stream": True})
+    assert answer.status_code == 200  # of the words before
+    assert "the answer cannot be shown: the tokenizer refuses" in answer.text

@@ -16,7 +16,9 @@ import torch
 
 from launcher_scripts import backends
 from launcher_scripts.common.tokenizer import load_tokenizer
+from tests.backend.fakes import TritonError
 from tests.server.repositories import TOKENIZERS
+from tests.tokenizer.panics import PANIC_TEXT, fragile_tokenizer
 
 ROOM = Path(backends.__file__).parent
 LONE_MODULES = (
@@ -193,3 +195,19 @@ def test_a_python_backend_that_misreads_arrays_is_refused(text_module: Any, role
         RuntimeError, match=r"built for numpy 1 .*deploy.server.numpy_dir.*install 'numpy<2'"
     ):
         text_module(role).require_working_arrays()
+
+
+def test_a_panic_of_the_tokenizer_is_one_requests_error(text_module: Any, tmp_path: Path) -> None:
+    """Of all requests that the server hands over together."""
+    text_module("preprocessing")
+    utils = sys.modules["triton_python_backend_utils"]
+    utils.InferenceResponse = lambda tensors=(), error=None: (tensors, error)
+    utils.TritonError = TritonError
+    fragile_tokenizer(tmp_path)
+    tokenizer = sys.modules["tokenizer"].load_tokenizer(tmp_path)
+    answers = sys.modules["text_tensors"].answer_each(["the", PANIC_TEXT, "a"], tokenizer.encode)
+    assert [error and (str(error), error.code()) for _, error in answers] == [
+        None,
+        ("the tokenizer refuses this text", TritonError.INVALID_ARG),
+        None,
+    ]

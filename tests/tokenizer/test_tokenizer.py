@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common import tokenizer as tokenizer_module
-from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
+from launcher_scripts.common.tokenizer import (
+    TokenizationError,
+    TokenizerError,
+    load_tokenizer,
+    tokenizer_files,
+)
+from tests.tokenizer.panics import PANIC_ID, PANIC_TEXT, fragile_tokenizer
 
 DATA = Path(__file__).parents[1] / "data" / "tokenizers"
 SENTENCE = "The quick brown fox jumps over the lazy dog."
@@ -175,3 +181,18 @@ def test_every_byte_has_its_character() -> None:
 def test_special_tokens_have_names() -> None:
     tokenizer = load_tokenizer(DATA / "gpt2bpe")
     assert tokenizer.token_bytes(tokenizer.end_id) == b"<|endoftext|>"
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_text(tmp_path: Path) -> None:
+    tokenizer = fragile_tokenizer(tmp_path, decodes=False)
+    with pytest.raises(TokenizationError, match=r"^the tokenizer refuses this text$"):
+        tokenizer.encode(PANIC_TEXT)
+    with pytest.raises(TokenizationError, match=r"^the tokenizer refuses these ids$"):
+        tokenizer.decode([PANIC_ID])
+    assert tokenizer.encode("the") == load_tokenizer(DATA / "gpt2bpe").encode("the")
+
+
+@pytest.mark.parametrize("folder", ["gpt2bpe", "sentencepiece"])
+def test_what_is_no_text_is_an_error_of_the_text(folder: str) -> None:
+    with pytest.raises(TokenizationError, match="the tokenizer refuses this text: "):
+        load_tokenizer(DATA / folder).encode("\ud800")

@@ -15,6 +15,7 @@ from threading import Lock
 
 from launcher_scripts.backends.fastertransformer.guidance import CLIENT_COMPILERS, Guidance
 from launcher_scripts.common.errors import RequestError
+from launcher_scripts.common.tokenizer import is_of_library
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.row import SnapshotCallback
@@ -150,7 +151,9 @@ class GuidedRows:
                     continue
                 try:
                     guides.append((row, self._guidance.guide(row.grammar)))
-                except Exception as error:  # the other rows go on
+                except BaseException as error:  # the other rows go on
+                    if not is_of_library(error):
+                        raise
                     if not isinstance(error, RequestError):
                         traceback.print_exc()
                     row.fail(error)

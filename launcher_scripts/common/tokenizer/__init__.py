@@ -12,8 +12,10 @@ from pathlib import Path
 
 from .base import (
     OPTIONAL_FILES,
+    TokenizationError,
     Tokenizer,
     TokenizerError,
+    is_of_library,
     tokenizer_class,
     tokenizer_config,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "PieceTokenizer",
     "SentencePieceTokenizer",
     "SpecialIds",
+    "TokenizationError",
     "Tokenizer",
     "TokenizerError",
     "chat_templates",
@@ -160,8 +163,3 @@ def _refuse_other_classes(folder: Path, kind: tuple[str, ...]) -> None:
             f"{folder}: {' + '.join(kind)} of a {tokenizer_class(said)} cannot be read without the "
             "files beside; choices: the folder of an export, which makes one tokenizer.json of all"
         )
-
-
-def is_of_library(error: BaseException) -> bool:
-    """Whether the files are to blame: the libraries raise bare Exception, and panic in Rust."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

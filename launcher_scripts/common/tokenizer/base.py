@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 # The special tokens of fairseq's vocabularies (BART, OPT, mBART), by their ids there.
 FAIRSEQ_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -17,6 +21,40 @@ OPTIONAL_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 class TokenizerError(Exception):
     """The tokenizer's files are missing or cannot be read; the message is meant for the user."""
+
+
+class TokenizationError(Exception):
+    """A library refuses a text or ids; the message is meant for whoever sent them."""
+
+
+def is_of_library(error: BaseException) -> bool:
+    """True unless the process is to end: libraries raise bare Exception, and panic in Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def library_call(
+    subject: str,
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Make a function's errors TokenizationErrors, those included that are no Exception.
+
+    subject: of the function, for the message
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if not is_of_library(error):
+                    raise
+                # Rust prints its panics itself, and they are about the library's inside.
+                reason = f": {error}" if isinstance(error, Exception) else ""
+                raise TokenizationError(f"the tokenizer refuses {subject}{reason}") from error
+
+        return call
+
+    return decorate
 
 
 class Tokenizer(ABC):
@@ -36,11 +74,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without start or end token."""
+        """The ids of `text`, without start or end token. Raises TokenizationError."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD."""
+        """The text of `ids`; special tokens leave no text, broken UTF-8 becomes U+FFFD.
+
+        Raises TokenizationError.
+        """
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .base import (
     Tokenizer,
+    library_call,
     named_special_tokens,
     tokenizer_config,
 )
@@ -33,11 +34,13 @@ class _FastTokenizer(Tokenizer):
         """All of it, as tokenizer.json has it."""
         return str(self._tokenizer.to_str())
 
+    @library_call("this text")
     def encode(self, text: str) -> list[int]:
         # A batch of one: unlike `encode` it leaves Python's other threads running meanwhile.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         return list(encoding.ids)
 
+    @library_call("these ids")
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
@@ -137,6 +140,7 @@ def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
     return piece_bytes(token)
 
 
+@library_call("this id")
 def _joined_bytes(tokenizer: Any, token_id: int) -> bytes:
     """Tokenizer.joined_bytes of a byte-level vocabulary of the library tokenizers."""
     added = tokenizer.get_added_tokens_decoder().get(token_id)

@@ -13,6 +13,7 @@ from .base import (
     FAIRSEQ_TOKENS,
     Tokenizer,
     added_tokens,
+    library_call,
     tokenizer_config,
 )
 from .translators import around_of_translator, languages_of
@@ -49,9 +50,11 @@ class SentencePieceTokenizer(PieceTokenizer):
             return b""
         return piece_bytes(str(self._processor.id_to_piece(token)))
 
+    @library_call("this text")
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 
+    @library_call("these ids")
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._processor.decode([int(i) for i in ids if i < self.vocab_size]))
 
@@ -107,6 +110,7 @@ class NumberedPieceTokenizer(PieceTokenizer):
     def pieces(self) -> list[bytes]:
         return [piece_bytes(self._pieces.get(token, "")) for token in range(self.vocab_size)]
 
+    @library_call("this text")
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in filter(None, self._parts.split(text)):
@@ -118,6 +122,7 @@ class NumberedPieceTokenizer(PieceTokenizer):
         pieces = self._processor.encode(text, out_type=str)
         return [self._numbers.get(piece, self._special["<unk>"]) for piece in pieces]
 
+    @library_call("these ids")
     def decode(self, ids: Sequence[int]) -> str:
         text = "".join(self._pieces.get(int(i), "") for i in ids)
         return text.replace(BLANK, " ").strip()
