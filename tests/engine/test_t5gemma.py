@@ -117,7 +117,9 @@ def test_stacks_that_differ_are_refused(tmp_path: Path) -> None:
 
 def test_its_tokenizer_says_what_is_around_an_input(tmp_path: Path) -> None:
     T5GEMMA.make().save_pretrained(tmp_path / "hf")
-    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<bos>": 2, "a": 3}, "<pad>"))
+    tokenizer = Tokenizer(
+        WordLevel({"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "a": 4}, "<unk>")
+    )
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<bos>"])
     tokenizer.post_processor = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))

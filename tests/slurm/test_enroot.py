@@ -77,6 +77,7 @@ def test_a_job_removes_what_killed_ones_have_left_on_its_node(
 ) -> None:
     """Not what belongs to a job that lives, to another cluster, or to anything but the launcher."""
     shared = ("cluster.exclusive=False", "cluster.mem=100", "cluster.gpus_per_node=2")
+    shared += ("cluster.cpus_per_task=1",)
     shared += ("cluster.nodelist=n1",)
     for _ in range(2):
         chosen(*chosen.served, *shared)
