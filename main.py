@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ if __name__ == "__main__":  # before the imports, which take a second
 
 try:
     import hydra
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -71,8 +73,11 @@ def register() -> None:
     register_file_source()
 
 
-def read(config: DictConfig) -> Plan:
-    """Everything that will be done, checked."""
+def read(config: DictConfig, overrides: Sequence[str] = ()) -> Plan:
+    """Everything that will be done, checked.
+
+    overrides: the `key=value` of the command line
+    """
     fill_in(config)
     try:
         values: list[Any] = [
@@ -81,7 +86,7 @@ def read(config: DictConfig) -> Plan:
         ]
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be resolved: {error}") from error
-    return make_plan(*values)
+    return make_plan(*values, overrides=overrides)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -89,7 +94,7 @@ def main(config: DictConfig) -> None:
     """Plan every stage with all of its checks, then submit the jobs in order."""
     sys.stderr = TERMINAL
     try:
-        plan = read(config)
+        plan = read(config, HydraConfig.get().overrides.task)
         if plan.dry_run:
             print(plan.preview())
             print(plan.ask_scheduler())

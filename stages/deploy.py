@@ -15,17 +15,21 @@ from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.paths import absolute, is_same_path, with_absolute_paths
 from launcher_scripts.config.security import LOOPBACK
-from launcher_scripts.config.settings import DeploySettings, ServerOptions
+from launcher_scripts.config.settings import AUTO, DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     ServedModel,
     is_remote,
     served_models,
+    serving_options,
 )
 from stages.checks import SECURITY_KEY, check_gateway
 from stages.export import Export
 from stages.stage import ServiceStage, StageRun
 
+SERVING_KEY = "export.triton_deployment"
+# Options for which the export chooses a value.
+_CHOSEN_BY_EXPORT = ("data_type", "decoupled", "enable_prefix_caching")
 RESTARTS = 3  # of a server that serves others
 
 
@@ -195,6 +199,8 @@ class Deploy(ServiceStage):
             self._check_remote()
         elif not self.models:
             self._check_repository()
+        elif "export" not in self.launch.stages:
+            self._check_serving_options()
         checks.ranks(
             self.parallelism.world_size,
             self.resources().nodes,
@@ -205,6 +211,30 @@ class Deploy(ServiceStage):
             checks.exists("the server", settings.tritonserver, "deploy.server.tritonserver")
         if settings.numpy_dir is not None and not self.in_container:
             checks.exists("the folder with numpy", settings.numpy_dir, "deploy.server.numpy_dir")
+
+    def _check_serving_options(self) -> None:
+        """Serving options of the command line that differ from those of the exported model."""
+        checks, export = self.launch.checks, self.launch.blocks["export"]
+        names = {model.name for model in self.models}
+        if len(names) > 1:
+            names &= {export["run"]["model_train_name"]}
+        for model in names:
+            config = self.repository / model / "config.pbtxt"
+            served = serving_options(checks.on_host(config))
+            for key, text in self.launch.overrides.items():
+                name = key.removeprefix(f"{SERVING_KEY}.")
+                value = export["triton_deployment"].get(name)
+                if name == "draft_model_dir" and value is not None:
+                    value = absolute(value)
+                chosen = name in _CHOSEN_BY_EXPORT and text in (AUTO, "null")
+                if name == key or name not in served or chosen or served[name] == value:
+                    continue
+                checks.problems.add(
+                    f"{key} has no effect without the stage export: {config} has {served[name]}",
+                    got=value,
+                    change="stages=[export,deploy], which writes config.pbtxt again and keeps the "
+                    f"weights; or leave {key} out",
+                )
 
     def _check_replicas(self) -> None:
         checks, most, key = self.launch.checks, self.cluster.max_replicas, "deploy.replicas"

@@ -154,12 +154,14 @@ class Plan:
                 self.cluster.close()
 
 
-def make_plan(*configurations: Mapping[str, Any]) -> Plan:
+def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ()) -> Plan:
     """The plan of a resolved configuration, or of the configurations of a ladder's rungs.
 
+    overrides: the `key=value` of the command line
     Raises ConfigError with everything that cannot work, found by all stages together.
     """
-    launches = [_read(values) for values in configurations]
+    keys = {key.lstrip("+"): text for key, _, text in (each.partition("=") for each in overrides)}
+    launches = [replace(_read(values), overrides=keys) for values in configurations]
     runs = [_checked_stages(launch) for launch in launches]
     checks, first = [launch.checks for launch in launches], launches[0]
     problems = Problems("the configuration")

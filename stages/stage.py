@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,8 +56,9 @@ class LauncherConfig:
 class Launch:
     """What the stages of one command line share.
 
-    blocks: the configuration of every stage, also of those that do not run
-    stages: the names of those that run, in order
+    blocks:    the configuration of every stage, also of those that do not run
+    stages:    the names of those that run, in order
+    overrides: key -> text of its value on the command line
     """
 
     config: LauncherConfig
@@ -65,6 +66,7 @@ class Launch:
     blocks: Mapping[str, Any]
     stages: tuple[str, ...]
     checks: Checks
+    overrides: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

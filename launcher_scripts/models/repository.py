@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.common.errors import CheckpointError, ServerError, problem
 from launcher_scripts.common.parallelism import Parallelism
@@ -15,6 +18,8 @@ _PARAMETER = re.compile(
     r'key\s*:\s*"(?P<key>\w+)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"(?P<value>[^"]*)"'
 )
 _DECOUPLED = re.compile(r"\bdecoupled\s*:\s*true\b", re.IGNORECASE)
+_MAX_BATCH_SIZE = re.compile(r"\bmax_batch_size\s*:\s*(?P<value>\d+)")
+_SESSIONS = re.compile(r"\bmax_candidate_sequences\s*:\s*(?P<value>\d+)")
 _DEFAULT_FILE = re.compile(r'\bdefault_model_filename\s*:\s*"(?P<value>[^"]*)"')
 
 # What the user's `model_type` is called in config.pbtxt.
@@ -87,6 +92,36 @@ def config_parameters(text: str) -> dict[str, str]:
 def says_decoupled(text: str) -> bool:
     """Whether a config.pbtxt says that the model streams."""
     return bool(_DECOUPLED.search(text))
+
+
+def serving_options(config: Path) -> dict[str, Any]:
+    """The values of `export.triton_deployment` that a config.pbtxt was written with, by their
+    names there; None for a value that it does not have.
+    """
+    text = config.read_text(encoding="utf-8", errors="replace")
+    parameters = config_parameters(text)
+    int8_mode = parameters.get("int8_mode") == "1"
+    quantization = "int8" if int8_mode else parameters.get("quantization")
+    draft = parameters.get("draft_model_checkpoint_path")
+    values: dict[str, Any] = {
+        "quantization": quantization,
+        "int8_mode": int(int8_mode),
+        "data_type": parameters.get("data_type"),
+        "kv_cache_dtype": parameters.get("kv_cache_dtype"),
+        "draft_model_dir": draft and os.path.normpath(config.parent / draft),
+        "decoupled": says_decoupled(text),
+        "interactive": "sequence_batching" in text,
+    }
+    numbers = {"max_batch_size": _MAX_BATCH_SIZE, "interactive_sessions": _SESSIONS}
+    for name, pattern in numbers.items():
+        if match := pattern.search(text):
+            values[name] = int(match["value"])
+    for name in ("enable_custom_all_reduce", "enable_prefix_caching", "deterministic"):
+        values[name] = {"0": False, "1": True}.get(parameters.get(name, ""))
+    with suppress(ValueError):
+        values["inter_token_target"] = float(parameters.get("inter_token_target", ""))
+        values["pipeline_model_parallel_size"] = int(parameters.get("pipeline_para_size", ""))
+    return values
 
 
 def _served_model(config: Path, text: str) -> ServedModel:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository, model_config
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.models.repository import config_parameters, served_models
+from launcher_scripts.config.options import values_of
+from launcher_scripts.config.settings import ServingOptions
+from launcher_scripts.models.repository import config_parameters, served_models, serving_options
 from launcher_scripts.steps import convert_checkpoint, write_example_models
 from launcher_scripts.steps import prepare_triton_model_config as prepare
 from launcher_scripts.steps.flags import fields
@@ -161,6 +165,30 @@ def test_a_configuration_that_is_there_stays_unless_it_may_be_replaced(tmp_path:
 def test_every_setting_has_a_flag(step) -> None:
     keys = [key for key, _, _ in fields(step.FLAGS.kind)]
     assert keys == [*step.FLAGS.options]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_batch_size": 7, "quantization": "fp8", "kv_cache_dtype": "fp8", "decoupled": True},
+        {"quantization": "int8", "deterministic": True, "enable_custom_all_reduce": True},
+        {"inter_token_target": 0.25, "data_type": "bf16", "draft_model_dir": "/drafts/d/1/1-gpu"},
+        {"interactive": True, "interactive_sessions": 5, "max_batch_size": 1},
+    ],
+)
+def test_serving_options_are_read_as_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = replace(export_settings(tmp_path / "a", pp=2), **changes)
+    checkpoint = FTCheckpoint(settings.checkpoint_dir, text_config(), 1, "fp32")
+    path = Path(settings.triton_model_dir) / "config.pbtxt"
+    path.parent.mkdir(parents=True)
+    path.write_text(model_config(settings, checkpoint))
+    expected = values_of(ServingOptions, settings) | {"pipeline_model_parallel_size": 2}
+    expected |= {"int8_mode": int(settings.quantization == "int8")}
+    expected |= {"enable_prefix_caching": settings.shares_prefixes}
+    if not settings.interactive:
+        del expected["interactive_sessions"]
+    assert serving_options(path) == expected
 
 
 def test_the_examples_are_repositories_of_sizes_to_edit(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def hydra_config(composed: Callable[..., DictConfig]) -> Compose:
 @pytest.fixture
 def plan(composed: Callable[..., DictConfig]) -> Planner:
     """The plan of some overrides, as main.py makes it."""
-    return lambda *overrides: entry.read(composed(*overrides))
+    return lambda *overrides: entry.read(composed(*overrides), overrides)
 
 
 @pytest.fixture

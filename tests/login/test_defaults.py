@@ -156,3 +156,45 @@ def test_one_of_several_servers_must_be_named(
     summary = "export.run.config_summary=tp2_pp1_fp16_fp16"
     (other.parent / "deploy_tp2_pp1_fp16_fp16/ready-0.json").touch()
     assert hydra_config(*results, "stages=[evaluate]", summary)
+
+
+@pytest.fixture
+def exported(results: list[str], tmp_path: Path) -> list[str]:
+    """The keys of a later command for a model that was exported with a batch size of 8."""
+    parameters = {
+        "tensor_para_size": "1",
+        "pipeline_para_size": "1",
+        "data_type": "fp16",
+        "kv_cache_dtype": "auto",
+        "enable_prefix_caching": "1",
+    }
+    lines = ['backend: "fastertransformer"', "max_batch_size: 8"]
+    for key, value in parameters.items():
+        lines.append(f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}')
+    config = tmp_path / "m/export_tp2_pp1_fp16_fp16/model_repo/m/config.pbtxt"
+    config.write_text("\n".join(lines))
+    ports = [f"deploy.server.{kind}_port=0" for kind in ("http", "grpc", "metrics")]
+    return [*results, *ports, "stages=[deploy]"]
+
+
+def test_serving_options_of_an_exported_model_need_the_export(
+    plan: Planner, exported: list[str], tmp_path: Path
+) -> None:
+    key = "export.triton_deployment"
+    same = ("max_batch_size=8", "data_type=fp16", "int8_mode=False", "enable_prefix_caching=null")
+    (stage,) = plan(*exported, *(f"{key}.{option}" for option in same)).stages
+    assert stage.name == "deploy"
+    other = ("max_batch_size=4", "kv_cache_dtype=fp8", "decoupled=True", "data_type=bf16")
+    with pytest.raises(ConfigError) as error:
+        plan(*exported, *(f"{key}.{option}" for option in other))
+    message = str(error.value)
+    assert message.startswith("4 problems")
+    for name, served, value in (
+        ("max_batch_size", "8", "4"),
+        ("kv_cache_dtype", "auto", "'fp8'"),
+        ("decoupled", "False", "True"),
+        ("data_type", "fp16", "'bf16'"),
+    ):
+        has = f"/model_repo/m/config.pbtxt has {served}; got {value}; change stages=[export,deploy]"
+        start = f"{key}.{name} has no effect without the stage export: {tmp_path}"
+        assert any(start in line and has in line for line in message.splitlines()), message
