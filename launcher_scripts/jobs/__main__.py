@@ -4,7 +4,8 @@
     python3 -m launcher_scripts.jobs status deploy_gpt3_126m
     python3 -m launcher_scripts.jobs wait --ready --timeout 600 deploy_gpt3_126m
 
-A job is named by its folder, its id, its name (the latest run) or name/run. Exit codes:
+A job is named by its folder, its id, its name (the latest run), name/run, or its model (the latest
+job of each stage). Exit codes:
 status 0: serves, or is done; 1: has failed; 3: not so far; 5: nobody knows; wait: that of the job,
 124: the time is over. 4: no such job.
 """
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         if name not in ("logs", "resume"):
             command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
         if names:
-            about = "folder, id, name or name/run"
+            about = "folder, id, name, name/run or model"
             nargs = 1 if names == "1" else names
             command.add_argument("jobs", metavar="JOB", nargs=nargs, help=about)
         _add_own(command, name)
@@ -111,6 +112,7 @@ def _add_own(command: argparse.ArgumentParser, name: str) -> None:
         command.add_argument(
             "-n", "--lines", type=_count, metavar="N", help="only the last N lines"
         )
+        command.add_argument("--stage", metavar="STAGE", help="only of this stage's jobs")
     elif name == "wait":
         command.add_argument("--ready", action="store_true", help="servers: until they are ready")
         command.add_argument(

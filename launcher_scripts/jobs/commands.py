@@ -16,7 +16,7 @@ from typing import Any
 from launcher_scripts.cluster.record import RECORD
 from launcher_scripts.cluster.state import FORGOTTEN
 from launcher_scripts.common.cleanup import remove_leftovers
-from launcher_scripts.common.errors import ClusterError
+from launcher_scripts.common.errors import ClusterError, problem
 from launcher_scripts.jobs.folders import (
     KnownJob,
     NoSuchJob,
@@ -41,11 +41,19 @@ class Request:
     every: float | None = None
     follow: bool = False
     lines: int | None = None
+    stage: str | None = None
     ready: bool = False
     timeout: float | None = None
 
     def chosen(self) -> list[KnownJob]:
-        return choose_jobs(self.results, self.jobs)
+        jobs = choose_jobs(self.results, self.jobs)
+        selected = [job for job in jobs if self.stage in (None, job.record.stage)]
+        if not selected:
+            stages = dict.fromkeys(job.record.stage for job in jobs)
+            raise NoSuchJob(
+                problem("no job of that stage", got=self.stage, choices=stages, change="--stage")
+            )
+        return selected
 
 
 def list_jobs(request: Request) -> int:
@@ -69,13 +77,13 @@ def status(request: Request) -> int:
 
 
 def logs(request: Request) -> int:
-    """The logs; with `follow` as they grow, until the jobs have ended."""
+    """The logs; with `follow` as they grow, until the jobs of all stages have ended."""
     jobs = request.chosen()
     if not request.follow and not any(map(log_files, jobs)):
         raise NoSuchJob("there is no log yet: " + ", ".join(str(job.folder) for job in jobs))
     read = print_logs(jobs, request.lines)
     if request.follow:
-        follow_logs(jobs, read)
+        follow_logs(jobs, request.chosen, read)
     return 0
 
 
@@ -151,7 +159,7 @@ def resume(request: Request) -> int:
 
     The export keeps what is the same, and the evaluation continues with its journals.
     """
-    (item, *_) = look(request.chosen(), ask_servers=False)
+    (*_, item) = look(request.chosen(), ask_servers=False)
     record = item.job.record
     if not item.state.ended:
         raise ClusterError(f"{_said(item)}: it can be resumed when it has ended")

@@ -105,7 +105,7 @@ def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
 
 def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:
     """The jobs that `names` name: a job folder or one that holds its runs, an id, one replica's id,
-    a name (its latest run), or name/run. Raises NoSuchJob.
+    a name (its latest run), name/run, or a model (the latest job of each stage). Raises NoSuchJob.
     """
     known: list[KnownJob] | None = None
     chosen: list[KnownJob] = []
@@ -117,7 +117,7 @@ def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:
         if known is None:
             known = find_jobs(results)
         below = [job for job in known if path in job.folder.parents] or _below(path)
-        found = below[-1:] or _by_id(known, name) or _by_name(known, name)
+        found = below[-1:] or _by_id(known, name) or _by_name(known, name) or _by_model(known, name)
         if not found:
             raise NoSuchJob(_unknown(name, known, results))
         chosen += found
@@ -140,6 +140,12 @@ def _by_name(known: list[KnownJob], name: str) -> list[KnownJob]:
     latest = [job for job in known if job.name == name]
     exact = [job for job in known if f"{job.name}/{job.run}" == name]
     return latest[-1:] or exact[-1:]
+
+
+def _by_model(known: list[KnownJob], model: str) -> list[KnownJob]:
+    """The latest job of each stage of a model, oldest first."""
+    latest = {job.name: job for job in known if job.name == f"{job.record.stage}_{model}"}
+    return [job for job in known if job in latest.values()]
 
 
 def _unknown(name: str, known: list[KnownJob], results: Path) -> str:

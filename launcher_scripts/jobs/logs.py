@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from launcher_scripts.jobs.folders import KnownJob
@@ -55,8 +55,14 @@ def print_logs(jobs: Sequence[KnownJob], lines: int | None) -> dict[Path, int]:
     return read
 
 
-def follow_logs(jobs: Sequence[KnownJob], read: dict[Path, int]) -> None:
-    """Print what the logs gain until every job has ended."""
+def follow_logs(
+    jobs: Sequence[KnownJob], choose: Callable[[], Sequence[KnownJob]], read: dict[Path, int]
+) -> None:
+    """Print what the logs gain until every job has ended.
+
+    choose: chooses again, for jobs of later stages that are submitted meanwhile
+    read:   bytes of each log that are printed already
+    """
     last = next(reversed(read), None)
     looked = 0.0
     ended = False
@@ -77,6 +83,19 @@ def follow_logs(jobs: Sequence[KnownJob], read: dict[Path, int]) -> None:
             ended = all(job_state(job, job_id).ended for job in jobs for job_id in job.ids)
         if not ended:
             time.sleep(_POLL_SECONDS)
+        elif later := _later_jobs(jobs, choose):
+            jobs, ended = [*jobs, *later], False
+
+
+def _later_jobs(
+    jobs: Sequence[KnownJob], choose: Callable[[], Sequence[KnownJob]]
+) -> list[KnownJob]:
+    """The jobs of further stages. On one machine each is submitted when the one before has ended,
+    which takes the launcher a moment.
+    """
+    time.sleep(_POLL_SECONDS)
+    stages = {job.record.stage for job in jobs}
+    return [job for job in choose() if job.record.stage not in stages]
 
 
 def tail(job: KnownJob, lines: int = 20) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.record import JobRecord, ready_of_run
+from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.jobs import logs
 from launcher_scripts.jobs.__main__ import main
-from launcher_scripts.jobs.folders import NoSuchJob, choose_jobs, find_jobs, read_jobs
+from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import look
 
 
@@ -62,6 +64,43 @@ def test_a_job_has_many_names(results: Path) -> None:
     (job,) = choose_jobs(results, ["deploy_tiny/002"])
     assert job.ids == ("102",)
     assert job.record.log_file(job.folder, "102").name == "log-deploy_tiny_102.out"
+
+
+def test_a_model_names_the_latest_job_of_each_stage(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [job.folder.parts[-3:] for job in choose_jobs(results, ["tiny"])] == [
+        ("export_tp1", "jobs", "001"),
+        ("deploy_tp1", "jobs", "003"),
+    ]
+    for folder, log in (("export_tp1/jobs/001", "101"), ("deploy_tp1/jobs/003", "500_0")):
+        stage = folder.partition("_")[0]
+        (results / "tiny" / folder / f"log-{stage}_tiny_{log}.out").write_text(f"of {stage}\n")
+    assert main(["logs", f"--results={results}", "--stage", "deploy", "tiny"]) == 0
+    assert capsys.readouterr().out == "of deploy\n"
+    assert main(["logs", f"--results={results}", "--stage", "evaluate", "tiny"]) == 4
+    assert "got 'evaluate'; choices: export, deploy; change --stage" in capsys.readouterr().err
+
+
+def test_a_log_is_followed_from_stage_to_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher on one machine submits a stage's job when the job before has ended."""
+
+    def end(job: KnownJob, _job_id: str) -> JobState:
+        if job.record.stage == "export":
+            folder = tmp_path / "tiny/deploy_tp1/jobs/002"
+            if not folder.exists():
+                make_job(tmp_path, "deploy", 2)
+                (folder / "log-deploy_tiny_102.out").write_text("serving\n")
+        return JobState("COMPLETED", 0)
+
+    monkeypatch.setattr(logs, "job_state", end)
+    monkeypatch.setattr(logs, "_STATE_SECONDS", 0)
+    (make_job(tmp_path, "export", 1) / "log-export_tiny_101.out").write_text("converting\n")
+    assert main(["logs", "-f", f"--results={tmp_path}", "tiny"]) == 0
+    log = tmp_path / "tiny/deploy_tp1/jobs/002/log-deploy_tiny_102.out"
+    assert capsys.readouterr().out == f"converting\n==> {log} <==\nserving\n"
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:
