@@ -73,6 +73,12 @@ class GatewayOptions:
     trusted_proxies: tuple[str, ...] = option(
         (), "addresses or networks of proxies whose X-Forwarded-For is believed", metavar="ADDRESS"
     )
+    max_stored_responses: int = option(
+        0, "responses of /v1/responses that later requests may read and continue", least=0
+    )
+    max_stored_bytes: int = option(
+        64 * MIB, "their size with their conversations; the oldest go first", least=1
+    )
     keep_alive_timeout: int = option(
         75, "seconds until a connection without requests is closed", least=1
     )

@@ -42,7 +42,7 @@ def openapi(
             content = {"application/json": {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}
         methods = sorted((route.methods or set()) - {"HEAD"})
-        paths[path] = {method.lower(): operation for method in methods}
+        paths.setdefault(path, {}).update({method.lower(): operation for method in methods})
     return {
         "openapi": "3.1.0",
         "info": {"title": "gateway", "version": version},

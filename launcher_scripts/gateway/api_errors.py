@@ -110,6 +110,11 @@ def given_up() -> ApiError:
     return unavailable("the gateway has ended before the whole answer was there", 5)
 
 
+def cancelled() -> ApiError:
+    """The client has cancelled the request by another one."""
+    return ApiError(409, "the response was cancelled", code="response_cancelled")
+
+
 def timed_out(seconds: float) -> ApiError:
     """The request's own time is over: clients need not try again by themselves."""
     return ApiError(

@@ -39,7 +39,7 @@ from launcher_scripts.gateway.middleware import (
 )
 from launcher_scripts.gateway.page import show_docs, show_page
 from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.responses import Responding
+from launcher_scripts.gateway.responses import ResponseStore
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.retelling import Retelling
 from launcher_scripts.gateway.schemas import (
@@ -86,6 +86,7 @@ class Gateway:
             self.admission, ClientThreads(), settings.request_timeout, settings.chat_tokens
         )
         self._max_body = settings.max_body
+        self._stored = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self.routes = self._routes()
         self.metrics = Metrics(route.path.partition("{")[0] for route in self.routes)
         self.metrics.watch(names.GATEWAY_WORKING, lambda: self.life.working)
@@ -102,7 +103,23 @@ class Gateway:
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses"""
-        return await self._generate(request, ResponsesBody, Responding.of)
+        return await self._generate(request, ResponsesBody, self._stored.respond)
+
+    async def stored_response(self, request: Request) -> Response:
+        """GET /v1/responses/<id>: a stored response, or one that is in progress."""
+        if request.query_params.get("stream", "false") != "false":
+            raise unsupported("stream", "a stored response is not streamed")
+        return _json(self._stored.read(*_owned(request)))
+
+    async def delete_response(self, request: Request) -> Response:
+        """DELETE /v1/responses/<id>"""
+        client, response_id = _owned(request)
+        self._stored.delete(client, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel_response(self, request: Request) -> Response:
+        """POST /v1/responses/<id>/cancel: end a response that is in progress."""
+        return _json(self._stored.cancel(*_owned(request), self.life))
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages"""
@@ -255,6 +272,9 @@ class Gateway:
             Route("/v1/chat/completions", self.chat, methods=post),
             Route("/v1/chat/completions/render", self.render_chat, methods=post),
             Route("/v1/responses", self.responses, methods=post),
+            Route("/v1/responses/{id:path}/cancel", self.cancel_response, methods=post),
+            Route("/v1/responses/{id:path}", self.stored_response, methods=get),
+            Route("/v1/responses/{id:path}", self.delete_response, methods=["DELETE"]),
             Route("/v1/messages", self.messages, methods=post),
             Route("/v1/messages/count_tokens", self.message_tokens, methods=post),
             Route("/v1/embeddings", self.embeddings, methods=post),
@@ -317,7 +337,7 @@ class Gateway:
             # An error before the first event has a status of its own.
             first = await _unless_left(request, self.life, anext(events))
             stays = True
-            return EventResponse(first, events, self.life, answering.failed)
+            return EventResponse(first, events, self.life, record, answering.failed)
         finally:
             if not stays:
                 self.life.leave()
@@ -331,6 +351,7 @@ class EventResponse(StreamingResponse):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         life: Lifecycle,
+        record: Record,
         failed: Callable[[ApiError], bytes],
     ) -> None:
         """failed: makes the last event of a stream that cannot go on"""
@@ -339,6 +360,7 @@ class EventResponse(StreamingResponse):
         self._first = first
         self._events = events
         self._life = life
+        self._record = record
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -355,28 +377,31 @@ class EventResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         last = b""
         try:
-            with self._life.limited(asyncio.current_task()):
+            with self._life.limited(asyncio.current_task(), self._record):
                 async for event in self._events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except asyncio.CancelledError:
-            if not self._life.over:
+            error = self._life.error(self._record)
+            if error is None:
                 raise
-            last = self._failed(given_up())
+            last = self._failed(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]) -> Result:
-    """What `work` gives. It is cancelled when the client goes or the gateway's time is over.
+    """What `work` gives. It is cancelled when the client goes or cancels it, or when the gateway's
+    time is over.
 
     Raises ClientDisconnect and ApiError then.
     """
+    record: Record = request.state.record
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))
     try:
-        with life.limited(working):
+        with life.limited(working, record):
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.cancelled():
-            raise given_up()
+            raise life.error(record) or given_up()
         if working.done():
             return working.result()
         raise ClientDisconnect
@@ -384,6 +409,15 @@ async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _owned(request: Request) -> tuple[str, str]:
+    """Returns the client of a request about a stored response, and the response's id."""
+    return request.state.record.client, request.path_params["id"]
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
 
 
 async def _departure(request: Request) -> None:
@@ -425,7 +459,7 @@ def make_app(
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id"],
         )
         middleware.insert(0, cors)

@@ -53,6 +53,7 @@ class Record:
     owner: whose key it has; None: there are no keys
     received, first_token: by time.monotonic()
     warnings: parts of the request without effect, for the header X-Warning
+    cancelled: by a request of its client
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class Record:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     warnings: list[str] = field(default_factory=list)
+    cancelled: bool = False
 
     def usage(self) -> dict[str, int]:
         """OpenAI's."""

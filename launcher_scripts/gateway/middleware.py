@@ -24,7 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import OPEN_PATHS
-from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailable
+from launcher_scripts.gateway.api_errors import (
+    ApiError,
+    bad_request,
+    cancelled,
+    given_up,
+    unavailable,
+)
 from launcher_scripts.gateway.generation import Record
 from launcher_scripts.gateway.validation import parse_json
 
@@ -45,7 +51,7 @@ class Lifecycle:
     over: bool = False
     working: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _limited: set[asyncio.Future[Any]] = field(default_factory=set)
+    _limited: dict[asyncio.Future[Any], Record] = field(default_factory=dict)
 
     def enter(self) -> None:
         """Begin a request that generates. Raises ApiError while the gateway drains."""
@@ -60,16 +66,32 @@ class Lifecycle:
             self.idle.set()
 
     @contextlib.contextmanager
-    def limited(self, task: asyncio.Future[Any] | None) -> Iterator[None]:
-        """Inside, the task makes an answer, and is cancelled when the time is over."""
-        tasks = {task} if task is not None else set()
-        self._limited |= tasks
-        if self.over:
-            self.give_up()
+    def limited(self, task: asyncio.Future[Any] | None, record: Record) -> Iterator[None]:
+        """Inside, the task makes an answer, and is cancelled when the time is over, or when the
+        request of this record is cancelled.
+        """
+        if task is None:
+            yield
+            return
+        self._limited[task] = record
+        if self.error(record) is not None:
+            task.cancel()
         try:
             yield
         finally:
-            self._limited -= tasks
+            del self._limited[task]
+
+    def error(self, record: Record) -> ApiError | None:
+        """Returns the reason for which a request was ended before its answer was complete."""
+        if record.cancelled:
+            return cancelled()
+        return given_up() if self.over else None
+
+    def cancel(self, record: Record) -> None:
+        """End one request."""
+        record.cancelled = True
+        for task in [task for task, each in self._limited.items() if each is record]:
+            task.cancel()
 
     def give_up(self) -> None:
         """End the requests that are still running; each client is told so."""

@@ -1,25 +1,35 @@
 """/v1/responses: OpenAI's newer interface, over the same chats.
 
-Nothing is kept between requests: a client sends the whole conversation, as `store=False` asks.
+A client sends the whole conversation, or names a stored response that it continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher_scripts.gateway.api_errors import ApiError
+from pydantic_core import to_json
+
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.completions import Chat
+from launcher_scripts.gateway.generation import Limits, Record
+from launcher_scripts.gateway.middleware import Lifecycle
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
+    ITEMS,
     FunctionChoice,
     FunctionOutput,
+    InputMessage,
+    Item,
     ReasoningItem,
     ResponsesBody,
 )
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import ChatBody, plain_text
+from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.validation import validated
 
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
@@ -183,12 +193,41 @@ class Responding(Retelling[ResponsesBody]):
     names = _NAMES
     as_chat = staticmethod(chat_body)
 
-    def __init__(self, body: ResponsesBody, chat: Chat) -> None:
+    def __init__(self, body: ResponsesBody, chat: Chat, store: ResponseStore | None = None) -> None:
+        """store: None: the response is not stored"""
         super().__init__(body, chat)
+        self._store = store
         self._output = _Output(self.record.request_id)
         self._status = "in_progress"
         self._thought = 0
         self._number = 0
+
+    async def whole(self) -> dict[str, Any]:
+        """See Retelling."""
+        with self._in_progress():
+            return await super().whole()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """See Retelling."""
+        with self._in_progress():
+            async with aclosing(super().events()) as events:
+                async for event in events:
+                    yield event
+
+    @contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        if self._store is None:
+            yield
+            return
+        with self._store.in_progress(self):
+            yield
+
+    def cancel(self, life: Lifecycle) -> bytes:
+        """End the response, which is stored as far as it has come; returns it as JSON."""
+        for _ in self._end("cancelled"):
+            pass  # events, for which nobody waits
+        life.cancel(self.record)
+        return to_json(self.answer())
 
     def begin(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
@@ -198,10 +237,22 @@ class Responding(Retelling[ResponsesBody]):
         return self._output.take(delta)
 
     def end(self, finish_reason: str | None, _stop_reason: str | int | None) -> Iterator[Event]:
-        self._status = "incomplete" if finish_reason == "length" else "completed"
-        self._thought = self._thought_tokens()
-        yield from self._output.end(self._status)
+        yield from self._end("incomplete" if finish_reason == "length" else "completed")
         yield f"response.{self._status}", {"response": self.answer()}
+
+    def _end(self, status: str) -> Iterator[Event]:
+        """End the items, and store the response; the events that this is."""
+        self._status = status
+        self._thought = self._thought_tokens()
+        yield from self._output.end("incomplete" if status == "cancelled" else status)
+        if self._store is not None and not self._store.add(self):
+            self._store = None
+
+    def conversation(self) -> bytes:
+        """Returns the items that a request which continues this response begins with, as JSON."""
+        return ITEMS.dump_json(
+            [*_items(self.body), *ITEMS.validate_python([dict(i) for i in self._output.items])]
+        )
 
     def trouble(self, error: ApiError) -> dict[str, Any]:
         return {"code": error.code, "message": error.message, "param": error.param}
@@ -218,7 +269,7 @@ class Responding(Retelling[ResponsesBody]):
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": f"resp_{self.record.request_id}",
+            "id": self.response_id,
             "object": "response",
             "created_at": self.chat.created,
             "status": status,
@@ -230,9 +281,9 @@ class Responding(Retelling[ResponsesBody]):
             "model": self.chat.model.name,
             "output": [dict(item) for item in self._output.items],
             "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": body.reasoning.model_dump(),
-            "store": False,
+            "store": self._store is not None,
             "temperature": body.temperature,
             "text": body.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": _plain_choice(body),
@@ -242,6 +293,10 @@ class Responding(Retelling[ResponsesBody]):
             "usage": usage,
             "user": body.user,
         }
+
+    @property
+    def response_id(self) -> str:
+        return f"resp_{self.record.request_id}"
 
     def _thought_tokens(self) -> int:
         """As the model's tokenizer divides what was thought."""
@@ -253,3 +308,125 @@ class Responding(Retelling[ResponsesBody]):
         numbered = {**super().event(kind, said), "sequence_number": self._number}
         self._number += 1
         return numbered
+
+
+def _items(body: ResponsesBody) -> list[Item]:
+    """Returns the input as items."""
+    if isinstance(body.input, str):
+        return [InputMessage(role="user", content=body.input)]
+    return body.input
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and the items with which its conversation goes on, as JSON."""
+
+    answer: bytes
+    conversation: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + len(self.conversation)
+
+
+class ResponseStore:
+    """Responses for later requests of their clients, and those that are in progress.
+
+    Ids may come from clients, so each client has its own. The oldest responses go first.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._stored: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._running: dict[tuple[str, str], Responding] = {}
+
+    async def respond(
+        self, model: ServedModel, body: ResponsesBody, record: Record, limits: Limits
+    ) -> Responding:
+        """Begin a response, which may continue a stored one. Raises ApiError."""
+        if (previous := body.previous_response_id) is not None:
+            items = ITEMS.validate_json(self._previous(record.client, previous).conversation)
+            body = body.model_copy(update={"input": [*items, *_items(body)]})
+        store = self if self._max_responses and body.store is not False else None
+        try:
+            return Responding(body, await Chat.of(model, chat_body(body), record, limits), store)
+        except ApiError as error:
+            Responding.rename(error)
+            raise
+
+    @contextmanager
+    def in_progress(self, responding: Responding) -> Iterator[None]:
+        """Inside, the response can be read and cancelled."""
+        key = _key(responding)
+        self._running[key] = responding
+        try:
+            yield
+        finally:
+            self._leave(responding)
+
+    def add(self, responding: Responding) -> bool:
+        """Store a response that has ended; returns False for one that is too large."""
+        stored = StoredResponse(to_json(responding.answer()), responding.conversation())
+        key = _key(responding)
+        self._leave(responding)
+        self._remove(key)
+        if stored.size > self._max_bytes:
+            return False
+        self._stored[key] = stored
+        self._size += stored.size
+        while len(self._stored) > self._max_responses or self._size > self._max_bytes:
+            self._remove(next(iter(self._stored)))
+        return True
+
+    def read(self, client: str, response_id: str) -> bytes:
+        """Returns a response as JSON. Raises ApiError where the client has none of this id."""
+        running = self._running.get((client, response_id))
+        if running is not None:
+            return to_json(running.answer())
+        return self._get(client, response_id).answer
+
+    def delete(self, client: str, response_id: str) -> None:
+        """Raises ApiError where the client has no stored response of this id."""
+        self._get(client, response_id)
+        self._remove((client, response_id))
+
+    def cancel(self, client: str, response_id: str, life: Lifecycle) -> bytes:
+        """Returns the response as JSON. Raises ApiError for one that is not in progress."""
+        running = self._running.get((client, response_id))
+        if running is None:
+            self._get(client, response_id)
+            raise bad_request(f"the response {response_id} has ended", "response_id")
+        return running.cancel(life)
+
+    def _previous(self, client: str, response_id: str) -> StoredResponse:
+        name = "previous_response_id"
+        if not self._max_responses:
+            message = "the gateway stores no responses (gateway.max_stored_responses)"
+            raise unsupported(name, f"{message}; send all items in input")
+        try:
+            return self._get(client, response_id)
+        except ApiError as error:
+            code = "previous_response_not_found"
+            raise bad_request(error.message, name, code) from error
+
+    def _get(self, client: str, response_id: str) -> StoredResponse:
+        stored = self._stored.get((client, response_id))
+        if stored is None:
+            message = f"no stored response of this client has the id {response_id[:200]!r}"
+            raise ApiError(404, message, code="not_found", param="response_id")
+        return stored
+
+    def _leave(self, responding: Responding) -> None:
+        """Forget a response that has ended, and not another of the same id."""
+        if self._running.get(_key(responding)) is responding:
+            del self._running[_key(responding)]
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        stored = self._stored.pop(key, None)
+        self._size -= 0 if stored is None else stored.size
+
+
+def _key(responding: Responding) -> tuple[str, str]:
+    return responding.record.client, responding.response_id

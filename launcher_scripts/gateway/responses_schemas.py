@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    field_validator,
+)
 
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.schemas import (
@@ -75,6 +82,7 @@ Item = Annotated[
     | Annotated[FunctionOutput, Tag("function_call_output")],
     Discriminator(_kind),
 ]
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 class TextFormat(StrictBody):
@@ -127,7 +135,7 @@ Include = Literal[
 
 
 class ResponsesBody(StrictBody):
-    """POST /v1/responses. include: of these, the server has none"""
+    """POST /v1/responses. include: of these, the server has none;  store: None: if it can be"""
 
     unused = parameters.RESPONSES
     tool_types = ("function",)
@@ -143,6 +151,8 @@ class ResponsesBody(StrictBody):
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
+    previous_response_id: str | None = None
+    store: bool | None = None
     include: list[Include] = Field([])
     metadata: dict[str, str] = Field({})
     user: str | None = Field(None, max_length=512)

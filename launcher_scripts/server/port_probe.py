@@ -34,6 +34,9 @@ PATHS = (
     ("POST", "/tokenize"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/responses/resp_1"),
+    ("DELETE", "/v1/responses/resp_1"),
+    ("POST", "/v1/responses/resp_1/cancel"),
 )
 _CLOSED = (401, 403)
 _SECONDS = 5.0

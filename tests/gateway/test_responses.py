@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
+from starlette.testclient import TestClient
 
-from tests.gateway.fakes import CHATML, GPT2, FakeBackend, saying
-from tests.gateway.test_chat import chat_client
+from launcher_scripts.gateway.chat_template import ChatTemplate
+from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, saying, served, until
+from tests.gateway.test_chat import ROOM, chat_client
 from tests.gateway.test_completions import IDS, WORDS
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
 
@@ -168,7 +172,7 @@ def test_a_function_that_must_be_called_and_a_form() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"background": True}, "background", "unless it is false"),
         ({"text": 5}, "text", "expected an object"),
         ({"input": []}, "input", "at least 1"),
@@ -191,3 +195,136 @@ def test_wrong_parameters_are_named(body: dict[str, Any], param: str, words: str
     error = answer.json()["error"]
     assert error["param"] == param
     assert words in error["message"]
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"X-Api-Key": key}
+
+
+def storing(backend: FakeBackend, template: str = CHATML, **settings: Any) -> TestClient:
+    """A gateway with two keys that stores responses."""
+    values = {"max_stored_responses": 3, **settings}
+    model = served(backend, max_len=ROOM, template=ChatTemplate({"default": template}, {}))
+    return client_of(model, keys={"alice": "a", "bob": "b"}, **values)
+
+
+def begun(client: TestClient, key: str = "a", **body: Any) -> dict[str, Any]:
+    answer = client.post(ROUTE, json={"input": "Hi", **body}, headers=keyed(key))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_stored_response_is_read_continued_and_deleted() -> None:
+    backend = FakeBackend()
+    client = storing(backend)
+    first = begun(client, instructions="Be short.")
+    assert first["store"] is True and first["previous_response_id"] is None
+    path = f"{ROUTE}/{first['id']}"
+    assert client.get(path, headers=keyed("a")).json() == first
+    more = begun(client, input="And?", previous_response_id=first["id"])
+    assert more["previous_response_id"] == first["id"]
+    chat = [("user", "Hi"), ("assistant", WORDS), ("user", "And?")]
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in chat)
+    assert GPT2.decode(backend.requests[-1].prompt_ids) == text + "<|im_start|>assistant\n"
+    # Each has its conversation, so that the first is no longer needed.
+    answer = client.delete(path, headers=keyed("a"))
+    assert answer.json() == {"id": first["id"], "object": "response", "deleted": True}
+    assert client.get(path, headers=keyed("a")).status_code == 404
+    assert client.delete(path, headers=keyed("a")).status_code == 404
+    again = begun(client, input="Why?", previous_response_id=more["id"], stream=False)
+    assert GPT2.decode(backend.requests[-1].prompt_ids).count("<|im_start|>user") == 3
+    assert client.get(f"{ROUTE}/{again['id']}?stream=true", headers=keyed("a")).status_code == 400
+
+
+def test_calls_are_a_part_of_a_stored_conversation() -> None:
+    backend = saying(hermes("weather", BERLIN))
+    client = storing(backend, "{{ messages | tojson }}")
+    first = begun(client, tools=FLAT)
+    (call,) = first["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "9"}
+    begun(client, input=[output], previous_response_id=first["id"])
+    seen = json.loads(GPT2.decode(backend.requests[-1].prompt_ids))
+    assert [message["role"] for message in seen] == ["user", "assistant", "tool"]
+    assert seen[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": BERLIN}
+
+
+def test_the_last_event_of_a_stream_is_what_is_stored() -> None:
+    client = storing(FakeBackend())
+    text = client.post(ROUTE, json={"input": "Hi", "stream": True}, headers=keyed("a")).text
+    last = json.loads(text.rstrip().rpartition("data: ")[2])["response"]
+    assert client.get(f"{ROUTE}/{last['id']}", headers=keyed("a")).json() == last
+
+
+def test_a_response_is_its_clients_alone() -> None:
+    client = storing(FakeBackend())
+    same = {"X-Request-Id": "mine"}
+    (first, second) = (
+        client.post(ROUTE, json={"input": said}, headers={**keyed(key), **same}).json()
+        for key, said in (("a", "Hi"), ("b", "Ho"))
+    )
+    assert first["id"] == second["id"] == "resp_mine"
+    path = f"{ROUTE}/{first['id']}"
+    assert client.delete(path, headers=keyed("b")).status_code == 200
+    assert client.get(path, headers=keyed("a")).json() == first
+    for answer in (
+        client.get(path, headers=keyed("b")),
+        client.delete(path, headers=keyed("b")),
+        client.post(f"{path}/cancel", headers=keyed("b")),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    body = {"input": "Hi", "previous_response_id": first["id"]}
+    error = client.post(ROUTE, json=body, headers=keyed("b")).json()["error"]
+    assert (error["code"], error["param"]) == (
+        "previous_response_not_found",
+        "previous_response_id",
+    )
+    assert client.get(path).status_code == 401
+
+
+def test_stored_responses_are_bounded() -> None:
+    client = storing(FakeBackend())
+    ids = [begun(client)["id"] for _ in range(5)]
+    states = [client.get(f"{ROUTE}/{each}", headers=keyed("a")).status_code for each in ids]
+    assert states == [404, 404, 200, 200, 200]
+    store = client.app.state.gateway._stored
+    assert store._size == sum(each.size for each in store._stored.values())
+    assert begun(client, store=False)["store"] is False
+    assert len(store._stored) == 3
+    (size, *_) = (each.size for each in store._stored.values())
+    client = storing(FakeBackend(), max_stored_bytes=2 * size + 50)
+    ids = [begun(client)["id"] for _ in range(3)]
+    store = client.app.state.gateway._stored
+    assert [key[1] for key in store._stored] == ids[1:] and not store._running
+    assert begun(client, metadata={"a": "b" * 3 * size})["store"] is False
+    assert [key[1] for key in store._stored] == ids[1:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_in_progress_is_read_and_cancelled(stream: bool) -> None:
+    async def main() -> None:
+        backend = FakeBackend(waits=True)
+        app = storing(backend).app
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            headers = {**keyed("a"), "X-Request-Id": "mine"}
+            body = {"input": "Hi", "stream": stream}
+            post = asyncio.ensure_future(client.post(ROUTE, json=body, headers=headers))
+            await until(lambda: backend.running)
+            path = f"{ROUTE}/resp_mine"
+            shown = (await client.get(path, headers=keyed("a"))).json()
+            assert (shown["status"], shown["store"]) == ("in_progress", True)
+            assert (await client.post(f"{path}/cancel", headers=keyed("b"))).status_code == 404
+            answer = await client.post(f"{path}/cancel", headers=keyed("a"))
+            assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+            ended = await post
+            assert ended.status_code == (200 if stream else 409)
+            assert "response_cancelled" in ended.text
+            await until(lambda: not backend.running)
+            again = (await client.get(path, headers=keyed("a"))).json()
+            assert again == answer.json() and responses.Response.model_validate(again)
+            error = await client.post(f"{path}/cancel", headers=keyed("a"))
+            assert (error.status_code, error.json()["error"]["param"]) == (400, "response_id")
+        gateway = app.state.gateway
+        assert not gateway.life.working and not gateway._stored._running
+
+    asyncio.run(main())
