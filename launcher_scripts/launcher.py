@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, str(CHECKOUT))
     word, *others = arguments or ["--help"]
     if word in ("-h", "--help", "help"):
-        print(__doc__)
-        return 0
+        from launcher_scripts.common.command_line import with_open_output
+
+        return with_open_output(lambda: print(__doc__))
     if word == "jobs":
         return _run(["-m", "launcher_scripts.jobs", *_with_results(others)])
     known = word in ("serve", "judge")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from launcher_scripts.clients import CLIENTS
-from launcher_scripts.common.command_line import CommandParser
+from launcher_scripts.common.command_line import CommandParser, installed_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", metavar="NAME", choices=CLIENTS, help=", ".join(CLIENTS))
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = parser.parse_args(arguments[:1]).name
-    client = importlib.import_module(f"launcher_scripts.clients.{name}")
+    with installed_packages(name):
+        client = importlib.import_module(f"launcher_scripts.clients.{name}")
     return int(client.main(arguments[1:]))
 
 

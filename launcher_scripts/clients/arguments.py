@@ -10,6 +10,7 @@ from pathlib import Path
 from launcher_scripts.clients.connection import CONNECTIONS
 from launcher_scripts.clients.models import DEFAULT_MODEL
 from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.common.command_line import with_open_output
 from launcher_scripts.common.errors import ConfigError, LauncherError, Problems
 from launcher_scripts.config.security import ClientTls
 
@@ -24,13 +25,12 @@ TLS_FILES = {
 def run(body: Callable[[argparse.Namespace], None], flags: argparse.Namespace) -> int:
     """Do `body`; a LauncherError is printed without a traceback and gives 1, Ctrl-C 130."""
     try:
-        body(flags)
+        return with_open_output(lambda: body(flags))
     except LauncherError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "http") -> None:

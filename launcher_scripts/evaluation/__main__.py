@@ -6,26 +6,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from launcher_scripts.common.command_line import (
+    CommandParser,
+    installed_packages,
+    with_open_output,
+)
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.policy import PolicySettings, read_policy
-from launcher_scripts.evaluation import compare, gate
-from launcher_scripts.evaluation.report import Report
-from launcher_scripts.evaluation.report_content import read_content, report_file
 
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are not taken for a verdict."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ERROR, f"error: {message}\n")
+with installed_packages("evaluation"):
+    from launcher_scripts.config.policy import PolicySettings, read_policy
+    from launcher_scripts.evaluation import compare, gate
+    from launcher_scripts.evaluation.report import Report
+    from launcher_scripts.evaluation.report_content import read_content, report_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
+    parser = CommandParser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     compare.add_arguments(commands.add_parser("compare", help="what differs between two reports"))
     judge = commands.add_parser("judge", help="may the model go live?")
@@ -38,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         commands.choices[given.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return int(given.run(given))
+        return with_open_output(lambda: int(given.run(given)))
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return ERROR

@@ -13,15 +13,20 @@ status 0: serves, or is done; 1: has failed; 3: not so far; 5: nobody knows; wai
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.common.command_line import CommandParser
+from launcher_scripts.common.command_line import (
+    CommandParser,
+    installed_packages,
+    with_open_output,
+)
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.jobs.commands import COMMANDS, Request
+
+with installed_packages("jobs"):
+    from launcher_scripts.jobs.commands import COMMANDS, Request
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -31,16 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[options.pop("command")]
     options["jobs"] = tuple(options.get("jobs", ()))
     try:
-        return command(Request(**options))
+        return with_open_output(lambda: command(Request(**options)))
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader has seen enough; Python would complain about the rest at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

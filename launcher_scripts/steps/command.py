@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from launcher_scripts.common.command_line import CommandParser
+from launcher_scripts.common.command_line import CommandParser, with_open_output
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.processes import bus_errors_as, process_name, signal_when_parent_dies
 from launcher_scripts.config.settings import ExportSettings, Settings, read_settings
@@ -45,8 +45,8 @@ def run_step(
     try:
         with bus_errors_as(_SHORTENED, failed):
             if flags is None or "settings" in given:
-                return body(read_settings(kind, given.settings)) or 0
-            return body(flags.settings(given)) or 0
+                return with_open_output(lambda: body(read_settings(kind, given.settings)))
+            return with_open_output(lambda: body(flags.settings(given)))
     except LauncherError as error:
         by_flags = flags is not None and "settings" not in given
         print(flags.in_flags(str(error)) if flags and by_flags else error, file=sys.stderr)

@@ -14,6 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("measure_reference", "jinja2", "matplotlib", "numpy", "yaml")
+
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError, lookup
 from launcher_scripts.config.settings import EvaluateSettings, read_settings

@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("prepare_triton_model_config", "jinja2", "numpy", "yaml")
+
 from launcher_scripts.checkpoint.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository

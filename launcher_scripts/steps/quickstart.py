@@ -24,6 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("quickstart", "gguf", "jinja2", "numpy", "yaml")
+
 from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
 from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo

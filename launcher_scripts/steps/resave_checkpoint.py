@@ -12,6 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher_scripts.steps.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages("resave_checkpoint", "numpy", "yaml")
+
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
 from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
