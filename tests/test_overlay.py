@@ -253,7 +253,7 @@ def test_a_stock_python_does_the_whole_job(checkout: Path, tmp_path: Path) -> No
     with pytest.raises(subprocess.CalledProcessError):
         run_whole_job(tmp_path / "job", python)
     (log,) = (tmp_path / "job").rglob("log-*.out")
-    assert "does not have numpy, yaml; name an interpreter that has them" in log.read_text()
+    assert "does not have gguf, numpy, yaml; name an interpreter that has them" in log.read_text()
     (tmp_path / "with").mkdir()
     report = run_whole_job(
         tmp_path / "with", python, options={"cluster.overlay": tmp_path / "packages"}
