@@ -31,8 +31,9 @@ class CommandParser(argparse.ArgumentParser):
 
 def with_open_output(body: Callable[[], int | None]) -> int:
     """Returns the exit code of `body`, or that of SIGPIPE if the reader of stdout, for example
-    `head`, closes it. Other broken pipes are errors of `body`.
+    `head`, closes it before `body` ends. Other broken pipes are errors of `body`.
     """
+    code = 128 + signal.SIGPIPE
     try:
         code = body() or 0
         sys.stdout.flush()
@@ -41,7 +42,6 @@ def with_open_output(body: Callable[[], int | None]) -> int:
             raise
         # Python would complain about unwritten output at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     return code
 
 

@@ -225,7 +225,7 @@ class _OpenDoor(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/metrics" else 401)
         self.end_headers()
 
-    do_POST = do_GET
+    do_POST = do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None:
         pass

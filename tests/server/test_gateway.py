@@ -144,7 +144,9 @@ def test_a_frozen_server_ends_its_streams_with_an_error(served: RunningStep, fro
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert (done, end) == ("data: [DONE]", "")
     connection.close()
-    wait_for(lambda: served.settings.ready_file.exists() and ready_file(served) != ready)
+    wait_for(
+        lambda: served.settings.ready_file.exists() and ready_file(served)["pid"] != ready["pid"]
+    )
     assert pid not in dict(served.survivors())
 
 
