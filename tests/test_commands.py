@@ -46,25 +46,25 @@ def test_a_missing_package_is_one_line(command: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code"),
-    [
-        (("launcher_scripts.launcher", "--help"), 141),
-        (("launcher_scripts.jobs", "list", "--results=tests"), 141),
-        (("launcher_scripts.jobs", "--help"), 0),
-        (("launcher_scripts.evaluation", "--help"), 0),
-        (("launcher_scripts.clients", "nothing"), 3),
-        (("launcher_scripts.steps.write_example_models", "--help"), 0),
+    ("command", "codes"),
+    [  # that of SIGPIPE where output is not buffered until the command has ended
+        (("launcher_scripts.launcher", "--help"), {0, 141}),
+        (("launcher_scripts.jobs", "list", "--results=tests"), {0, 141}),
+        (("launcher_scripts.jobs", "--help"), {0}),
+        (("launcher_scripts.evaluation", "--help"), {0}),
+        (("launcher_scripts.clients", "nothing"), {3}),
+        (("launcher_scripts.steps.write_example_models", "--help"), {0}),
     ],
     ids=str,
 )
-def test_a_closed_pipe_is_not_an_error(command: tuple[str, ...], code: int) -> None:
+def test_a_closed_pipe_is_not_an_error(command: tuple[str, ...], codes: set[int]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
         ran = run("-m", *command, stdout=writer)
     finally:
         os.close(writer)
-    assert ran.returncode == code, ran.stderr
+    assert ran.returncode in codes, ran.stderr
     assert "Traceback" not in ran.stderr and "BrokenPipe" not in ran.stderr
 
 
