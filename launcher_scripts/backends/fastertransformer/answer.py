@@ -285,7 +285,8 @@ def _after(output: GenerateOutput, first: int) -> GenerateOutput:
     return replace(
         output,
         output_log_probs=output.output_log_probs[first:],
-        token_log_probs=scores and ModelLogProbs(*(var[first:] for var in vars(scores).values())),
+        token_log_probs=scores
+        and ModelLogProbs(*(values[first:] for values in vars(scores).values())),
         prompt_log_probs=None if first else output.prompt_log_probs,
     )
 

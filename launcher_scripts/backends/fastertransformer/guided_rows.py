@@ -73,7 +73,7 @@ class GuidedRow:
             submitted.cancel()
 
 
-class ClientQueues:
+class ClientExecutor:
     """Work of clients for an executor, which gets so much of each client at a time."""
 
     def __init__(self, executor: Executor, max_running: int) -> None:
@@ -122,7 +122,7 @@ class GuidedRows:
         self._guidance = guidance
         self._submit = submit
         self._together = together
-        self._queues = ClientQueues(guidance.executor, CLIENT_COMPILERS)
+        self._queues = ClientExecutor(guidance.executor, CLIENT_COMPILERS)
         self._lock = Lock()
         self.num_waiting = 0
 
