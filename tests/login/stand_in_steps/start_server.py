@@ -23,29 +23,37 @@ ready_file = published.with_name(f"ready.candidate{number}.json") if held_back e
 ready = {"http": "127.0.0.1:8000", "job": {"folder": settings["job_folder"]}}
 behaviour = os.environ.get("SERVER", "")
 results = Path(settings["results_dir"])
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-(results / f"pids{number}").write_text(f"{os.getpid()} {child.pid}")
+children: list[subprocess.Popen[bytes]] = []
+stopping = False
+
+
+def stop(*_: object) -> None:
+    global stopping
+    stopping = True
+    if behaviour == "deaf" or not children:
+        return
+    if behaviour != "leaves_child":
+        children[0].kill()
+        children[0].wait()
+    print("server stopped in order", flush=True)
+    sys.exit(0)
+
+
+# Before the child starts: a rank that dies early may have this one ended at any moment.
+signal.signal(signal.SIGTERM, stop)
+children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+if stopping:
+    stop()
+(results / f"pids{number}").write_text(f"{os.getpid()} {children[0].pid}")
 print("server starts", flush=True)
 if settings["gateway"]:
     ready["openai"] = "http://127.0.0.1:8080/v1"
     print('I1127 15:29:47.513300 11846 server.cc:241] "loading"\n+---+\n| a |\n+---+\n', flush=True)
     print("try: curl http://127.0.0.1:8080/v1/completions\nseconds of the start:", flush=True)
 
-
-def stop(*_: object) -> None:
-    if behaviour == "deaf":
-        return
-    if behaviour != "leaves_child":
-        child.kill()
-        child.wait()
-    print("server stopped in order", flush=True)
-    sys.exit(0)
-
-
-signal.signal(signal.SIGTERM, stop)
 if behaviour == "dies_early":
     print("the port is in use", flush=True)
-    child.kill()
+    children[0].kill()
     sys.exit(7)
 if behaviour != "never_ready":
     partial = ready_file.with_suffix(".partial")
