@@ -26,7 +26,8 @@ from launcher_scripts.checkpoint import verification
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.models.family import Partition, Source, WeightSpec
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_weights import weights
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CLASSIC, CORE = "model.language_model.", "model."

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.test_house import MODULES, ROOT, SOURCES, imported, module_name, ours, tree
 
 # Of launcher_scripts and stages.
-MAX_FILES = 502
+MAX_FILES = 503
 MAX_SINGLE_IMPORTERS = 128
 MAX_MARKERS = 95.4  # identifiers with a marker word, per 1,000 lines
 MAX_OPENINGS = 18.6  # percent of the docstrings

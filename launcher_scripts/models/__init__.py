@@ -2,11 +2,11 @@
 
 import math
 
-from launcher_scripts.models import agm, bart, gpt, t5, t5_weights
+from launcher_scripts.models import agm, bart, gpt, gpt_weights, t5, t5_weights
 from launcher_scripts.models.family import Family, ModelConfig
 
 FAMILIES = {
-    "gpt": Family("gpt", gpt.GPTConfig, gpt.weights),
+    "gpt": Family("gpt", gpt.GPTConfig, gpt_weights.weights),
     "t5": Family("t5", t5.T5Config, t5_weights.weights),
     "bart": Family("bart", bart.BartConfig, bart.weights),
     "agm": Family("agm", agm.AgmConfig, agm.weights),

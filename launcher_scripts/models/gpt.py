@@ -1,26 +1,17 @@
 """GPT: decoder-only transformers as NeMo, Megatron-LM and FasterTransformer know them.
 
-Names and shapes of the stored tensors follow FasterTransformer's GPT checkpoint; what it cannot
-represent (gated activations, rotary positions, RMS norm, grouped queries) extends the same file
-set, as docs/checkpoint-format.md describes.
+The table of their weights is in gpt_weights.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.models import adapters, gpt_dialects
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import (
-    ACTIVATIONS,
-    NORMALIZATIONS,
-    Partition,
-    WeightSpec,
-    numbers_in,
-)
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, numbers_in
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
@@ -270,128 +261,3 @@ class GPTConfig(AdapterSizes):
         if axis == "qkv_size":
             return self.local_size("q_size", tp_size) + 2 * self.local_size("kv_size", tp_size)
         return super().local_size(axis, tp_size)
-
-
-def weights(config: GPTConfig) -> list[WeightSpec]:
-    """One row per tensor of a GPT with these hyperparameters; every row is required.
-
-    Layer tensors come last and carry `*`. Norms have a bias exactly when they are layer norms.
-    """
-    specs = [_spec("wte", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)]
-    if config.position_embedding == "learned":
-        specs.append(_spec("wpe", ("max_positions", "hidden_size")))
-    if config.embedding_norm:
-        specs += _norm(config, "pre_decoder_layernorm")
-    if config.final_norm:
-        specs += _norm(config, "final_layernorm")
-    if not config.tied_embeddings:
-        specs.append(
-            _spec("lm_head.weight", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)
-        )
-    if config.logits_bias:
-        specs.append(_spec("lm_head.bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
-    return specs + _layer(config) + adapters.weights("gpt", config.parts)
-
-
-def _layer(config: GPTConfig) -> list[WeightSpec]:
-    before = config.norm_placement != "branch"
-    specs = _norm(config, "layers.*.input_layernorm") if before else []
-    specs += _linear(
-        "layers.*.attention.query_key_value",
-        ("hidden_size", "qkv_size"),
-        Partition.COLUMN_PARALLEL,
-        bias=config.attention_bias,
-        blocks=("q_size", "kv_size", "kv_size"),
-    )
-    norms = {"query": "q_size", "key": "kv_size"} if config.qk_norm else {}
-    for part, size in norms.items():
-        name = f"layers.*.attention.{part}_norm"
-        if config.joint_qk_norm:
-            parallel = Partition.COLUMN_PARALLEL
-            specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
-        else:
-            specs += _norm(config, name, "head_size")
-    if config.attention_sinks:
-        parallel = Partition.COLUMN_PARALLEL
-        specs.append(_spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",)))
-    specs += _linear(
-        "layers.*.attention.dense",
-        ("q_size", "hidden_size"),
-        Partition.ROW_PARALLEL,
-        bias=config.dense_bias,
-    )
-    if config.norm_placement in ("sandwich", "branch"):
-        specs += _norm(config, "layers.*.attention.output_norm")
-        specs += _norm(config, "layers.*.mlp.output_norm")
-    mlp = _norm(config, "layers.*.post_attention_layernorm") if before else []
-    if config.num_experts is None:
-        return specs + mlp + _mlp(config, "layers.*.mlp")
-    if config.dense_layers is not None:
-        dense = [replace(spec, sources=gpt_dialects.dense(spec.sources)) for spec in mlp]
-        dense += _mlp(config, "layers.*.mlp", "dense_ffn_size")
-        specs += [replace(spec, experts=False) for spec in dense]
-    mlp += _experts(config, config.num_experts)
-    return specs + [replace(spec, experts=True) for spec in mlp]
-
-
-def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
-    specs = [_spec("layers.*.mlp.router.weight", ("hidden_size", "num_experts"))]
-    if config.router_bias:
-        specs.append(_spec("layers.*.mlp.router.bias", ("num_experts",)))
-    if config.expert_bias:
-        specs.append(_spec(gpt_dialects.EXPERT_BIAS, ("3", "num_experts")))
-    if config.shared_expert_size is not None:
-        specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
-        if config.shared_expert_gate is not False:
-            specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
-    for expert in range(count):
-        specs += _mlp(config, f"layers.*.mlp.experts.{expert}")
-    return specs
-
-
-def _mlp(config: GPTConfig, name: str, size: str = "ffn_size") -> list[WeightSpec]:
-    specs = []
-    for up in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
-        specs += _linear(
-            f"{name}.{up}",
-            ("hidden_size", size),
-            Partition.COLUMN_PARALLEL,
-            bias=config.mlp_bias,
-        )
-    return specs + _linear(
-        f"{name}.dense_4h_to_h",
-        (size, "hidden_size"),
-        Partition.ROW_PARALLEL,
-        bias=config.mlp_bias,
-    )
-
-
-def _linear(
-    name: str,
-    shape: tuple[str, str],
-    partition: Partition,
-    *,
-    bias: bool,
-    blocks: tuple[str, ...] = (),
-) -> list[WeightSpec]:
-    """The weight [in, out] and, with `bias`, the bias [out]; a row-parallel bias is added once."""
-    specs = [_spec(f"{name}.weight", shape, partition, blocks)]
-    if bias and partition is Partition.ROW_PARALLEL:
-        specs.append(_spec(f"{name}.bias", shape[1:]))
-    elif bias:
-        specs.append(_spec(f"{name}.bias", shape[1:], partition, blocks))
-    return specs
-
-
-def _norm(config: GPTConfig, name: str, size: str = "hidden_size") -> list[WeightSpec]:
-    parts = ("weight", "bias") if config.normalization == "layernorm" else ("weight",)
-    return [_spec(f"{name}.{part}", (size,)) for part in parts]
-
-
-def _spec(
-    name: str,
-    shape: tuple[str, ...],
-    partition: Partition = Partition.REPLICATED,
-    blocks: tuple[str, ...] = (),
-) -> WeightSpec:
-    return WeightSpec(name, shape, partition, blocks, gpt_dialects.sources(name))

@@ -26,7 +26,8 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.layout.reshard import rank_columns, whole_blocks
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.models.gpt import GPTConfig, weights
+from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_weights import weights
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 
 

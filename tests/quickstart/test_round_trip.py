@@ -12,7 +12,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.models.gpt import weights as gpt_weights
+from launcher_scripts.models.gpt_weights import weights as gpt_weights
 from launcher_scripts.steps import quickstart
 from tests.quickstart.tiny_gguf import (
     FFN,

@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
 from launcher_scripts.checkpoint.sources.nemo_writer import Weight
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ARTIFACT
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.models import gpt
+from launcher_scripts.models import gpt_weights
 from launcher_scripts.models.gpt import GPTConfig
 
 ARCHITECTURE = "llama"
@@ -51,7 +51,7 @@ class GGUFLlama:
         if architecture != ARCHITECTURE or plain is None or config != plain:
             raise CheckpointError(problem(f"{path} is not a plain Llama", got=architecture))
         self.shape = plain
-        make_plan(self.checkpoint, gpt.weights(self.shape), f"the GGUF file {path}")
+        make_plan(self.checkpoint, gpt_weights.weights(self.shape), f"the GGUF file {path}")
 
     @property
     def tied_embeddings(self) -> bool:
