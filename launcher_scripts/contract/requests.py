@@ -203,6 +203,7 @@ class GenerateOutput:
     prompt_log_probs: ModelLogProbs of the prompt's tokens, 0 where one has none, or None; the
                       prompt is the decoder's
     beams:            the hypotheses of a beam search, best first, whose values are the row's above
+    num_cached_tokens: of the prompt, whose keys and values were in the prefix cache
     """
 
     output_ids: tuple[int, ...]
@@ -215,6 +216,7 @@ class GenerateOutput:
     token_log_probs: ModelLogProbs | None = None
     prompt_log_probs: ModelLogProbs | None = None
     beams: tuple[Beam, ...] = ()
+    num_cached_tokens: int = 0
 
     @property
     def hypotheses(self) -> tuple[Beam, ...]:

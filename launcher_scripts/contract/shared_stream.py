@@ -29,14 +29,18 @@ class SharedId(NamedTuple):
 
 
 class RowNews(NamedTuple):
-    """What is new of one row: its tokens, and whether those were the last."""
+    """What is new of one row: its tokens, and whether those were the last.
+
+    num_cached_tokens: prompt tokens that were in the prefix cache, with the first tokens
+    """
 
     number: int
     ids: Sequence[int]
     finished: bool
+    num_cached_tokens: int = 0
 
 
-News = tuple[int, Sequence[int], bool]  # a RowNews, or a tuple like it, which is made faster
+News = tuple[int, Sequence[int], bool, int]  # a RowNews, or a tuple like it, which is made faster
 
 
 def open_id(stream: str) -> str:
@@ -60,9 +64,14 @@ def shared_id(request_id: str) -> SharedId | None:
 
 
 def pack(rows: Iterable[News]) -> NDArray[np.int32]:
-    """The tensor `news` of a shared stream, [1, 1, n]: of every row number, end, count, ids."""
+    """The tensor `news` of a shared stream, [1, 1, n]: of every row number, end, count, ids.
+
+    Cached tokens are in front, as the only id of -1 - number, which older gateways skip.
+    """
     numbers: list[int] = []
-    for number, ids, finished in rows:
+    for number, ids, finished, cached in rows:
+        if cached:
+            numbers += (-1 - number, 0, 1, cached)
         numbers += (number, finished, len(ids))
         numbers += ids
     return np.fromiter(numbers, np.int32, len(numbers)).reshape(1, 1, -1)
@@ -72,7 +81,12 @@ def unpack(packed: NDArray[np.int32]) -> Iterator[RowNews]:
     """The rows of `pack`."""
     numbers = packed.reshape(-1).tolist()
     place = 0
+    cached: dict[int, int] = {}
     while place < len(numbers):
         number, finished, count = numbers[place : place + 3]
         place += 3 + count
-        yield RowNews(number, tuple(numbers[place - count : place]), bool(finished))
+        ids = tuple(numbers[place - count : place])
+        if number < 0:
+            cached[-1 - number] = ids[0]
+            continue
+        yield RowNews(number, ids, bool(finished), cached.pop(number, 0))

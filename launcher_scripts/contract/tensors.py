@@ -195,6 +195,14 @@ NEWS = array(
     extension=True,
 )
 
+NUM_CACHED_TOKENS = array(
+    "num_cached_tokens",
+    "INT32",
+    (1,),
+    "prompt tokens that were in the prefix cache; in the first response (enable_prefix_caching)",
+    extension=True,
+)
+
 TEXT_START = array(
     "text_start", "INT32", (-1,), "[beam]: the first token that becomes text", extension=True
 )
@@ -282,6 +290,7 @@ GPT_OUTPUTS = (
     *PROGRESS,
     TEXT_START,
     NEWS,
+    NUM_CACHED_TOKENS,
 )
 
 

@@ -81,6 +81,7 @@ class Increment(NamedTuple):
     beams:            the ids of a beam search's hypotheses, best first, in its last increment; it
                       has no token_ids
     begins_again:     what has come so far does not count: another server begins the row again
+    num_cached_tokens: prompt tokens that were in the server's prefix cache; in the first increment
     states:           of an encoder alone: float32 [prompt tokens, hidden]
     """
 
@@ -90,6 +91,7 @@ class Increment(NamedTuple):
     finished: bool = False
     beams: tuple[tuple[int, ...], ...] = ()
     begins_again: bool = False
+    num_cached_tokens: int = 0
     states: Any = None
 
 

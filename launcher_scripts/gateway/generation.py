@@ -53,6 +53,7 @@ class Record:
     owner: whose key it has; None: there are no keys
     received, first_token: by time.monotonic()
     warnings: parts of the request without effect, for the header X-Warning
+    cached_tokens: of the prompts, that the server had computed before
     cancelled: by a request of its client
     """
 
@@ -64,15 +65,17 @@ class Record:
     model: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    cached_tokens: int = 0
     warnings: list[str] = field(default_factory=list)
     cancelled: bool = False
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """OpenAI's."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.generated_tokens,
             "total_tokens": self.prompt_tokens + self.generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -131,6 +134,7 @@ class Generation:
         self._grammar_parameter, self._grammar = _grammar(body, options, record.warnings)
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
+        self._cached: Counter[int] = Counter()  # prompt tokens by row
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else options.rows)
@@ -187,7 +191,22 @@ class Generation:
 
     def _prompt(self, number: int) -> Prompt:
         """The prompt of a row."""
-        return self.prompts[number // (1 if self._beams else self.options.rows)]
+        return self.prompts[number // self._rows_per_prompt]
+
+    @property
+    def _rows_per_prompt(self) -> int:
+        return 1 if self._beams else self.options.rows
+
+    def _count_cached(self, number: int, tokens: int) -> None:
+        """Count a row's prompt tokens that were cached. A prompt's rows find what its first row
+        computes, so those count that all of them found.
+        """
+        self._cached[number] = tokens
+        rows = self._rows_per_prompt
+        starts = range(0, len(self._places), rows)
+        self.record.cached_tokens = sum(
+            min(self._cached[row] for row in range(start, start + rows)) for start in starts
+        )
 
     def _request(self, number: int, seed: int) -> RowRequest:
         """What the engine is asked for a row."""
@@ -242,6 +261,8 @@ class Generation:
             shown = _Shown(self, request, self._prompt(number))
             async with aclosing(self.model.backend.generate(request)) as increments:
                 async for increment in increments:
+                    if increment.num_cached_tokens or increment.begins_again:
+                        self._count_cached(number, increment.num_cached_tokens)
                     if increment.begins_again:
                         shown = _Shown(self, request, self._prompt(number))
                         yield choice, Piece(begins_again=True)

@@ -158,8 +158,7 @@ class MessageAnswer(Retelling[MessagesBody]):
             reason = "tool_use"
         met = stop_reason if reason == "stop_sequence" else None
         self._ended = {"stop_reason": reason, "stop_sequence": met}
-        usage = {"output_tokens": self.record.generated_tokens}
-        yield "message_delta", {"delta": self._ended, "usage": usage}
+        yield "message_delta", {"delta": self._ended, "usage": self._usage()}
         yield "message_stop", {}
 
     def answer(self) -> dict[str, Any]:
@@ -170,10 +169,17 @@ class MessageAnswer(Retelling[MessagesBody]):
             "model": self.chat.model.name,
             "content": [dict(block) for block in self._blocks],
             **self._ended,
-            "usage": {
-                "input_tokens": self.record.prompt_tokens,
-                "output_tokens": self.record.generated_tokens,
-            },
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """Anthropic's, whose input_tokens are those that were not cached."""
+        record = self.record
+        return {
+            "input_tokens": record.prompt_tokens - record.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": record.cached_tokens,
+            "output_tokens": record.generated_tokens,
         }
 
     def trouble(self, error: ApiError) -> dict[str, Any]:

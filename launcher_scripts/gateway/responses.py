@@ -262,7 +262,10 @@ class Responding(Retelling[ResponsesBody]):
         if status != "in_progress":
             usage = {
                 "input_tokens": self.record.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": self.record.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": self.record.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._thought},
                 "total_tokens": self.record.prompt_tokens + self.record.generated_tokens,

@@ -40,6 +40,7 @@ class _RowBuffer:
         self._number = number
         self._ids: list[int] = []
         self._finished = False
+        self._num_cached_tokens = 0
         self._told = asyncio.get_running_loop().create_future()
         self.begun = False
         self.error: Exception | None = None
@@ -47,6 +48,7 @@ class _RowBuffer:
     def add(self, news: RowNews) -> None:
         self._ids += news.ids
         self._finished = news.finished
+        self._num_cached_tokens += news.num_cached_tokens
 
     def tell(self) -> None:
         """Wake whoever waits in `take`."""
@@ -61,8 +63,9 @@ class _RowBuffer:
             self._told = asyncio.get_running_loop().create_future()
             await self._told
         ids, self._ids = tuple(self._ids), []
+        count = 0 if self.begun else self._num_cached_tokens
         self.begun = True
-        return RowNews(self._number, ids, self._finished)
+        return RowNews(self._number, ids, self._finished, count)
 
 
 class SharedStream:

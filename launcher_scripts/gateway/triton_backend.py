@@ -24,6 +24,7 @@ from launcher_scripts.contract.requests import (
     PROMPT_LOG_PROBS,
     TOKEN_LOG_PROBS,
 )
+from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
     ContextOverflow,
@@ -88,9 +89,11 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
-        self._encodes = _STATES in {each["name"] for each in config.get("output", ())}
+        outputs = {each["name"] for each in config.get("output", ())}
+        self._encodes = _STATES in outputs
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
+        self._counts_cached = self.shares_prefixes and NUM_CACHED_TOKENS.name in outputs
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
         self._types = {
@@ -109,7 +112,7 @@ class TritonBackend:
         if self._encodes:
             yield await self._encode(request, more)
             return
-        tensors, row = self._tensors(request), _Row(request)
+        tensors, row = self._tensors(request), _Row(request, self._counts_cached)
         self._running += 1
         try:
             if not self._streams:
@@ -122,7 +125,11 @@ class TritonBackend:
                 with contextlib.suppress(NoStream):
                     async with aclosing(self._shared.generate(tensors, **more)) as found:
                         async for news in found:
-                            yield Increment(tuple(news.ids), finished=news.finished)
+                            yield Increment(
+                                tuple(news.ids),
+                                finished=news.finished,
+                                num_cached_tokens=news.num_cached_tokens,
+                            )
                     return
             async with aclosing(
                 self._server.stream(self._name, tensors, row.outputs, **more)
@@ -242,9 +249,13 @@ def _refusal(message: str, request: RowRequest) -> ApiError:
 
 
 class _Row:
-    """The responses to one row's request as increments."""
+    """The responses to one row's request as increments.
 
-    def __init__(self, request: RowRequest) -> None:
+    is_plain: whether its tokens are all that is asked for
+    """
+
+    def __init__(self, request: RowRequest, counts_cached: bool) -> None:
+        """counts_cached: whether the model has the output num_cached_tokens"""
         self.finished = False
         self._request = request
         self._prompt_known = request.prompt_log_probs is None
@@ -253,26 +264,32 @@ class _Row:
             *_log_prob_outputs(TOKEN_LOG_PROBS, request.log_probs),
             *_log_prob_outputs(PROMPT_LOG_PROBS, request.prompt_log_probs),
         ]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its tokens are all that is asked for."""
-        return self._request.beam_width == 1 and self.outputs == NEWS
+        self.is_plain = request.beam_width == 1 and self.outputs == NEWS
+        if counts_cached:
+            self.outputs.append(NUM_CACHED_TOKENS.name)
 
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
         """What a response adds. `news` is [1, beam, 4 + n]; see contract/tensors.py."""
         news = arrays["news"][0]
         self.finished = bool(news[0, 3])
         prompt = self._prompt_log_probs(arrays)
+        counts = arrays.get(NUM_CACHED_TOKENS.name)
+        cached = 0 if counts is None else int(counts[0, 0])
         if self._request.beam_width > 1:
             beams = tuple(map(_new_ids, news)) if self.finished else ()
-            return Increment(prompt_log_probs=prompt, finished=self.finished, beams=beams)
+            return Increment(
+                prompt_log_probs=prompt,
+                finished=self.finished,
+                beams=beams,
+                num_cached_tokens=cached,
+            )
         ids = _new_ids(news[0])
         return Increment(
             token_ids=ids,
             log_probs=self._log_probs(arrays, ids),
             prompt_log_probs=prompt,
             finished=self.finished,
+            num_cached_tokens=cached,
         )
 
     def _log_probs(self, arrays: Mapping[str, Any], ids: Sequence[int]) -> tuple[TokenLogProb, ...]:

@@ -31,7 +31,7 @@ from tests.processes import wait_for
 IDS = st.integers(0, (1 << 31) - 1)
 
 
-@given(st.lists(st.builds(RowNews, IDS, st.lists(IDS).map(tuple), st.booleans())))
+@given(st.lists(st.builds(RowNews, IDS, st.lists(IDS).map(tuple), st.booleans(), IDS)))
 def test_what_is_packed_is_unpacked(rows: list[RowNews]) -> None:
     assert list(unpack(pack(rows))) == rows
 
@@ -119,6 +119,19 @@ def test_one_response_brings_what_is_new_of_every_row(stream: Stream) -> None:
     assert senders[1].answered.wait(30)
     assert [dict(each.tensors) for each in senders[1].answers] == [{}]
     assert not senders[0].answers and not senders[2].answers
+
+
+def test_the_first_news_of_a_row_have_its_cached_tokens(stream: Stream) -> None:
+    stream.row(3)
+    stream.row(4)
+    stream.engine.rows[0].num_cached_tokens = 32
+    stream.engine.step(0)
+    wait_for(lambda: len(stream.news()) == 1)
+    stream.engine.step(0, 1)
+    wait_for(lambda: sum(map(len, stream.news())) == 3)
+    first, *rest = (each for response in stream.news() for each in response)
+    assert first == RowNews(3, (0,), False, 32)
+    assert [each.num_cached_tokens for each in rest] == [0, 0]
 
 
 def test_an_error_goes_to_its_own_request(stream: Stream) -> None:

@@ -87,6 +87,20 @@ def check_same(plain: Engine, sharing: Engine, draw: random.Random, rounds: int)
     assert sharing.cache_tokens_used == 0
 
 
+def test_an_answer_counts_the_cached_tokens_of_its_prompt() -> None:
+    engine = engine_for(CONFIG, TENSORS, max_tokens=2000, enable_prefix_caching=True)
+    ids = text(70)
+    asked = [(ids, 0), (ids, 0), (ids[:40], 0), (ids, 5), (text(70, seed=1), 0)]
+    beams = SamplingParameters(beam_width=2)
+    outputs = [
+        engine.submit(GenerateRequest(prompt, 3, sampling, cache_salt=salt)).result(60)
+        for prompt, salt in asked
+        for sampling in (SamplingParameters(), beams)
+    ]
+    assert [output.num_cached_tokens for output in outputs[::2]] == [0, 64, 32, 0, 0]
+    assert outputs[3].num_cached_tokens == 64
+
+
 def hits(engine: Engine) -> float:
     return values(engine.statistics, names.PREFIX_HITS)[""]
 

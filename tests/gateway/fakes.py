@@ -48,12 +48,14 @@ class FakeBackend:
 
     waits:   rows stay before their second increment
     at_once: tokens in an increment
+    cached:  prompt tokens in the cache
     """
 
     ids: Callable[[RowRequest], Sequence[int]] = lambda _: GPT2.encode(" some words to say")
     error: Exception | None = None
     waits: bool = False
     at_once: int = 1
+    cached: Callable[[RowRequest], int] = lambda _: 0
     shares_prefixes: bool = False
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
@@ -90,7 +92,13 @@ class FakeBackend:
             part = tuple(ids[place : place + self.at_once])
             last = place + len(part) == len(ids)
             found = self._log_probs(request, part)
-            yield Increment(part, found, None if place else prompt, finished=last)
+            yield Increment(
+                part,
+                found,
+                None if place else prompt,
+                finished=last,
+                num_cached_tokens=0 if place else self.cached(request),
+            )
 
     @staticmethod
     def _log_probs(request: RowRequest, ids: Sequence[int]) -> tuple[TokenLogProb, ...]:

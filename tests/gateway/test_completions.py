@@ -56,6 +56,7 @@ def test_an_answer_is_openais() -> None:
         "prompt_tokens": 1,
         "completion_tokens": count,
         "total_tokens": count + 1,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     (request,) = backend.requests
     assert request.prompt_ids == tuple(GPT2.encode("Hello"))
@@ -332,6 +333,18 @@ def test_tokens_that_come_together_have_an_event_each(echo: bool) -> None:
     assert [choice["text"] for choice in (*most, last)] == [each["text"] for each in one_by_one]
     assert {choice["finish_reason"] for choice in most} == {None}
     assert last["finish_reason"] == "stop"
+
+
+def test_usage_counts_what_all_rows_of_a_prompt_found_in_the_cache() -> None:
+    found = {"-0": 16, "-1": 32, "-2": 48, "-3": 0}
+    backend = FakeBackend(cached=lambda request: found[request.request_id[-2:]])
+    client = client_of(served(backend))
+    answer = ask(client, prompt=["Hello", "a"], n=2)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+    found["-3"] = 32
+    options = {"stream_options": {"include_usage": True}}
+    *_, last = events(client, prompt=["Hello", "a"], n=2, **options)
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
 
 
 def test_usage_may_come_with_every_event() -> None:

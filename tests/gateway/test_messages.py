@@ -71,6 +71,17 @@ def test_an_answer(asking: Asking, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_told_apart(asking: Asking, stream: bool) -> None:
+    asking.backend.cached = lambda _: 3
+    usage = asking(WORDS, stream=stream).usage
+    asking.backend.cached = lambda _: 0
+    total = len(asking.backend.requests[-1].prompt_ids)
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (total - 3, 3)
+    assert usage.cache_creation_input_tokens == 0
+    assert asking(WORDS, stream=stream).usage.cache_read_input_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_what_ended_an_answer(asking: Asking, stream: bool) -> None:
     assert asking(WORDS, stream=stream, max_tokens=2).stop_reason == "max_tokens"
     message = asking("one two three", stream=stream, stop_sequences=["thr", " two"])

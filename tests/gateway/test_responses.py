@@ -56,6 +56,11 @@ def test_an_answer_whole() -> None:
     assert GPT2.decode(request.prompt_ids) == text + "<|im_start|>assistant\n"
 
 
+def test_cached_tokens_are_counted() -> None:
+    answer = asked(FakeBackend(cached=lambda _: 3))
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+
+
 def test_what_agents_send_beside_the_conversation_is_taken() -> None:
     notes = {"store": False, "prompt_cache_key": "a", "safety_identifier": "b"}
     notes |= {"service_tier": "auto", "metadata": {"a": "b"}}

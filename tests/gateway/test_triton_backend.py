@@ -54,7 +54,11 @@ class FakeServer:
 
 
 def backend(
-    *responses: Any, model_type: str = "GPT", streams: bool = True, without: Sequence[str] = ()
+    *responses: Any,
+    model_type: str = "GPT",
+    streams: bool = True,
+    without: Sequence[str] = (),
+    caching: bool = False,
 ) -> tuple[TritonBackend, FakeServer]:
     """A model that declares its contract's inputs but for those `without`."""
     server = FakeServer(responses)
@@ -65,6 +69,9 @@ def backend(
     ]
     policy = {"decoupled": streams}
     config = {"name": "tiny", "input": inputs, "model_transaction_policy": policy}
+    if caching:
+        config["parameters"] = {"enable_prefix_caching": {"string_value": "1"}}
+        config["output"] = [{"name": tensor.name} for tensor in CONTRACTS[model_type].outputs]
     return TritonBackend(server, config), server  # type: ignore[arg-type]
 
 
@@ -105,6 +112,13 @@ def test_a_row_becomes_tensors() -> None:
         assert kinds[value.dtype.name] == declared[name]
     assert server.more == {"request_id": "mine", "timeout": 1_500_000}
     assert server.outputs == ["news"]
+
+
+def test_cached_tokens_are_asked_of_models_that_count_them() -> None:
+    response = news((4, 3, 0, True, [5, 6, 7, 2])) | {"num_cached_tokens": np.array([[16]])}
+    engine, server = backend(response, caching=True)
+    assert [each.num_cached_tokens for each in generate(engine)] == [16]
+    assert server.outputs == ["news", "num_cached_tokens"]
 
 
 def test_only_what_is_asked_for_is_sent() -> None:

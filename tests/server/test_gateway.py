@@ -103,6 +103,20 @@ def test_the_command_of_the_ready_line_works_when_pasted(served: RunningStep) ->
     assert 1 <= answer["usage"]["completion_tokens"] <= 16
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_usage_has_the_cached_tokens_of_the_engine(served: RunningStep, rows: int) -> None:
+    openai = ready_file(served)["openai"]
+    wait_for(lambda: answers(openai))
+    prompt = [number % 90 + 9 for number in range(rows, 70 + rows)]
+    counts = []
+    for _ in range(2):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "n": rows, "seed": 1}
+        status, answer = ask(openai, "/v1/completions", body)
+        assert status == 200
+        counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert counts == [0, 64]
+
+
 def test_a_gateway_that_is_killed_comes_back_and_the_server_stays(served: RunningStep) -> None:
     ready, first = ready_file(served), gateway_pid(served)
     os.kill(first, signal.SIGKILL)

@@ -21,9 +21,12 @@ from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
+from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
 from launcher_scripts.engine.core.row import Snapshot, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 
+# Outputs that are not made by `to_tensors`.
+_OWN_TENSORS = frozenset({"news", NUM_CACHED_TOKENS.name})
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
 
@@ -190,8 +193,11 @@ class Answer:
     def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
         told = self._forwarded or "is_return_progress" in self._tensors
         tensors = {}
-        if self._wanted != {"news"}:
+        if not self._wanted <= _OWN_TENSORS:
             tensors = self._to_tensors(self._shown(outputs))
+        if NUM_CACHED_TOKENS.name in self._wanted and not self._sent:
+            counts = torch.tensor([output.num_cached_tokens for output in outputs])
+            tensors[NUM_CACHED_TOKENS.name] = counts[:, None].int()
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
         if told and "news" in self._wanted:

@@ -64,7 +64,7 @@ class SharedStream:
         with self._sending:
             if news and not self.closed:
                 self._sender.send(_response(news.values()))
-        for row, (_, _, finished) in news.items():
+        for row, (_, _, finished, _) in news.items():
             if finished:
                 row.finish()
 
@@ -131,12 +131,14 @@ class SharedAnswer(Answer):
         if last is None:
             snapshot = self._snapshots[0]
             ids: Sequence[int] = snapshot.row.tokens[self._sent : snapshot.tokens]
+            cached = snapshot.row.num_cached_tokens or 0
         else:
-            ids = last.output_ids[self._sent :]
+            ids, cached = last.output_ids[self._sent :], last.num_cached_tokens
         if not ids and last is None:
             return None
+        news = self._number, ids, last is not None, 0 if self._sent else cached
         self._sent += len(ids)
-        return self._number, ids, last is not None
+        return news
 
     def finish(self) -> None:
         """End the row's own stream."""

@@ -62,7 +62,8 @@ class Row:
     row of a session lives in the session's extent, after the tokens of the requests before. The
     guide's masks of the first `masked` tokens have been told to the ranks; the mask of the next one
     has been late since `late_since`, by time.perf_counter. prefix is what others
-    may find of the row's tokens, None: nothing. A row that has a place and has not begun waits for
+    may find of the row's tokens, None: nothing. num_cached_tokens is how many of its prompt's tokens
+    were in the cache when it began, None: it has not. A row that has a place and has not begun waits for
     what another one computes.
 
     reserved counts the tokens of the extent. A row that grows has room for its prompt and some
@@ -110,6 +111,7 @@ class Row:
     hypotheses: Hypotheses | None = None
     session: Session | None = None
     guide: Guide | None = None
+    num_cached_tokens: int | None = None
     prefix: Prefix | None = None
     general: bool = field(init=False)
     lookup: PromptLookup | None = field(init=False, default=None)
@@ -375,6 +377,7 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
         context_embeddings=row.context_embeddings,
         prompt_log_probs=_prompt_log_probs(row),
         beams=beams,
+        num_cached_tokens=row.num_cached_tokens or 0,
     )
 
 
@@ -388,6 +391,7 @@ def _first_tokens(row: Row, count: int, first: int) -> GenerateOutput:
         context_embeddings=row.context_embeddings,
         token_log_probs=model_log_probs(row.scores[first:count], number) if number >= 0 else None,
         prompt_log_probs=None if first else _prompt_log_probs(row),
+        num_cached_tokens=row.num_cached_tokens or 0,
     )
 
 

@@ -347,6 +347,8 @@ class Scheduler:
         if found.tokens:
             self._extents.copies.append(Copy(found.start, row.start, found.tokens))
         row.prefilled = row.prefix.computed = found.tokens
+        if row.num_cached_tokens is None:  # what it had before a preemption is its own
+            row.num_cached_tokens = found.tokens
         row.read_by_draft = row.prefix.read = found.read
         row.prefix.start = row.start
         self._cache.add(row.prefix)
