@@ -20,11 +20,15 @@ from launcher_scripts.config.security import ClientTls
 
 ServerFailure = InferenceServerException
 _READY_SECONDS = 5.0
-# gRPC itself would wait up to two minutes before it looks for a server again.
+# gRPC itself would wait up to two minutes before it looks for a server again, and indefinitely for
+# one that is frozen, or whose node is cut off: its requests fail after half a minute. A server
+# allows pings as long as it sends something in between, at least the answers to a fleet's checks.
 _CHANNEL = [
     *GRPC_ARGUMENTS,
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
 ]
 
 

@@ -62,9 +62,9 @@ class Row:
     row of a session lives in the session's extent, after the tokens of the requests before. The
     guide's masks of the first `masked` tokens have been told to the ranks; the mask of the next one
     has been late since `late_since`, by time.perf_counter. prefix is what others
-    may find of the row's tokens, None: nothing. num_cached_tokens is how many of its prompt's tokens
-    were in the cache when it began, None: it has not. A row that has a place and has not begun
-    waits for what another one computes.
+    may find of the row's tokens, None: nothing. num_cached_tokens is how many of its prompt's
+    tokens were in the cache when it began, None: it has not. A row that has a place and has not
+    begun waits for what another one computes.
 
     reserved counts the tokens of the extent. A row that grows has room for its prompt and some
     tokens at first, for as long as `launched` is less than `fits`, and gets more then. It may lose
