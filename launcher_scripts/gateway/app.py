@@ -28,7 +28,7 @@ from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.log_probs import token_names
 from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
 from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
-from launcher_scripts.gateway.metrics import Metrics
+from launcher_scripts.gateway.metrics import Metrics, server_metrics, with_servers
 from launcher_scripts.gateway.middleware import (
     Browsers,
     Keys,
@@ -249,6 +249,14 @@ class Gateway:
         """GET /servers"""
         return JSONResponse({"servers": [replica.facts() for replica in self._replicas]})
 
+    async def show_server_metrics(self, _: Request) -> Response:
+        """GET /servers/metrics: the servers' own metrics, as far as they can be read here."""
+        addresses = {each.address.partition("#")[0]: each for each in self._replicas}
+        texts = await asyncio.gather(
+            *(server_metrics(each.metrics_address) for each in addresses.values())
+        )
+        return with_servers(dict(zip(addresses, texts, strict=True)))
+
     async def show_metrics(self, _: Request) -> Response:
         """GET /metrics"""
         return self.metrics.response()
@@ -288,6 +296,7 @@ class Gateway:
             Route("/load", self.load, methods=get),
             Route("/ready", self.ready, methods=get),
             Route("/servers", self.servers, methods=get),
+            Route("/servers/metrics", self.show_server_metrics, methods=get),
             Route("/version", self.version, methods=get),
             Route("/metrics", self.show_metrics, methods=get),
         ]

@@ -18,12 +18,11 @@ from typing import Any
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.models import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.http_answer import ask
 from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend
-from launcher_scripts.gateway.metrics import cache_use
+from launcher_scripts.gateway.metrics import cache_use, server_metrics
 from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.triton_backend import TritonBackend
 from launcher_scripts.models.repository import is_remote, served_models
@@ -37,7 +36,7 @@ EMBEDDING = "T5-Encoder"  # the model_type of an encoder alone
 _START_SECONDS = 0.2  # between two looks at servers that are not there yet
 _CHECK_SECONDS = 1.0
 _MAX_SECONDS = 16.0  # between two looks at a server that does not come back
-_LOAD_SECONDS = 2.0  # between two looks at a server's metrics, and for the answer
+_LOAD_SECONDS = 2.0  # between two looks at a server's metrics
 _MIN_SECONDS = 0.1  # between a server's failure and the look at it
 
 
@@ -155,9 +154,9 @@ class Fleet:
         """Read how full the servers' caches are. It decides nothing: it is for people to see."""
 
         async def look(member: Member) -> None:
-            address = member.ready.get("metrics") if member.replica.healthy else None
-            text = "" if address is None else await asyncio.to_thread(_metrics, str(address))
-            member.replica.cache_use = cache_use(text)
+            replica = member.replica
+            replica.metrics_address = _metrics_address(member.ready) if replica.healthy else None
+            replica.cache_use = cache_use(await server_metrics(replica.metrics_address))
 
         await asyncio.gather(*(look(member) for member in self._members.values()))
 
@@ -243,12 +242,10 @@ async def _check(member: Member, now: float) -> None:
     replica.healthy, member.failures, member.next_check = True, 0, -math.inf
 
 
-def _metrics(address: str) -> str:
-    """What a server tells Prometheus at host:port; nothing where it does not answer."""
-    try:
-        return ask(address, "/metrics", _LOAD_SECONDS)[1]
-    except OSError:
-        return ""
+def _metrics_address(ready: Mapping[str, Any]) -> str | None:
+    """Where a server's metrics are read; of a closed one only on its node, by its user."""
+    address = ready.get("metrics") or (ready.get("listens_on") or {}).get("metrics")
+    return None if address is None else str(address)
 
 
 def _ready_paths(place: Path) -> list[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,10 +13,14 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
+from launcher_scripts.common.http_answer import ask
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.generation import Record
 
 _OTHER = "other"
+_SERVER_SECONDS = 2.0  # for a server's answer
+_HEAD = re.compile(r"(# (?:HELP|TYPE)) (\S+)")
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+(?: \d+)?)")
 
 
 class Metrics:
@@ -84,6 +90,39 @@ class Metrics:
             registry=self._registry,
             buckets=metric.buckets,
         )
+
+
+async def server_metrics(address: str | None) -> str:
+    """A server's metrics in Prometheus' text format; nothing where it does not answer.
+
+    address: host:port or unix:PATH
+    """
+    if address is None:
+        return ""
+    try:
+        return (await asyncio.to_thread(ask, address, "/metrics", _SERVER_SECONDS))[1]
+    except OSError:
+        return ""
+
+
+def with_servers(texts: Mapping[str, str]) -> Response:
+    """The metrics of several servers as one text, with the label `server`. texts: by address"""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for server, text in texts.items():
+        name = ""
+        for line in text.splitlines():
+            if head := _HEAD.match(line):
+                name = head[2]
+                if not any(each.startswith(head[1]) for each in heads.setdefault(name, [])):
+                    heads[name].append(line)
+            elif found := _SAMPLE.fullmatch(line):
+                labels = f'server="{server}"' + (f",{found[2]}" if found[2] else "")
+                sample = f"{found[1]}{{{labels}}} {found[3]}"
+                samples.setdefault(name or found[1], []).append(sample)
+    lines = [line for name in samples for line in (*heads.get(name, ()), *samples[name])]
+    text = "".join(f"{line}\n" for line in lines)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 def cache_use(text: str) -> float | None:

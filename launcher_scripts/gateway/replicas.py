@@ -49,6 +49,7 @@ class Replica:
     outstanding_tokens: of the running rows: those of the prompts, and those that are asked for and
                         have not come
     cache_use:          share of its key/value caches that belongs to rows, 0 to 1; None: not known
+    metrics_address:    host:port or unix:PATH of its metrics; None: they cannot be read here
     sent:               prompts of the models that share what prompts have in common
     on_failure:         called when it has failed a row: from then on it is not healthy
     """
@@ -60,6 +61,7 @@ class Replica:
     running: int = 0
     outstanding_tokens: int = 0
     cache_use: float | None = None
+    metrics_address: str | None = None
     last_turn: int = 0
     sent: SentPrompts = field(default_factory=SentPrompts)
     on_failure: Callable[[], None] = lambda: None

@@ -6,12 +6,17 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.http_answer import ask
+from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
 
 _SECONDS = 2.0
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _GIB = 2.0**30
 
@@ -62,16 +67,41 @@ def is_ready(ready: Mapping[str, Any]) -> bool | None:
     """
     if "http" in ready:
         return _answer(str(ready["http"]), "/v2/health/ready") is not None
+    address = _gateway(ready)
+    return None if address is None else _answer(address, "/ready") is not None
+
+
+def load_of(ready: Mapping[str, Any]) -> Load:
+    """The load of the server of a ready file.
+
+    A closed server is asked through its gateway, with the first of its keys, where they may be
+    read.
+    """
+    if "metrics" in ready:
+        return load(str(ready["metrics"]))
+    address = _gateway(ready)
+    if address is None or "api_keys" not in ready:
+        return Load()
+    try:
+        keys = read_keys(Path(str(ready["api_keys"])), "deploy.gateway.api_keys")
+    except (OSError, ServerError):  # another user's
+        return Load()
+    headers = {"Authorization": f"Bearer {next(iter(keys.values()))}"}
+    return load(address, "/servers/metrics", headers)
+
+
+def load(address: str, path: str = "/metrics", headers: Mapping[str, str] = _NO_HEADERS) -> Load:
+    """The load of the server whose metrics are at host:port."""
+    text = _answer(address, path, headers)
+    return Load() if text is None else parse_load(text)
+
+
+def _gateway(ready: Mapping[str, Any]) -> str | None:
+    """host:port of a server's gateway; None: it has none, or one that speaks TLS."""
     scheme, _, address = str(ready.get("openai", "")).partition("://")
     if scheme != "http" or "ranks" not in ready:  # a gateway's job has none
         return None
-    return _answer(address.partition("/")[0], "/ready") is not None
-
-
-def load(address: str) -> Load:
-    """The load of the server whose metrics are at host:port."""
-    text = _answer(address, "/metrics")
-    return Load() if text is None else parse_load(text)
+    return address.partition("/")[0]
 
 
 def parse_load(text: str) -> Load:
@@ -104,10 +134,10 @@ def parse_load(text: str) -> Load:
     )
 
 
-def _answer(address: str, path: str) -> str | None:
+def _answer(address: str, path: str, headers: Mapping[str, str] = _NO_HEADERS) -> str | None:
     """What a server says; None where it does not, or not with status 200."""
     try:
-        status, text = ask(address, path, _SECONDS)
+        status, text = ask(address, path, _SECONDS, headers=headers)
     except OSError:
         return None
     return text if status == 200 else None

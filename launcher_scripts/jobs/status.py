@@ -23,7 +23,7 @@ from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
 from launcher_scripts.common.errors import ClusterError
 from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.jobs.folders import KnownJob
-from launcher_scripts.jobs.metrics import Load, is_ready, load
+from launcher_scripts.jobs.metrics import Load, is_ready, load_of
 
 _ROUNDED_SECONDS = 1.0  # a verdict's date has whole seconds
 
@@ -189,7 +189,7 @@ def _look(job: KnownJob, job_id: str, *, ask_servers: bool) -> Status:
     if ready is None or not ask_servers:
         return Status(job, job_id, state, ready, badge=badge(job.folder, job.record))
     answers = is_ready(ready)
-    busy = load(ready["metrics"]) if answers and "metrics" in ready else Load()
+    busy = load_of(ready) if answers else Load()
     return Status(job, job_id, state, ready, answers, busy)
 
 

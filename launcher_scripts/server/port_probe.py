@@ -30,6 +30,7 @@ PATHS = (
     ("GET", "/metrics"),
     ("GET", "/v1/models"),
     ("GET", "/servers"),
+    ("GET", "/servers/metrics"),
     ("GET", "/tokenizer_info"),
     ("POST", "/tokenize"),
     ("POST", "/v1/completions"),

@@ -305,6 +305,8 @@ class Service:
             facts["openai"] = self._openai
         if self._gateway is not None:  # whoever waits for the file finds the line in the log
             model, keyed = self._gateway.models[0], self._gateway.keyed
+            if keyed:
+                facts["api_keys"] = _absolute(str(self._gateway.settings.api_keys))
             print(f"try: {example_command(facts['openai'], model, keyed=keyed)}", flush=True)
         self._ready_files.write(facts)
         print(f"ready: {json.dumps(facts)}", flush=True)

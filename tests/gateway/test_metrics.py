@@ -12,7 +12,7 @@ from launcher_scripts.contract.metric_names import (
     HISTOGRAM,
 )
 from launcher_scripts.gateway.generation import Record
-from launcher_scripts.gateway.metrics import Metrics
+from launcher_scripts.gateway.metrics import Metrics, with_servers
 from tests.gateway.fakes import FakeBackend, client_of, served
 
 
@@ -122,3 +122,18 @@ def test_nothing_runs_when_everything_is_answered() -> None:
         client.post("/v1/completions", json={"prompt": ["Hello", "you"], "max_tokens": 3})
         for name in ("requests_running", "rows_running", "rows_waiting"):
             assert value(client, f"launcher_gateway_{name}") == 0
+
+
+def test_the_metrics_of_several_servers_are_one_text() -> None:
+    head = "# HELP a_total All.\n# TYPE a_total counter\n"
+    first = f'# a comment\n{head}a_total 1\na_total{{x="}} 2"}} 2.5\n'
+    second = f"{head}a_total 3\n# HELP b Less.\n# TYPE b gauge\nb 4\n"
+    text = bytes(with_servers({"n0:1": first, "n1:2": second, "n2:3": ""}).body).decode()
+    assert text.count("# TYPE a_total counter") == 1
+    found = {each.name: each for each in parser.text_string_to_metric_families(text)}
+    assert [(each.labels, each.value) for each in found["a"].samples] == [
+        ({"server": "n0:1"}, 1.0),
+        ({"server": "n0:1", "x": "} 2"}, 2.5),
+        ({"server": "n1:2"}, 3.0),
+    ]
+    assert [(each.labels, each.value) for each in found["b"].samples] == [({"server": "n1:2"}, 4.0)]

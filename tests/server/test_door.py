@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from prometheus_client.parser import text_string_to_metric_families
 
 from launcher_scripts.clients.connection import channel_arguments
 from launcher_scripts.common.errors import ServerError
@@ -26,7 +27,7 @@ from launcher_scripts.common.http_answer import UNIX, ask
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
 from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.jobs.metrics import is_ready
+from launcher_scripts.jobs.metrics import Load, is_ready, load_of
 from launcher_scripts.server.port_probe import PATHS, answers, check_closed, check_key, listening
 from tests.gateway.processes import gateway
 from tests.processes import command_line, wait_for
@@ -200,6 +201,26 @@ def test_nobody_else_may_open_what_the_server_makes(closed: RunningStep) -> None
 
 
 @pytest.mark.usefixtures("tritonserver")
+def test_prometheus_scrapes_a_closed_server_with_a_key(closed: RunningStep) -> None:
+    address = urlsplit(closed.ready["openai"]).netloc
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    server = closed.ready["grpc"].partition("#")[0]
+
+    def families() -> dict[str, Any]:
+        status, text = ask(address, "/servers/metrics", 60.0, headers=bearer)
+        assert status == 200
+        return {each.name: each for each in text_string_to_metric_families(text)}
+
+    wait_for(lambda: "launcher_num_requests_running" in families())  # the fleet has looked at it
+    found = families()
+    assert found["nv_inference_request_success"].type == "counter"
+    (sample,) = found["launcher_num_requests_running"].samples
+    assert sample.labels == {"server": server, "model_name": MODEL}
+    # Whoever may not read the keys sees no load.
+    assert load_of({**closed.ready, "api_keys": "/nowhere"}) == Load()
+
+
+@pytest.mark.usefixtures("tritonserver")
 def test_our_own_clients_come_in_by_the_ready_file(closed: RunningStep, tmp_path: Path) -> None:
     file = closed.settings.ready_file
     settings = EvaluateSettings(
@@ -215,6 +236,7 @@ def test_our_own_clients_come_in_by_the_ready_file(closed: RunningStep, tmp_path
         assert ready["protocol"] == "grpc"
         assert client.requests_taken() >= 1
     assert is_ready(closed.ready)
+    assert load_of(closed.ready).running == 0
     with gateway(tmp_path / "another", "--ready", str(file)) as started:
         said = gateway_status(started.facts["openai"], "POST", "/v1/completions", None)
         assert said == 200

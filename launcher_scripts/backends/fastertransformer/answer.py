@@ -193,7 +193,7 @@ class Answer:
     def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
         told = self._forwarded or "is_return_progress" in self._tensors
         tensors = {}
-        if not self._wanted <= _OWN_TENSORS:
+        if not _OWN_TENSORS.issuperset(self._wanted):
             tensors = self._to_tensors(self._shown(outputs))
         if NUM_CACHED_TOKENS.name in self._wanted and not self._sent:
             counts = torch.tensor([output.num_cached_tokens for output in outputs])
