@@ -2,7 +2,7 @@
 
     launcher serve PATH [KEY=VALUE ...]    export a checkpoint and serve it with OpenAI's interface
     launcher judge PATH [KEY=VALUE ...]    export, serve and evaluate it: GO or NO-GO
-    launcher jobs COMMAND ...              list, status, logs, wait, stop, cancel
+    launcher jobs COMMAND ...              list, status, logs, info, wait, tunnel, stop ...
 
 PATH is any checkpoint: a Hugging Face folder, a GGUF or .nemo file, the folder of a training.
 Results are in ./results. The command prints the line of main.py that it stands for, and runs it;
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return with_open_output(lambda: print(__doc__))
     if word == "jobs":
-        return _run(["-m", "launcher_scripts.jobs", *_with_results(others)])
+        return _run(["-m", "launcher_scripts.jobs", *others])
     known = word in ("serve", "judge")
     if not known or not others or "=" in others[0]:
         message = f"{word} needs the PATH of a checkpoint" if known else f"unknown word {word}"
@@ -134,14 +134,6 @@ def _is_encoder(folder: Path) -> bool:
     """True if a Hugging Face folder has the encoder of a T5 alone."""
     kinds = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
     return any(str(kind).endswith("EncoderModel") for kind in kinds or ())
-
-
-def _with_results(arguments: list[str]) -> list[str]:
-    """Arguments of jobs about ./results, if there are some and no other folder is named."""
-    named = any(word.partition("=")[0] == "--results" for word in arguments)
-    if named or not arguments or arguments[0].startswith("-") or not Path("results").is_dir():
-        return arguments
-    return [arguments[0], "--results", "results", *arguments[1:]]
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -47,6 +47,7 @@ class DeployBlock:
     replicas: int
     first_replica: int | None
     restarts: int | None
+    idle_timeout: float | None
     promote: str | None
     gateway: DeployedGateway
     server: ServerOptions
@@ -73,6 +74,7 @@ class Deploy(ServiceStage):
             results_dir=str(self.results_dir),
             replica=None if self.replicas else self.block.first_replica,
             restarts=self.restarts,
+            idle_timeout=self.block.idle_timeout,
             gateway=self._gateway(),
             promote=self.block.promote,
             closed=self.block.gateway.api_keys is not None,

@@ -65,6 +65,7 @@ class Gateway(ServiceStage):
             ready_timeout=block.ready_timeout,
             stop_timeout=block.stop_timeout,
             restarts=self._deploy.restarts,
+            idle_timeout=self._deploy.settings.idle_timeout,
         )
         return with_absolute_paths(settings)
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,11 @@ Golden = Callable[[str, str], None]
 # Before torch is imported, and for all that tests start: threads that wait for each other on
 # processors that are shared with other tests take twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# Of the jobs that tests start, instead of the user's index.
+STATE = tempfile.TemporaryDirectory(prefix="launcher-test-state-")
+os.environ["XDG_STATE_HOME"] = STATE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord, write_text
+from launcher_scripts.cluster.record import (
+    ID_FILE,
+    RECORD,
+    JobRecord,
+    append_to_index,
+    write_text,
+)
 from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.config.settings import settings_text
 
@@ -266,6 +272,7 @@ class Submitted:
             command=(sys.executable, *sys.argv),
             directory=str(Path.cwd()),
         ).write(job.folder.root)
+        append_to_index(job.folder.root)
         if job.client is not None:
             self._client(job.client).write_record(cluster_type)
 

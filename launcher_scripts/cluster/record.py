@@ -3,15 +3,21 @@
 <folder>/job.json      written when the job is handed over, with job_id, which has the id alone
 <folder>/process.json  of a job on this machine: its process
 <folder>/end_<id>.json how it ended, as soon as somebody has seen it
+
+The user's index of job folders is $XDG_STATE_HOME/nemo-deployment-launcher/jobs, by default in
+~/.local/state: a line of JSON for each; folders that have gone are skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.atomic_write import atomic_write
@@ -22,6 +28,7 @@ from launcher_scripts.config.schema import build
 
 RECORD = "job.json"
 ID_FILE = "job_id"
+_MAX_INDEX_BYTES = 2**20  # a larger index is written anew, without the folders that have gone
 Known = TypeVar("Known")
 
 
@@ -89,6 +96,52 @@ class JobRecord:
         """The ready file of one of `ids`; the record is of a service."""
         number = int(job_id.rpartition("_")[2]) if self.replicas else None
         return replica_file(Path(self.ready_file or ""), number)
+
+
+def index_file() -> Path:
+    """The file of the user's index; it may not exist."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
+    return folder / "nemo-deployment-launcher" / "jobs"
+
+
+def append_to_index(folder: Path) -> None:
+    """Add a job folder to the user's index. A job runs also where that cannot be written."""
+    path = index_file()
+    with contextlib.suppress(OSError, RuntimeError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with path.open("a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if file.tell() > _MAX_INDEX_BYTES:
+                remaining = _indexed_folders(file)
+                file.truncate(0)
+                file.writelines(map(_index_line, remaining))
+            file.write(_index_line(folder.absolute()))
+
+
+def read_index() -> list[Path]:
+    """Returns the job folders of the user's index that exist."""
+    try:
+        with index_file().open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return _indexed_folders(file)
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return []
+
+
+def _indexed_folders(file: IO[str]) -> list[Path]:
+    file.seek(0)
+    return [path for path in dict.fromkeys(_index_paths(file)) if (path / RECORD).exists()]
+
+
+def _index_paths(lines: Iterable[str]) -> Iterable[Path]:
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            yield Path(json.loads(line))
+
+
+def _index_line(folder: Path) -> str:
+    return json.dumps(str(folder)) + "\n"
 
 
 def write_end(folder: Path, job_id: str, state: JobState) -> None:

@@ -5,8 +5,10 @@ A server that is held back until a verdict has a candidate file in its place, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from launcher_scripts.common.atomic_write import atomic_write
 
 READY = "ready.json"
 CANDIDATE = "ready.candidate.json"
+# ready.json of a server alone, ready-0.json, ready-1.json, ... of replicas
+READY_FILES = (READY, "ready-[0-9]*.json")
 _PROMOTION = "promotion.json"
 STALE_SECONDS = 60.0  # a server renews its file every few seconds
 
@@ -28,6 +32,24 @@ def replica_files(path: Path, replicas: int) -> tuple[Path, ...]:
     if not replicas:
         return (path,)
     return tuple(replica_file(path, number) for number in range(replicas))
+
+
+def ready_paths(place: Path) -> list[Path]:
+    """Returns the ready files of a place: the file itself, or those in the folder."""
+    if not place.is_dir():
+        return [place]
+    # Path.glob may hide that it cannot look.
+    return sorted(p for p in place.iterdir() if any(fnmatch(p.name, n) for n in READY_FILES))
+
+
+def has_servers(places: Iterable[Path]) -> bool:
+    """Returns False if no ready file is of a server that may live; True where nobody can look."""
+    try:
+        paths = [path for place in places for path in ready_paths(place) if path.exists()]
+        ages = [seconds_silent(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return True
+    return any(age is None or age <= STALE_SECONDS for age in ages)
 
 
 def ask_to_publish(job_folder: Path) -> None:

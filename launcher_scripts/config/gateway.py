@@ -46,6 +46,9 @@ class GatewayOptions:
     api_keys: SecretPath | None = option(
         None, "file with lines NAME=key, readable by its owner only", metavar="FILE"
     )
+    admins: tuple[str, ...] = option(
+        (), "names of keys that see the use of all clients in /clients", metavar="NAME"
+    )
     chat_template: ConfigPath | None = option(
         None, "Jinja chat template, instead of the checkpoints' own", metavar="FILE"
     )
@@ -114,6 +117,9 @@ class GatewayOptions:
                     choices=("an IP address", "a network: 10.1.0.0/16"),
                     change=self.key_of("trusted_proxies"),
                 )
+        if self.admins and self.api_keys is None:
+            names = [self.key_of(name) for name in ("admins", "api_keys")]
+            problems.add("admins are names of API keys", got=self.admins, change=" or ".join(names))
         if (self.tls_certificate is None) != (self.tls_key is None):
             keys = f"{self.key_of('tls_certificate')}, {self.key_of('tls_key')}"
             problems.add("a certificate needs its key, and a key its certificate", change=keys)

@@ -37,6 +37,7 @@ SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 PROMOTIONS = ("after_gate",)
+MIN_IDLE_TIMEOUT = 1
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ class DeploySettings(ServerOptions):
 
     job_folder tells this run of a server from every other one. replica: which of several servers
     of the same run this is; their ready files have its number. restarts: how often a server that
-    was ready may be started again after it lost a rank or died. model_repository may be in a cloud
+    was ready may be started again after it lost a rank or died. idle_timeout: seconds without
+    requests after which it ends by itself; None: it never does. model_repository may be in a cloud
     storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
     promote: after_gate holds the server back until an evaluation's verdict is GO: it has a
     candidate file instead of the ready file; None: it is not held back. closed: a gateway in a
@@ -317,6 +319,7 @@ class DeploySettings(ServerOptions):
     job_folder: str | None = None
     replica: int | None = None
     restarts: int = 0
+    idle_timeout: float | None = None
     gateway: DeployedGateway | None = None
     promote: str | None = None
     closed: bool = False
@@ -340,6 +343,9 @@ class DeploySettings(ServerOptions):
             change = "deploy.server or deploy.gateway.port"
             problems.add("two of the server's ports are equal", got=fixed, change=change)
         problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+        if self.idle_timeout is not None:
+            key = "deploy.idle_timeout"
+            problems.check_at_least("idle_timeout", self.idle_timeout, MIN_IDLE_TIMEOUT, key)
         problems.raise_if_any(ConfigError)
 
     @property
@@ -373,7 +379,8 @@ class GatewayJobSettings:
     ready: ready files of the servers, or the folders that hold them. host and public_host are as
     in DeploySettings. ready_timeout: how long to wait until each of `ready` has a server.
     stop_timeout: for running requests, once it is stopped. restarts: how often a gateway that was
-    ready may be started again. tokenizer_dir: see GatewaySettings.
+    ready may be started again. idle_timeout: seconds without servers after which it ends; None: it
+    waits for others. tokenizer_dir: see GatewaySettings.
     """
 
     stage: ClassVar[str] = "gateway"
@@ -387,6 +394,7 @@ class GatewayJobSettings:
     ready_timeout: float = 1800.0
     stop_timeout: float = 30.0
     restarts: int = 0
+    idle_timeout: float | None = None
     job_folder: str | None = None
 
     def __post_init__(self) -> None:

@@ -86,6 +86,7 @@ class Gateway:
             self.admission, ClientThreads(), settings.request_timeout, settings.chat_tokens
         )
         self._max_body = settings.max_body
+        self._admins = frozenset(settings.admins)
         self._stored = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self.routes = self._routes()
         self.metrics = Metrics(route.path.partition("{")[0] for route in self.routes)
@@ -257,6 +258,12 @@ class Gateway:
         )
         return with_servers(dict(zip(addresses, texts, strict=True)))
 
+    async def clients(self, request: Request) -> Response:
+        """GET /clients: their use of the models; with keys, those of admins show all clients."""
+        owner = request.state.record.owner
+        sees_all = owner is None or owner in self._admins
+        return JSONResponse({"clients": self.metrics.clients.rows(None if sees_all else owner)})
+
     async def show_metrics(self, _: Request) -> Response:
         """GET /metrics"""
         return self.metrics.response()
@@ -297,6 +304,7 @@ class Gateway:
             Route("/ready", self.ready, methods=get),
             Route("/servers", self.servers, methods=get),
             Route("/servers/metrics", self.show_server_metrics, methods=get),
+            Route("/clients", self.clients, methods=get),
             Route("/version", self.version, methods=get),
             Route("/metrics", self.show_metrics, methods=get),
         ]

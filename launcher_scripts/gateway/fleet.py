@@ -11,14 +11,18 @@ import time
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.models import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_file import STALE_SECONDS, seconds_silent
+from launcher_scripts.common.ready_file import (
+    READY_FILES,
+    STALE_SECONDS,
+    ready_paths,
+    seconds_silent,
+)
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.gateway.backend import Backend
@@ -28,8 +32,6 @@ from launcher_scripts.gateway.triton_backend import TritonBackend
 from launcher_scripts.models.repository import is_remote, served_models
 
 LOG = logging.getLogger("gateway")
-# ready.json of a server alone, ready-0.json, ready-1.json, ... of replicas
-_READY_FILES = ("ready.json", "ready-[0-9]*.json")
 # Whether prompts are the encoder's input, by the model_type of config.pbtxt.
 GENERATING = {"GPT": False, "T5": True, "BART": True}
 EMBEDDING = "T5-Encoder"  # the model_type of an encoder alone
@@ -177,8 +179,8 @@ class Fleet:
 
     def _missing(self, place: Path) -> str | None:
         """Why a place of the settings has no healthy server; None: it has one."""
-        why = f"{place} has no {' or '.join(_READY_FILES)}"
-        for path in _ready_paths(place):
+        why = f"{place} has no {' or '.join(READY_FILES)}"
+        for path in ready_paths(place):
             why, ready = _read_ready(path)
             member = self._members.get(str(ready["grpc"])) if ready is not None else None
             if member is not None:
@@ -195,7 +197,7 @@ class Fleet:
         """
         files: dict[Path, Mapping[str, Any]] = {}
         for path in itertools.chain.from_iterable(
-            map(_ready_paths, map(Path, self._settings.ready))
+            map(ready_paths, map(Path, self._settings.ready))
         ):
             try:
                 ready: Mapping[str, Any] | None = _load_ready(path, known)[1]
@@ -246,14 +248,6 @@ def _metrics_address(ready: Mapping[str, Any]) -> str | None:
     """Where a server's metrics are read; of a closed one only on its node, by its user."""
     address = ready.get("metrics") or (ready.get("listens_on") or {}).get("metrics")
     return None if address is None else str(address)
-
-
-def _ready_paths(place: Path) -> list[Path]:
-    """The ready files of a place: the file itself, or those in the folder."""
-    if not place.is_dir():
-        return [place]
-    # Path.glob may hide that it cannot look.
-    return sorted(p for p in place.iterdir() if any(fnmatch(p.name, each) for each in _READY_FILES))
 
 
 def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:

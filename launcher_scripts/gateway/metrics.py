@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,6 +23,59 @@ _OTHER = "other"
 _SERVER_SECONDS = 2.0  # for a server's answer
 _HEAD = re.compile(r"(# (?:HELP|TYPE)) (\S+)")
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+(?: \d+)?)")
+MAX_CLIENTS = 1000
+_OTHER_CLIENTS = "(others)"
+
+
+@dataclass
+class ClientUsage:
+    """The use of the models by one client. last_seen: in seconds since 1970"""
+
+    requests: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    last_seen: float = 0.0
+
+    def add(self, other: ClientUsage) -> None:
+        self.requests += other.requests
+        self.errors += other.errors
+        self.prompt_tokens += other.prompt_tokens
+        self.generated_tokens += other.generated_tokens
+        self.last_seen = max(self.last_seen, other.last_seen)
+
+
+class ClientTable:
+    """The use of every client since the start, by the name of its key or by its address.
+
+    The MAX_CLIENTS that were seen last have a row of their own, all others share one.
+    """
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[str, ClientUsage] = OrderedDict()
+        self._others = ClientUsage()
+
+    def count(self, record: Record, status: int) -> None:
+        """Count a request that has reached a model."""
+        if not record.model:
+            return
+        usage = self._clients.setdefault(record.client, ClientUsage())
+        self._clients.move_to_end(record.client)
+        failed, tokens = int(status >= 400), (record.prompt_tokens, record.generated_tokens)
+        usage.add(ClientUsage(1, failed, *tokens, last_seen=round(time.time(), 3)))
+        if len(self._clients) > MAX_CLIENTS:
+            self._others.add(self._clients.popitem(last=False)[1])
+
+    def rows(self, only: str | None = None) -> list[dict[str, Any]]:
+        """Returns the rows of /clients, the latest client first. only: the name of one client"""
+        rows = [
+            {"client": name, **asdict(usage)}
+            for name, usage in reversed(self._clients.items())
+            if only in (None, name)
+        ]
+        if only is None and self._others.requests:
+            rows.append({"client": _OTHER_CLIENTS, **asdict(self._others)})
+        return rows
 
 
 class Metrics:
@@ -36,6 +91,7 @@ class Metrics:
         self._first_token = self._histogram(names.GATEWAY_FIRST_TOKEN)
         self._request = self._histogram(names.GATEWAY_REQUEST)
         self._counted: dict[Record, int] = {}  # generated tokens of requests under way
+        self.clients = ClientTable()
 
     def watch(self, metric: names.Metric, level: Callable[[], float]) -> None:
         """Show what `level` says whenever somebody asks."""
@@ -50,6 +106,7 @@ class Metrics:
         self._requests.labels(self._route(path), str(status)).inc()
         self._count_tokens(record)
         self._counted.pop(record, None)
+        self.clients.count(record, status)
         if not record.model:
             return
         if status == 200:

@@ -28,8 +28,6 @@ from launcher_scripts.common.errors import LauncherError
 with installed_packages("jobs"):
     from launcher_scripts.jobs.commands import COMMANDS, Request
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
@@ -58,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         ("info", "+", "paths, ids, command and configuration of jobs"),
         ("resume", "1", "run the command line of a job again, which continues where it stopped"),
         ("wait", "+", "until jobs have ended, or servers are ready"),
+        ("tunnel", "1", "the ssh command by which a laptop reaches a ready server"),
         ("stop", "+", "end in order: servers finish their requests"),
         ("cancel", "+", "end at once"),
     ):
@@ -65,11 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--results",
             type=Path,
-            default=RESULTS,
             metavar="DIR",
-            help="base_results_dir of the jobs (%(default)s)",
+            help="base_results_dir of the jobs (all of yours; first ./results, the checkout's)",
         )
-        if name not in ("logs", "resume"):
+        if name not in ("logs", "resume", "tunnel"):
             command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
         if names:
             about = "folder, id, name, name/run or model"
@@ -114,6 +112,14 @@ def _add_own(command: argparse.ArgumentParser, name: str) -> None:
             "-n", "--lines", type=_count, metavar="N", help="only the last N lines"
         )
         command.add_argument("--stage", metavar="STAGE", help="only of this stage's jobs")
+    elif name == "tunnel":
+        command.add_argument(
+            "--via", metavar="USER@HOST", help="login node of the cluster (you on this machine)"
+        )
+        command.add_argument(
+            "--port", type=_count, metavar="PORT", help="port of the laptop (the server's)"
+        )
+        command.add_argument("--open", action="store_true", help="run it here, until Ctrl-C")
     elif name == "wait":
         command.add_argument("--ready", action="store_true", help="servers: until they are ready")
         command.add_argument(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from launcher_scripts.cluster.record import RECORD
 from launcher_scripts.cluster.state import FORGOTTEN
@@ -35,7 +38,7 @@ _WAIT_SECONDS = 0.5
 class Request:
     """What the command line asks for; see the options' help."""
 
-    results: Path
+    results: Path | None
     jobs: tuple[str, ...] = ()
     as_json: bool = False
     every: float | None = None
@@ -44,6 +47,9 @@ class Request:
     stage: str | None = None
     ready: bool = False
     timeout: float | None = None
+    via: str | None = None
+    port: int | None = None
+    open: bool = False
 
     def chosen(self) -> list[KnownJob]:
         jobs = choose_jobs(self.results, self.jobs)
@@ -72,7 +78,8 @@ def status(request: Request) -> int:
         return _watch(request, request.every)
     show(statuses, STATUS_COLUMNS, request.as_json)
     if not statuses:
-        print(f"note: no job below {request.results} runs or waits", file=sys.stderr)
+        below = "" if request.results is None else f" below {request.results}"
+        print(f"note: no job{below} runs or waits", file=sys.stderr)
     return worst(statuses)
 
 
@@ -172,6 +179,29 @@ def resume(request: Request) -> int:
         raise ClusterError(f"cannot run the command of {item.job.folder}: {error}") from error
 
 
+def tunnel(request: Request) -> int:
+    """Print the ssh line by which a laptop reaches a ready server; with `open` also run it."""
+    (*_, item) = look(request.chosen(), ask_servers=False)
+    endpoints = item.endpoints
+    if not (item.is_service and endpoints):
+        print(f"error: {_said(item)}: it has no address yet", file=sys.stderr)
+        return NOT_YET
+    address = endpoints.get("openai") or f"http://{endpoints.get('http') or endpoints['grpc']}"
+    parts = urlsplit(address)
+    port = request.port or parts.port
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    via = request.via or f"{getpass.getuser()}@{socket.getfqdn()}"
+    command = ["ssh", "-N", "-L", f"{port}:{host}:{parts.port}", via]
+    print(shlex.join(command), flush=True)
+    print(f"then: {parts.scheme}://127.0.0.1:{port}{parts.path}", flush=True)
+    if not request.open:
+        return 0
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise ClusterError(f"cannot run ssh: {error}") from error
+
+
 def stop(request: Request) -> int:
     """Let the jobs end in order: servers finish their requests. Returns when they have ended."""
     return _end(request, lambda kind: kind.stop)
@@ -189,6 +219,7 @@ COMMANDS: dict[str, Callable[[Request], int]] = {
     "info": info,
     "resume": resume,
     "wait": wait,
+    "tunnel": tunnel,
     "stop": stop,
     "cancel": cancel,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 from launcher_scripts.cluster import CLUSTERS
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord
+from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord, read_index
 from launcher_scripts.cluster.slurm_queue import jobs_of_script
 from launcher_scripts.common.errors import LauncherError, lookup, problem
 
 # How deep below the results job folders lie: <model>/<stage>/jobs/<run>, or less.
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 _PATTERNS = tuple(f"{above}jobs/*/{RECORD}" for above in ("", "*/", "*/*/", "*/*/*/"))
 
 
@@ -74,13 +76,25 @@ class KnownJob:
         return self.folder.name
 
 
-def find_jobs(results: Path) -> list[KnownJob]:
-    """Every job below `results`, oldest first, without those whose records cannot be read."""
+def find_jobs(results: Path | None) -> list[KnownJob]:
+    """Every job below `results`, oldest first, without those whose records cannot be read.
+
+    results: None: the default folders, and the user's index
+    """
     return read_jobs(results)[0]
 
 
-def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
-    """The jobs of find_jobs, and what is wrong with the records that it leaves out."""
+def default_folders() -> list[Path]:
+    """The folders of results that need no name: ./results and the checkout's."""
+    return [path for path in (Path("results"), RESULTS) if path.is_dir()]
+
+
+def _job_folders(results: Path | None) -> set[Path]:
+    """Job folders below `results`. Raises NoSuchJob where that does not exist."""
+    if results is None:
+        return {path.resolve() for path in read_index()}.union(
+            *map(_job_folders, default_folders())
+        )
     if not results.is_dir():
         raise NoSuchJob(
             problem(
@@ -89,12 +103,16 @@ def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
                 change="--results (base_results_dir of the jobs)",
             )
         )
-    results = results.resolve()
+    return {path.parent for pattern in _PATTERNS for path in results.resolve().glob(pattern)}
+
+
+def read_jobs(results: Path | None) -> tuple[list[KnownJob], list[str]]:
+    """The jobs of find_jobs, and what is wrong with the records that it leaves out."""
     jobs: list[KnownJob] = []
     damaged: list[str] = []
-    for path in {path for pattern in _PATTERNS for path in results.glob(pattern)}:
+    for folder in _job_folders(results):
         try:
-            jobs.append(KnownJob.read(path.parent))
+            jobs.append(KnownJob.read(folder))
         except NeverSubmitted:
             continue
         except LauncherError as error:
@@ -103,25 +121,31 @@ def read_jobs(results: Path) -> tuple[list[KnownJob], list[str]]:
     return jobs, sorted(damaged)
 
 
-def choose_jobs(results: Path, names: Iterable[str]) -> list[KnownJob]:
+def choose_jobs(results: Path | None, names: Iterable[str]) -> list[KnownJob]:
     """The jobs that `names` name: a job folder or one that holds its runs, an id, one replica's id,
     a name (its latest run), name/run, or a model (the latest job of each stage). Raises NoSuchJob.
+
+    results: None: a name means a job of the default folders before one of the user's index
     """
-    known: list[KnownJob] | None = None
+    places = [results] if results is not None else [*default_folders(), None]
+    jobs_of = functools.cache(find_jobs)
     chosen: list[KnownJob] = []
     for name in names:
         path = Path(name).resolve()
         if (path / RECORD).exists():
             chosen.append(KnownJob.read(path))
             continue
-        if known is None:
-            known = find_jobs(results)
-        below = [job for job in known if path in job.folder.parents] or _below(path)
-        found = below[-1:] or _by_id(known, name) or _by_name(known, name) or _by_model(known, name)
-        if not found:
-            raise NoSuchJob(_unknown(name, known, results))
-        chosen += found
+        named = (_named(jobs_of(place), name, path) for place in places)
+        jobs = next(filter(None, named), [])
+        if not jobs:
+            raise NoSuchJob(_unknown(name, jobs_of(places[-1]), results))
+        chosen += jobs
     return list(dict.fromkeys(chosen))
+
+
+def _named(known: list[KnownJob], name: str, path: Path) -> list[KnownJob]:
+    below = [job for job in known if path in job.folder.parents] or _below(path)
+    return below[-1:] or _by_id(known, name) or _by_name(known, name) or _by_model(known, name)
 
 
 def _below(path: Path) -> list[KnownJob]:
@@ -148,10 +172,10 @@ def _by_model(known: list[KnownJob], model: str) -> list[KnownJob]:
     return [job for job in known if job in latest.values()]
 
 
-def _unknown(name: str, known: list[KnownJob], results: Path) -> str:
+def _unknown(name: str, known: list[KnownJob], results: Path | None) -> str:
     names = dict.fromkeys(job.name for job in reversed(known))
     return problem(
-        f"no such job below {results}",
+        "no such job" if results is None else f"no such job below {results}",
         got=name,
         choices=names or ("none: no job has been submitted from here",),
         change="the name, or --results (base_results_dir of the jobs)",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from launcher_scripts.common.processes import StopRequest
+from launcher_scripts.common.ready_file import has_servers
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import GatewayJobSettings
 from launcher_scripts.server.addresses import openai_url, with_node_address
@@ -22,6 +23,8 @@ _END_SECONDS = 5.0  # for the gateway to end when its requests have had their ti
 
 def serve_gateway(settings: GatewayJobSettings) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, and answer what is running then.
+
+    With settings.idle_timeout it also ends when there was no server for that time.
 
     The ready file has the address once the gateway answers. Raises ServerError with the end of its
     log when it cannot start, and when it dies once more than settings.restarts.
@@ -44,11 +47,18 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
                 if process.keyed:
                     check_key(url, process.models[0], process.settings)
                 _announce(settings, url, process, ready_files)
+            timeout, served_at = settings.idle_timeout, time.monotonic()
             while stop.received is None:
                 process.look()
                 ready_files.keep_alive()
+                if timeout is not None:
+                    if has_servers(map(Path, settings.ready)):
+                        served_at = time.monotonic()
+                    elif time.monotonic() - served_at >= timeout:
+                        break
                 time.sleep(_POLL_SECONDS)
-            print(f"stopping the gateway: {stop.name}", flush=True)
+            idle = "no server is left (deploy.idle_timeout)"
+            print(f"stopping the gateway: {stop.name if stop.received else idle}", flush=True)
         finally:
             ready_files.remove()
             process.stop(settings.stop_timeout + _END_SECONDS)

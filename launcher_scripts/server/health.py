@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +12,19 @@ from typing import Any
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.http_answer import ask
+from launcher_scripts.contract import metric_names as names
 
 OUR_BACKEND_NAME = "fastertransformer"
 _REQUEST_SECONDS = 10.0
+_METRICS_SECONDS = 2.0
+_MAX_METRICS_INTERVAL = 5.0
+# Triton's counters of requests, which also count those of text models and encoders, and our gauges.
+_COUNTERS = (
+    "nv_inference_request_success",
+    "nv_inference_request_failure",
+    names.PREFILL.samples[2],
+)
+_GAUGES = ("nv_inference_pending_request_count", names.RUNNING.name, names.WAITING.name)
 
 
 @dataclass(frozen=True)
@@ -113,3 +125,43 @@ def all_ready(client: TritonClient, statuses: list[ModelStatus]) -> bool:
     ready = {status.model for status in statuses if status.state == "ready"}
     ours = {name for name in models if client.backend(name) == OUR_BACKEND_NAME}
     return ours <= ready
+
+
+class IdleDetector:
+    """Detects a server without requests for a time, by its metrics.
+
+    A server that does not answer counts as busy.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        """address: of the metrics, host:port or unix:PATH;  timeout: in seconds"""
+        self._address = address
+        self._timeout = timeout
+        self._interval = min(_MAX_METRICS_INTERVAL, timeout / 4)
+        self._requests: float | None = None
+        self._active_at = self._next = time.monotonic()
+
+    def __call__(self) -> bool:
+        """Returns True once no request came for the time; asks the server every few seconds."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._interval
+        requests, busy = self._read()
+        if busy or requests != self._requests:
+            self._requests, self._active_at = requests, now
+        return now - self._active_at >= self._timeout
+
+    def _read(self) -> tuple[float | None, bool]:
+        """The number of requests since the start, and whether some run or wait."""
+        try:
+            status, text = ask(self._address, "/metrics", _METRICS_SECONDS)
+        except OSError:
+            return self._requests, True
+        return _total(text, _COUNTERS), status != 200 or _total(text, _GAUGES) > 0
+
+
+def _total(text: str, metrics: tuple[str, ...]) -> float:
+    """The sum of the metrics' values, over all models."""
+    values = re.findall(rf"^(?:{'|'.join(metrics)})(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values))

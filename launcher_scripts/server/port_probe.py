@@ -31,6 +31,7 @@ PATHS = (
     ("GET", "/v1/models"),
     ("GET", "/servers"),
     ("GET", "/servers/metrics"),
+    ("GET", "/clients"),
     ("GET", "/tokenizer_info"),
     ("POST", "/tokenize"),
     ("POST", "/v1/completions"),

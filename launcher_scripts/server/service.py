@@ -41,6 +41,7 @@ from launcher_scripts.server.addresses import (
 )
 from launcher_scripts.server.gateway_process import GatewayProcess
 from launcher_scripts.server.health import (
+    IdleDetector,
     ModelStatus,
     TritonClient,
     all_ready,
@@ -83,7 +84,7 @@ _FAILED_SECONDS = 5.0
 
 
 def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP.
+    """Serve until SIGINT, SIGTERM or SIGHUP, or until settings.idle_timeout without requests.
 
     A server that was ready is started again settings.restarts times, and one that lost a worker
     before (see lost_workers) SECOND_STARTS times, on one node. Raises ServerError with the reason
@@ -155,6 +156,7 @@ class _Run:
             tempfile.TemporaryDirectory(prefix=NAME_PREFIX, dir=temporary_folder()) as folder,
             contextlib.ExitStack() as held,
         ):
+            idle: str | None = None
             ports = held.enter_context(reserved_ports(settings))
             protection = Protection(settings, Path(folder), self._credentials)
             process = ServerProcess(
@@ -172,8 +174,8 @@ class _Run:
                     service.check_door()
                     service.announce()
                     self.was_ready = True
-                    service.watch()
-                print(f"stopping the server: {stop.name}", flush=True)
+                    idle = service.watch()
+                print(f"stopping the server: {idle or stop.name}", flush=True)
             except ServerError as error:
                 # The end of a job is told to all of its processes at once: the server may be gone
                 # a moment before this process hears of it.
@@ -215,7 +217,10 @@ class Service:
         self._ready_files = ready_files
         self._sockets = {name: f"{UNIX}{path}" for name, path in protection.sockets.items()}
         self._protection = protection
-        http = self._sockets.get("http") or local_address(settings.hosts["http"], ports["http"])
+        http, self._metrics = (
+            self._sockets.get(name) or local_address(settings.hosts[name], ports[name])
+            for name in ("http", "metrics")
+        )
         self._client = TritonClient(http, protection.headers)
         self._watched: dict[int, str] = {}
         self._suspended: dict[int, float] = {}
@@ -312,9 +317,16 @@ class Service:
         print(f"ready: {json.dumps(facts)}", flush=True)
         print(f"seconds of the start:\n{start_table(facts['timeline'])}", flush=True)
 
-    def watch(self) -> None:
-        """Return when somebody asks to stop; raise when any part of the server dies before."""
+    def watch(self) -> str | None:
+        """Return when somebody asks to stop; raise when any part of the server dies before.
+
+        With deploy.idle_timeout also return when there was no request for that time: the reason.
+        """
+        timeout = self._settings.idle_timeout
+        is_idle = None if timeout is None else IdleDetector(self._metrics, timeout)
         while self._stop.received is None:
+            if is_idle is not None and is_idle():
+                return f"no request for {timeout:g} s (deploy.idle_timeout)"
             self._check()
             if self._gateway is not None:
                 self._gateway.look()
@@ -327,6 +339,7 @@ class Service:
                 self._let_backend_say_why()
                 raise self._error("; ".join(self._troubles() or troubles))
             time.sleep(_POLL_SECONDS)
+        return None
 
     def _troubles(self) -> list[str]:
         """The watched processes that cannot go on, parents before the children that die of it."""

@@ -358,7 +358,7 @@ def emulate(page, width, scheme="light", media="screen"):
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
 def test_the_page_is_never_wider_than_the_screen(chromium, width):
     emulate(chromium, width)
     unfold(chromium)
@@ -367,6 +367,22 @@ def test_the_page_is_never_wider_than_the_screen(chromium, width):
     script = "return [...document.querySelectorAll('main *, header *')].filter(e => "
     script += "!e.closest('.scroll, svg') && e.getBoundingClientRect().right > innerWidth + 1)"
     assert chromium.run(script + ".map(e => e.outerHTML.slice(0, 80))") == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_figures_fit_their_cards_and_long_paths_their_lines(chromium, width):
+    """Those of other reports are longer than the example's."""
+    emulate(chromium, width)
+    texts = {".figures .value": "1,234,567 tokens/s", "header p": "/results/" + "a_long_name_" * 9}
+    for selector, text in texts.items():
+        script = f"const e = document.querySelector({selector!r}); "
+        before = chromium.run(script + f"const b = e.innerHTML; e.textContent = {text!r}; return b")
+        try:
+            assert chromium.run(script + "return e.scrollWidth <= e.clientWidth")
+            assert chromium.run("return document.documentElement.scrollWidth") <= width
+        finally:
+            chromium.run(script + f"e.innerHTML = {before!r}")
 
 
 CONTRAST = r"""

@@ -22,7 +22,17 @@ BODIES = {
     "/detokenize": DetokenizeBody,
 }
 ROUTES = [*BODIES, "/v1/embeddings", "/v1/models", "/tokenizer_info", "/health", "/ready"]
-ROUTES += ["/servers", "/metrics", "/version", "/", "/docs", "/openapi.json", "/ping", "/load"]
+ROUTES += [
+    "/servers",
+    "/clients",
+    "/metrics",
+    "/version",
+    "/",
+    "/docs",
+    "/openapi.json",
+    "/ping",
+    "/load",
+]
 ROUTES += ["/v1/completions/render", "/v1/chat/completions/render"]
 PATHS = ["/v1/models/%00", "/v1/models/../../etc/passwd", "//v1//completions", "/v1/completions/"]
 PATHS += ["/%ff%fe", "/v1/models/" + "a" * 3000, "*", "http://other/v1/models", "/?" + "x=1&" * 999]

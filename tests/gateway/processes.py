@@ -28,9 +28,14 @@ class RunningGateway(StepProcess):
         return str(self.facts["openai"]).removesuffix("/v1")
 
     def wait_until_ready(self) -> None:
-        wait_for(lambda: "\ntry: " in self.out or self.ended(), said=self.said)
+        wait_for(lambda: self._announced() or self.ended(), said=self.said)
         assert not self.ended(), self.said()
-        self.facts = json.loads(re.search("^ready: (.*)$", self.out, re.MULTILINE)[1])
+        self.facts = json.loads(self._announced()[1])
+
+    def _announced(self) -> re.Match[str] | None:
+        """The line with its facts, before or after the command to try, once both are there."""
+        ready = re.search("^ready: (.*)\n", self.out, re.MULTILINE)
+        return ready if "\ntry: " in self.out else None
 
 
 @contextlib.contextmanager

@@ -118,6 +118,19 @@ def test_servers_that_do_not_come_are_named(tmp_path: Path) -> None:
         assert "restart" not in started.out
 
 
+@needs_server
+def test_it_ends_without_servers(shared_server: RunningStep, tmp_path: Path) -> None:
+    places = tmp_path / "servers"
+    places.mkdir()
+    (places / "ready.json").symlink_to(shared_server.settings.ready_file)
+    with gateway_job(tmp_path, places, idle_timeout=1.0) as started:
+        started.wait_until_ready()
+        assert complete(started)
+        (places / "ready.json").unlink()
+        assert started.process.wait(60) == 0, started.err
+        assert "stopping the gateway: no server is left (deploy.idle_timeout)" in started.out
+
+
 def test_it_may_be_stopped_while_it_waits_for_its_servers(tmp_path: Path) -> None:
     (tmp_path / "servers").mkdir()
     with gateway_job(tmp_path, tmp_path / "servers") as started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prometheus_client import parser
@@ -12,7 +13,7 @@ from launcher_scripts.contract.metric_names import (
     HISTOGRAM,
 )
 from launcher_scripts.gateway.generation import Record
-from launcher_scripts.gateway.metrics import Metrics, with_servers
+from launcher_scripts.gateway.metrics import MAX_CLIENTS, ClientTable, Metrics, with_servers
 from tests.gateway.fakes import FakeBackend, client_of, served
 
 
@@ -137,3 +138,41 @@ def test_the_metrics_of_several_servers_are_one_text() -> None:
         ({"server": "n1:2"}, 3.0),
     ]
     assert [(each.labels, each.value) for each in found["b"].samples] == [({"server": "n1:2"}, 4.0)]
+
+
+def test_clients_are_counted_by_their_keys() -> None:
+    keys = {"alice": "sk-alice-0123", "bob": "sk-bob-01234", "root": "sk-root-0123"}
+    headers = {name: {"Authorization": f"Bearer {key}"} for name, key in keys.items()}
+    files = {"api_keys": "keys", "admins": ("root",)}
+    with client_of(served(FakeBackend()), keys=keys, **files) as client:
+        for name, tokens in (("alice", 3), ("bob", 2), ("alice", 1), ("alice", 0)):
+            body = {"prompt": "Hello", "max_tokens": tokens}
+            client.post("/v1/completions", json=body, headers=headers[name])
+        client.post("/v1/completions", json={"prompt": "Hello"})
+        assert client.get("/clients").status_code == 401
+        rows = {
+            name: client.get("/clients", headers=headers[name]).json()["clients"] for name in keys
+        }
+        assert [row["client"] for row in rows["root"]] == ["alice", "bob"]
+        assert rows["alice"] == rows["root"][:1]
+        assert rows["bob"] == rows["root"][1:]
+        (bob,) = rows["bob"]
+        assert abs(bob.pop("last_seen") - time.time()) < 600
+        tokens = {"prompt_tokens": 1, "generated_tokens": 2}
+        assert bob == {"client": "bob", "requests": 1, "errors": 0, **tokens}
+        assert rows["alice"][0]["generated_tokens"] == 4
+
+
+def test_clients_without_keys_are_counted_by_address_and_bounded() -> None:
+    with client_of(served(FakeBackend())) as client:
+        client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})
+        (row,) = client.get("/clients").json()["clients"]
+        assert (row["client"], row["requests"]) == ("testclient", 1)
+    table = ClientTable()
+    for number in range(MAX_CLIENTS + 5):
+        table.count(Record("id", f"client {number}", model="m", prompt_tokens=7), 500)
+    rows = table.rows()
+    assert len(rows) == MAX_CLIENTS + 1
+    assert rows[0]["client"] == f"client {MAX_CLIENTS + 4}"
+    others = {name: rows[-1][name] for name in ("client", "requests", "errors", "prompt_tokens")}
+    assert others == {"client": "(others)", "requests": 5, "errors": 5, "prompt_tokens": 35}

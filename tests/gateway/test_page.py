@@ -71,14 +71,20 @@ def address(backend: FakeBackend) -> Iterator[str]:
     """A gateway with a key, one model for chats and one without a template, and two servers."""
     models = [served(backend, max_len=256), served(backend, "base", template=None, max_len=None)]
     app = make_app(models, SETTINGS, Keys({"alice": KEY}))
-    app.router.routes[:] = [route for route in app.router.routes if route.path != "/servers"]
-    app.router.routes.append(Route("/servers", _servers))
+    replaced = {"/servers": _servers, "/clients": _clients}
+    app.router.routes[:] = [route for route in app.router.routes if route.path not in replaced]
+    app.router.routes.extend(Route(path, answer) for path, answer in replaced.items())
     with listening(app) as found:
         yield found
 
 
 async def _servers(_: Request) -> JSONResponse:
     return JSONResponse({"servers": SERVERS})
+
+
+async def _clients(_: Request) -> JSONResponse:
+    tokens = {"requests": 12, "errors": 1, "prompt_tokens": 123456, "generated_tokens": 7890123}
+    return JSONResponse({"clients": [{"client": "alice", **tokens, "last_seen": 1.8e9}]})
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,37 @@ def test_a_person_sees_models_and_servers(page: Browser) -> None:
     ]
     page.wait_for("!document.querySelector('#rows').hidden")
     assert page.text("#rows") == "rows: 0 running, 0 waiting; 0.0 tokens/s"
+
+
+@needs_browser
+def test_a_person_sees_who_uses_the_models(page: Browser) -> None:
+    page.wait_for("!document.querySelector('#clients-section').hidden")
+    (row,) = cells(page, "#clients")
+    assert row[:5] == ["alice", "12", "1", "123456", "7890123"]
+    assert "2027" in row[5]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_never_wider_than_the_screen(page: Browser, width: int) -> None:
+    page.wait_for("!document.querySelector('#servers-section').hidden")
+    page.wait_for("!document.querySelector('#clients-section').hidden")
+    page.run("document.querySelector('#servers td').textContent = 'n'.repeat(90)")
+    page.run("document.querySelector('#model').add(new Option('m'.repeat(90), '', true, true))")
+    page.devtools(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=width < 500,
+    )
+    try:
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        script = "return [...document.querySelectorAll('body *')].filter(e => "
+        script += "!e.closest('.wide') && e.getBoundingClientRect().right > innerWidth + 1)"
+        assert page.run(script + ".map(e => e.outerHTML.slice(0, 80))") == []
+    finally:
+        page.devtools("Emulation.clearDeviceMetricsOverride")
 
 
 @needs_browser

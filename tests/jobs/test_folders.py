@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.record import JobRecord, ready_of_run
+from launcher_scripts.cluster import record
+from launcher_scripts.cluster.record import (
+    JobRecord,
+    append_to_index,
+    index_file,
+    read_index,
+    ready_of_run,
+)
 from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.jobs import logs
+from launcher_scripts.jobs import folders, logs
+from launcher_scripts.jobs import status as job_status
 from launcher_scripts.jobs.__main__ import main
 from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import look
@@ -101,6 +109,66 @@ def test_a_log_is_followed_from_stage_to_stage(
     assert main(["logs", "-f", f"--results={tmp_path}", "tiny"]) == 0
     log = tmp_path / "tiny/deploy_tp1/jobs/002/log-deploy_tiny_102.out"
     assert capsys.readouterr().out == f"converting\n==> {log} <==\nserving\n"
+
+
+def test_jobs_of_the_index_need_no_folder_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name means a job of ./results first. Folders that have gone are skipped."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(folders, "RESULTS", tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path)
+    assert main(["list"]) == 0
+    here = make_job(tmp_path / "results", "deploy", 1)
+    there = make_job(tmp_path / "a\nfar place", "deploy", 2)
+    other = make_job(tmp_path / "a\nfar place", "export", 3)
+    for folder in (there, other, there, tmp_path / "gone"):
+        append_to_index(folder)
+    with index_file().open("a") as index:
+        index.write("no path\n[1]\n\n")
+    assert [job.folder for job in find_jobs(None)] == [here, there, other]
+    assert [job.folder for job in choose_jobs(None, ["deploy_tiny", "export_tiny", "102"])] == [
+        here,
+        other,
+        there,
+    ]
+    with pytest.raises(NoSuchJob, match="no such job; got 'x'; choices: export_tiny, deploy_tiny"):
+        choose_jobs(None, ["x"])
+    monkeypatch.setattr(record, "_MAX_INDEX_BYTES", 10)
+    append_to_index(here)
+    assert read_index() == [there, other, here]
+    assert len(index_file().read_text().splitlines()) == 3
+    index_file().unlink()
+    index_file().mkdir()
+    append_to_index(here)  # a job runs without it
+    assert read_index() == []
+
+
+def test_the_tunnel_of_a_ready_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job_status, "job_state", lambda *_: JobState("RUNNING"))
+    ready = tmp_path / "ready.json"
+    folder = make_job(tmp_path, "deploy", 1, ready_file=str(ready))
+    line = ["tunnel", f"--results={tmp_path}", "deploy_tiny", "--via=me@login"]
+    assert main(line) == 3
+    assert "deploy_tiny is STARTING: it has no address yet" in capsys.readouterr().err
+    facts = {"job": {"folder": str(folder)}, "grpc": "n1:8001", "http": "n1:8000"}
+    ready.write_text(json.dumps(facts))
+    assert main(line) == 0
+    assert capsys.readouterr().out == (
+        "ssh -N -L 8000:n1:8000 me@login\nthen: http://127.0.0.1:8000\n"
+    )
+    ready.write_text(json.dumps({**facts, "openai": "https://[fd00::1]:9000/v1"}))
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$@" > arguments; exit 7\n')
+    ssh.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main([*line, "--port=8080", "--open"]) == 7
+    assert (tmp_path / "arguments").read_text() == "-N -L 8080:[fd00::1]:9000 me@login\n"
+    said = capsys.readouterr().out
+    assert said.endswith("then: https://127.0.0.1:8080/v1\n")
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones(results: Path) -> None:

@@ -158,7 +158,7 @@ def test_every_setting_of_the_gateway_has_a_key_and_its_default(hydra_config: Co
     job = hydra_config("deploy.gateway.max_running=3", "deploy.gateway.port=5")["gateway"]
     assert {name: job[name] for name in fields} == {**block, "max_running": 3, "port": 5}
     of_the_job = {field.name for field in dataclasses.fields(GatewayJobSettings)}
-    elsewhere = {"results_dir", "gateway", "restarts", "job_folder"}
+    elsewhere = {"results_dir", "gateway", "restarts", "idle_timeout", "job_folder"}
     assert set(job) - {"run"} == fields | of_the_job - elsewhere
 
 

@@ -93,23 +93,6 @@ def test_without_a_path_there_is_one_line_of_advice(capsys: pytest.CaptureFixtur
     assert "launcher serve PATH" in capsys.readouterr().out
 
 
-def test_jobs_are_those_of_the_results_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr(launcher, "_run", lambda words: calls.append(words) or 0)
-    launcher.main(["jobs", "list"])
-    (tmp_path / "results").mkdir()
-    launcher.main(["jobs", "status", "m"])
-    launcher.main(["jobs", "status", "--results", "x"])
-    jobs = ["-m", "launcher_scripts.jobs"]
-    assert calls == [
-        [*jobs, "list"],
-        [*jobs, "status", "--results", "results", "m"],
-        [*jobs, "status", "--results", "x"],
-    ]
-
-
 @pytest.mark.slow
 def test_the_package_has_all_that_the_command_needs(checkout: Path, tmp_path: Path) -> None:
     source = tmp_path / "checkout"

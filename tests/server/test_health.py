@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,15 @@ import pytest
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.settings import DeploySettings
-from launcher_scripts.server.health import ModelStatus, TritonClient, failures, read_statuses
+from launcher_scripts.server.health import (
+    IdleDetector,
+    ModelStatus,
+    TritonClient,
+    failures,
+    read_statuses,
+)
 from launcher_scripts.server.ports import PORT_NAMES, ports_in_use, reserved_ports
+from tests.processes import wait_for
 
 
 def write(folder: Path, model: str, value: Any) -> None:
@@ -72,3 +82,41 @@ def test_a_host_that_is_not_this_machines(host: str) -> None:
         reserved_ports(replace(settings(), host=host)),
     ):
         pass
+
+
+class _Metrics(BaseHTTPRequestHandler):
+    text = ""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+def test_a_server_is_idle_without_requests_alone() -> None:
+    """Neither while one runs, nor when it ends, nor when nobody can ask."""
+    one = 'nv_inference_request_success{model="text",version="1"} '
+    running = 'launcher_num_requests_running{model_name="gpt"} '
+    server = HTTPServer(("127.0.0.1", 0), _Metrics)
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+    try:
+        _Metrics.text = f"{one}3\n{running}1\n"
+        is_idle = IdleDetector(f"127.0.0.1:{server.server_port}", 0.1)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            assert not is_idle()
+        _Metrics.text = f"{one}4\n{running}0\n"
+        wait_for(is_idle)
+        _Metrics.text = f"{one}5\n{running}0\n"  # it came and went between two looks
+        wait_for(lambda: not is_idle())
+        wait_for(is_idle)
+    finally:
+        server.shutdown()
+        server.server_close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+    is_idle = IdleDetector(address, 0.001)
+    assert not any(is_idle() for _ in range(3))

@@ -222,6 +222,15 @@ def test_a_server_that_was_ready_is_started_again_as_often_as_allowed(tmp_path: 
         assert_clean_failure(step, "the server was killed by SIGKILL")
 
 
+def test_a_server_without_requests_ends_by_itself(tmp_path: Path) -> None:
+    with running(tmp_path / "job", make_repository(tmp_path), idle_timeout=1.0, restarts=1) as step:
+        assert step.wait() == 0, step.err
+        assert "stopping the server: no request for 1 s (deploy.idle_timeout)" in step.out
+        assert "restart 1" not in step.out
+        assert step.survivors() == []
+        assert not step.settings.ready_file.exists()
+
+
 def test_a_server_that_was_never_ready_is_not_started_again(tmp_path: Path) -> None:
     repository = make_repository(tmp_path, "raise ValueError('no weights')")
     with running(tmp_path / "job", repository, restarts=3) as step:
