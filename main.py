@@ -21,7 +21,7 @@ def leave(number: int, _frame: object) -> NoReturn:
 if __name__ == "__main__":  # before the imports, which take a second
     if {"-h", "--help"} & {*sys.argv[1:]}:
         sys.path.insert(0, str(Path(__file__).resolve().parent))
-        from launcher_scripts.common.help_text import help_text
+        from launcher_scripts.common.command_line import help_text
 
         with contextlib.suppress(BrokenPipeError):
             print(help_text(Path(__file__).resolve().parent / "conf", sys.argv[1:]), flush=True)
@@ -49,8 +49,7 @@ try:
     )
     from stages.defaults import fill_in
     from stages.gateway import register_deployed_gateway
-    from stages.ladder import configurations
-    from stages.plan import Plan, make_plan
+    from stages.plan import Plan, configurations, make_plan
 except ModuleNotFoundError as missing:
     print(
         f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "

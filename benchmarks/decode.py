@@ -38,7 +38,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Chunk
-from launcher_scripts.engine.model.model_weights import Experts, ModelWeights, sublayers_of
+from launcher_scripts.engine.model.weights import Experts, ModelWeights, sublayers_of
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner

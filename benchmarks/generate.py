@@ -30,9 +30,8 @@ from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.model.families import engine_family
-from launcher_scripts.engine.model.kernels import kernels_for
-from launcher_scripts.engine.model.model_weights import ModelWeights
+from launcher_scripts.engine.model.families import engine_family, kernels_for
+from launcher_scripts.engine.model.weights import ModelWeights
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig

@@ -19,13 +19,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from benchmarks.exact_server import MODEL
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import DriverResult
+from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.evaluation.load.driver import DriverResult, Load, Prompts, make_plan
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
-from launcher_scripts.evaluation.load.guidellm import run_guidellm
+from launcher_scripts.evaluation.load.load_test import run_guidellm, run_plan
 from launcher_scripts.evaluation.load.paths import Target, TokenRequest
-from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
-from launcher_scripts.evaluation.load.workers import run_plan
 
 FIRST_MS, NEXT_MS, INPUT, OUTPUT = 500.0, 50.0, 16, 32
 MOST_APART = 0.03

@@ -8,12 +8,11 @@ import numpy as np
 
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Answer, DriverResult
+from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, Prompts, make_plan
 from launcher_scripts.evaluation.load.figures import percentiles, run_figures
+from launcher_scripts.evaluation.load.load_test import run_plan
 from launcher_scripts.evaluation.load.paths import Target, TokenRequest
-from launcher_scripts.evaluation.load.plan import Load, Prompts, make_plan
-from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.models.t5 import T5Config
 
 PROCESSES = 8

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.common.quantization import QUANTIZATIONS
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     EmbeddingTables,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
+from launcher_scripts.engine.model.weights import LayerWeights, ModelWeights
 from launcher_scripts.kernels.operands import Norm
 
 

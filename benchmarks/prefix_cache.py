@@ -30,11 +30,10 @@ from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.contract.metric_names import PREFIX_HITS, PREFIX_QUERIES
-from launcher_scripts.evaluation.load.driver import DriverResult
+from launcher_scripts.evaluation.load.driver import DriverResult, LoadRequest, Plan
 from launcher_scripts.evaluation.load.figures import first_token, percentiles
+from launcher_scripts.evaluation.load.load_test import run_plan
 from launcher_scripts.evaluation.load.paths import Target
-from launcher_scripts.evaluation.load.plan import LoadRequest, Plan
-from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.models.gpt import GPTConfig
 
 MODEL = "prefix-cache"

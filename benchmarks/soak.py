@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soak_cases import Case, make_cases
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.remote import RemoteServer, find_models
 
 CASES_EACH = 6  # of every kind and model
 SAMPLE_SECONDS = 0.5

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.models import Models
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.remote import Models, RemoteServer
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs

@@ -12,7 +12,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core.beam_search import beam_batches
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.messages.plan import Bounds, RowStart
-from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
+from launcher_scripts.engine.model.encoder import Sources, bucket_tokens, pack
 from launcher_scripts.engine.runner.graphs import MIN_REORDER, bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 

@@ -34,7 +34,7 @@ from benchmarks.serving import INPUTS, OUTPUTS, Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.clients.remote import RemoteServer
 from launcher_scripts.contract.metric_names import GIVEN_UP
-from launcher_scripts.evaluation.load.plan import LoadRequest
+from launcher_scripts.evaluation.load.driver import LoadRequest
 
 CANCELLING = 8  # clients that leave, one after the other
 

@@ -1,4 +1,4 @@
-"""Find the tiles of a decode step's products on this device; see kernels/cuda/tiles.py.
+"""Find the tiles of a decode step's products on this device; see kernels/cuda/compiling.py.
 
     python3 -m benchmarks.tune --out tiles.json [--sizes 768:3072:64:12 ...] [--gated] [--ranks 2]
 
@@ -32,8 +32,8 @@ from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.kernels.cuda import tiles
-from launcher_scripts.kernels.cuda.tiles import PAIRED, TABLE, DotTile, RowTile
+from launcher_scripts.kernels.cuda import compiling
+from launcher_scripts.kernels.cuda.compiling import PAIRED, TABLE, DotTile, RowTile
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             release()
     finally:
         arguments.out.write_text(
-            as_text(tiles.table() | {"measured_on": measured_on()}), encoding="utf-8"
+            as_text(compiling.table() | {"measured_on": measured_on()}), encoding="utf-8"
         )
     return 0
 
@@ -129,7 +129,7 @@ def key_of(product: Product) -> str:
 
 
 def tile_of(part: str, product: Product) -> RowTile | DotTile:
-    return (tiles.row_tile if part == "row_products" else tiles.dot_tile)(*product)
+    return (compiling.row_tile if part == "row_products" else compiling.dot_tile)(*product)
 
 
 def candidates(part: str, product: Product) -> list[tuple]:
@@ -168,9 +168,9 @@ def combined(now: DotTile, times: dict[tuple, float]) -> tuple:
 
 
 def set_tile(part: str, product: Product, tile: tuple) -> None:
-    known = tiles.table().setdefault(tiles.part(part, product.quantization), {})
+    known = compiling.table().setdefault(compiling.part(part, product.quantization), {})
     known[key_of(product)] = list(tile)
-    tiles.forget()
+    compiling.forget()
 
 
 def with_tile(part: str, product: Product, tile: tuple, runner: Runner, repeat: int = 8) -> float:

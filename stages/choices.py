@@ -24,7 +24,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from launcher_scripts.common.errors import ConfigError, Problems
-from launcher_scripts.config.tasks import RENAMED_TASKS
+from launcher_scripts.config.evaluation import RENAMED_TASKS
 from stages import STAGES
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")

@@ -13,14 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError, problem
-from launcher_scripts.common.gpus import visible_gpus
-from launcher_scripts.config.paths import absolute
+from launcher_scripts.common.hosts import visible_gpus
+from launcher_scripts.config.options import absolute
 from launcher_scripts.config.settings import AUTO
 from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig
-from stages.checks import Checks
+from stages.checks import Checks, Mount
 from stages.export import read_sizes
-from stages.mounts import Mount
 
 TP_KEY = "export.model.tensor_model_parallel_size"
 # Of a GPU's memory; the rest is for keys, values and intermediate results.

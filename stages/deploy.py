@@ -12,8 +12,7 @@ from launcher_scripts.cluster.job import Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.options import values_of
-from launcher_scripts.config.paths import absolute, is_same_path, with_absolute_paths
+from launcher_scripts.config.options import absolute, is_same_path, values_of, with_absolute_paths
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import AUTO, DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (

@@ -10,14 +10,18 @@ from typing import Any, ClassVar
 
 from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.config.harness import KEY as HARNESS
-from launcher_scripts.config.harness import HarnessSettings
-from launcher_scripts.config.options import values_of
-from launcher_scripts.config.paths import absolute, is_same_path, paths_in, with_absolute_paths
+from launcher_scripts.config.evaluation import KEY as HARNESS
+from launcher_scripts.config.evaluation import HarnessSettings, TaskSettings
+from launcher_scripts.config.options import (
+    absolute,
+    build,
+    is_same_path,
+    paths_in,
+    values_of,
+    with_absolute_paths,
+)
 from launcher_scripts.config.policy import opened
-from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
-from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
 from stages.deploy import Deploy

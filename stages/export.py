@@ -20,9 +20,7 @@ from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenize
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
-from launcher_scripts.config.options import values_of
-from launcher_scripts.config.paths import absolute, with_absolute_paths
-from launcher_scripts.config.schema import build
+from launcher_scripts.config.options import absolute, build, values_of, with_absolute_paths
 from launcher_scripts.config.settings import (
     CHECKPOINT_KEY,
     DRAFT_MODEL_KEY,

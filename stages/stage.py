@@ -11,20 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.containers import image_problem, is_file, registry_name
-from launcher_scripts.cluster.job import (
-    Container,
-    Job,
-    JobFolder,
-    Resources,
-    Service,
-    Step,
-)
+from launcher_scripts.cluster.job import Container, Job, JobFolder, Resources, Service, Step
+from launcher_scripts.cluster.slurm_script import image_problem, is_file, registry_name
 from launcher_scripts.common.overlay import FILE_NAME
-from launcher_scripts.config.paths import absolute, paths_in
-from launcher_scripts.config.schema import build
-from stages.checks import Checks, check_variables
-from stages.mounts import Mount, mounts_for
+from launcher_scripts.config.options import absolute, build, paths_in
+from stages.checks import Checks, Mount, check_variables, mounts_for
 
 CLEANUP_SECONDS = 20.0
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.common import cleanup
+from launcher_scripts.common import processes
 
 SERVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from launcher_scripts.common.cleanup import ServerLock
+from launcher_scripts.common.processes import ServerLock
 
 folder, shared_memory = Path(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
@@ -79,15 +79,15 @@ def test_only_what_no_process_holds_is_removed(
     folder = tmp_path / "launcher-server-abcd_123"
     other = shared_memory / "launcher-server-abcd_999_region"  # of a server without a lock
     other.touch()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []
     server.kill()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []  # its worker lives
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []  # its worker lives
     assert folder.is_dir()
     server.kill_worker()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == [folder.name]
+    assert processes.remove_leftovers(shared_memory, tmp_path) == [folder.name]
     assert list(shared_memory.iterdir()) == [other]
     assert not folder.exists()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []
 
 
 def test_another_user_s_lock_and_links_stay(
@@ -97,24 +97,24 @@ def test_another_user_s_lock_and_links_stay(
     target = tmp_path / "target"
     target.touch()
     lock.symlink_to(target)
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []
     lock.unlink()
     lock.touch()
-    monkeypatch.setattr(cleanup.os, "geteuid", lambda: 12345)
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []
+    monkeypatch.setattr(processes.os, "geteuid", lambda: 12345)
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []
     assert lock.exists()
 
 
 def test_a_server_that_ends_in_order_leaves_nothing(tmp_path: Path, shared_memory: Path) -> None:
     folder = tmp_path / "launcher-server-abcd_123"
     folder.mkdir()
-    lock = cleanup.ServerLock(folder, shared_memory)
+    lock = processes.ServerLock(folder, shared_memory)
     region = shared_memory / f"{lock.region_prefix}region"
     region.touch()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []
     lock.hide_memory()
     assert list(shared_memory.iterdir()) == []
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == []  # the folder is in use
+    assert processes.remove_leftovers(shared_memory, tmp_path) == []  # the folder is in use
     lock.release()
-    assert cleanup.remove_leftovers(shared_memory, tmp_path) == [folder.name]
+    assert processes.remove_leftovers(shared_memory, tmp_path) == [folder.name]
     assert not folder.exists()

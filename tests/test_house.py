@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from launcher_scripts.cluster import CLUSTERS
-from launcher_scripts.config.tasks import TASK_NAMES
+from launcher_scripts.config.evaluation import TASK_NAMES
 from stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,29 +67,21 @@ COPIED_PACKAGE = "launcher_scripts.common.tokenizer"
 # dependency -> the only places that may import it
 DOORS = {
     "submitit": ("launcher_scripts/cluster/slurm.py",),
-    "jinja2": (
-        "launcher_scripts/common/rendering.py",
-        "launcher_scripts/common/template_rendering.py",
-    ),
+    "jinja2": ("launcher_scripts/common/rendering.py",),
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
-    "tritonclient": (
-        "launcher_scripts/clients/connection.py",
-        "launcher_scripts/clients/async_connection.py",
-    ),
+    "tritonclient": ("launcher_scripts/clients/connection.py",),
     "aiohttp": ("launcher_scripts/evaluation/load/paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
-    "uvicorn": tuple(
-        f"launcher_scripts/gateway/{name}.py" for name in ("service", "http_protocol")
-    ),
+    "uvicorn": ("launcher_scripts/gateway/service.py",),
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),
     "uvloop": ("launcher_scripts/gateway/service.py",),
     "pydantic": (
         "launcher_scripts/gateway/validation.py",
         "launcher_scripts/gateway/schemas.py",
         "launcher_scripts/gateway/responses_schemas.py",
-        "launcher_scripts/gateway/messages_schemas.py",
+        "launcher_scripts/gateway/messages.py",
     ),
     "triton": ("launcher_scripts/kernels/",),
     "msgspec": ("launcher_scripts/engine/",),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.evaluation import HarnessSettings
 from launcher_scripts.evaluation.harness import (
     Gateway,
     HarnessResult,

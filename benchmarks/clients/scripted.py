@@ -25,10 +25,8 @@ from starlette.applications import Starlette
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.backend import Increment, RowRequest
-from launcher_scripts.gateway.chat_template import ChatTemplate
-from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.backend import Increment, Replica, RowRequest
+from launcher_scripts.gateway.served_model import ChatTemplate, ServedModel
 
 MODEL = "scripted"
 TOKENIZER = Path(__file__).parents[2] / "tests" / "data" / "tokenizers" / "gpt2bpe"

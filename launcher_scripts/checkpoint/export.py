@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from launcher_scripts.checkpoint.fastertransformer.config_ini import check_draft_folder
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.fastertransformer.config_ini import (
+    check_draft_folder,
+    random_config,
+)
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
-from launcher_scripts.checkpoint.fastertransformer.journal import identity
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     TOOL_VERSION,
     FileEntry,
@@ -19,32 +25,39 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     read_manifest,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import (
+    identity,
     partial_folder,
     refuse_existing,
 )
-from launcher_scripts.checkpoint.forecast import Forecast, weight_bytes
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.layout.data_types import checkpoint_type, range_notes
-from launcher_scripts.checkpoint.layout.progress import Progress
-from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, SourceCheckpoint
-from launcher_scripts.checkpoint.layout.tasks import Task, make_plan, refuse_unfit, write_all
-from launcher_scripts.checkpoint.repository.served_types import backend_model_type
-from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_training
+from launcher_scripts.checkpoint.formats.dtypes import Workspace
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    Hints,
+    SourceCheckpoint,
+    WholeTensors,
+)
+from launcher_scripts.checkpoint.layout.tasks import (
+    STORED,
+    Task,
+    checkpoint_type,
+    make_plan,
+    range_notes,
+    refuse_unfit,
+    write_all,
+)
+from launcher_scripts.checkpoint.layout.workers import Progress
+from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
+from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_files
 from launcher_scripts.checkpoint.sources.adapters import with_adapters
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
-from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
-from launcher_scripts.checkpoint.sources.huggingface_files import foreign_weights
-from launcher_scripts.checkpoint.sources.locations import (
-    checkpoints_below,
-    hub_advice,
-    snapshot_of,
-)
+from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint, foreign_weights
+from launcher_scripts.checkpoint.sources.locations import checkpoints_below, hub_advice, snapshot_of
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
-from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
-from launcher_scripts.checkpoint.verification import verify_export
+from launcher_scripts.checkpoint.verification import Forecast, verify_export, weight_bytes
 from launcher_scripts.common.errors import (
     CheckpointError,
     ConfigError,
@@ -57,6 +70,73 @@ from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSetting
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
 from launcher_scripts.models.family import ModelConfig, check_division
+
+BLOCK = 1 << 22  # values; larger tensors repeat them
+DEVIATION = 0.02  # keeps activations in fp16's range
+
+
+@dataclass(frozen=True)
+class RandomTensor(SourceTensor):
+    """A tensor whose values follow from its name; reading it makes a float32 array."""
+
+    name: str
+
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
+        random = np.random.default_rng(zlib.crc32(self.name.encode()))
+        count = min(int(np.prod(self.shape)), BLOCK)
+        values = random.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
+        return np.resize(values + np.float32(is_gain(self.name)), self.shape)
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint(WholeTensors):
+    """The stored tensors of a model, by their canonical names."""
+
+    format: ClassVar[str] = "random"
+
+    archive: Archive
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
+    dialects: tuple[str, ...] = (STORED,)
+    notes: tuple[str, ...] = ("the weights are random: this model is for measuring speed alone",)
+
+    @classmethod
+    def matches(cls, _archive: Archive) -> bool:
+        """Never: a model has random weights only where that was asked for."""
+        return False
+
+    @classmethod
+    def open(cls, archive: Archive, _hints: Hints) -> RandomCheckpoint:
+        """Raises CheckpointError for what is not a config.ini."""
+        config = random_config(archive.path)
+        return cls(archive, config, _tensors(config))
+
+    @property
+    def knows_token_ids(self) -> bool:
+        """config.ini says them."""
+        return True
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Raises CheckpointError: there are none."""
+        raise CheckpointError(
+            problem("a config.ini has no tokenizer", change="export.model.tokenizer=none")
+        )
+
+
+def _tensors(config: ModelConfig) -> dict[str, Any]:
+    """Every required tensor."""
+    tensors = {}
+    for spec in family_of(config).weights(config):
+        shape = spec.shape_on(config, 1)
+        for layer in spec.layer_numbers(config) if spec.required else ():
+            name = spec.tensor_name(layer)
+            tensors[name] = RandomTensor(shape, np.dtype("<f4"), (), name)
+    return tensors
+
+
+def is_gain(name: str) -> bool:
+    """Whether a weight multiplies normalized values, and so is about one."""
+    return "norm" in name and name.endswith("weight")
 
 
 class SourceFormat(Protocol):
@@ -192,7 +272,7 @@ def _located(settings: ExportSettings) -> tuple[Path, Hints]:
                 change=CHECKPOINT_KEY,
             )
         )
-    path, wanted = nemo_training.locate(snapshot_of(path), settings.training_checkpoint)
+    path, wanted = nemo_files.locate(snapshot_of(path), settings.training_checkpoint)
     allowed = settings.allow_custom_code_config
     return path, Hints(settings.num_attention_heads, settings.encoder_only, wanted, allowed)
 
@@ -341,7 +421,7 @@ def _lacking(archive: Archive) -> str:
         return ""
     below = checkpoints_below(archive.path, _is_checkpoint)
     return (
-        nemo_training.without_sizes(archive)
+        nemo_files.without_sizes(archive)
         or (f"it holds the checkpoints {', '.join(below)}: name one of them" if below else "")
         or foreign_weights(archive.names())
     )

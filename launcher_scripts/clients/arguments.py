@@ -1,18 +1,119 @@
-"""What the clients' command lines share: the flags of the FasterTransformer backend's tools."""
+"""Command-line flags, tensors and sessions of the clients."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from launcher_scripts.clients.connection import CONNECTIONS
-from launcher_scripts.clients.models import DEFAULT_MODEL
-from launcher_scripts.clients.remote import RemoteServer
+import numpy as np
+
+from launcher_scripts.clients.connection import CONNECTIONS, NUMPY_TYPES, SequenceStep, Tensors
+from launcher_scripts.clients.remote import DEFAULT_MODEL, Models, RemoteServer
 from launcher_scripts.common.command_line import with_open_output
-from launcher_scripts.common.errors import ConfigError, LauncherError, Problems
+from launcher_scripts.common.errors import ConfigError, LauncherError, Problems, problem
 from launcher_scripts.config.security import ClientTls
+from launcher_scripts.contract.tensors import GPT_INPUTS
+
+_TYPES = {tensor.name: NUMPY_TYPES[tensor.dtype] for tensor in GPT_INPUTS}
+# Eight prompts of eight ids: common English words in the vocabulary of GPT-2.
+PROMPTS = (
+    (464, 318, 257, 290, 262, 286, 340, 373),
+    (383, 326, 339, 284, 307, 287, 257, 318),
+    (314, 423, 407, 284, 307, 319, 262, 373),
+    (340, 318, 326, 345, 481, 307, 351, 262),
+    (383, 373, 287, 262, 290, 340, 318, 286),
+    (345, 460, 307, 319, 257, 351, 339, 290),
+    (326, 373, 262, 286, 257, 284, 345, 423),
+    (339, 481, 423, 340, 287, 383, 290, 464),
+)
+
+
+def rows_of(rows: int, **values: Any) -> Tensors:
+    """The contract's tensors of these names, [rows, 1] each, the same value in every row."""
+    return {name: np.full((rows, 1), value, _TYPES[name]) for name, value in values.items()}
+
+
+def sampling_tensors(flags: argparse.Namespace, rows: int, *, log_probs: bool) -> Tensors:
+    """How tokens are chosen, [rows, 1] each; start and end token are the checkpoint's own."""
+    return rows_of(
+        rows,
+        runtime_top_k=flags.topk,
+        runtime_top_p=flags.topp,
+        beam_search_diversity_rate=0.0,
+        temperature=1.0,
+        len_penalty=1.0,
+        repetition_penalty=1.0,
+        random_seed=0,
+        is_return_log_probs=log_probs,
+        beam_width=flags.beam_width,
+    )
+
+
+def no_words(rows: int) -> Tensors:
+    """Words lists without a word, INT32 [rows, 2, 1]."""
+    empty = np.tile(np.array([[0], [-1]], np.int32), (rows, 1, 1))
+    return {"bad_words_list": empty, "stop_words_list": empty.copy()}
+
+
+def prompt_ids(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
+    """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts.
+
+    Says on stderr that other sizes than theirs need random ids, as in the original's clients.
+    """
+    if not random:
+        fixed = np.array(PROMPTS, np.uint32)
+        if fixed.shape != (batch_size, length):
+            rows, ids = fixed.shape
+            print(
+                f"warning: the fixed prompts are {rows} rows of {ids} ids; --batch_size and "
+                "--start_len count with --random_start_ids alone",
+                file=sys.stderr,
+            )
+        return fixed
+    generator = np.random.default_rng([batch_size, length])
+    return generator.integers(0, vocab_size, (batch_size, length), dtype=np.uint32)
+
+
+def steps(flags: argparse.Namespace, rows: int) -> Iterator[tuple[SequenceStep, Tensors]]:
+    """The requests of one session, the first and the last marked, with their further tensors:
+    the first one carries the session's sizes, UINT32 [rows, 1] each.
+    """
+    sizes = {
+        "session_len": np.full((rows, 1), flags.session_len, np.uint32),
+        "memory_len": np.full((rows, 1), flags.memory_len, np.uint32),
+    }
+    last = flags.num_session_steps - 1
+    for number in range(flags.num_session_steps):
+        step = SequenceStep(flags.session_id, number == 0, number == last)
+        yield step, sizes if step.start else {}
+
+
+def in_session(tensors: Tensors) -> Tensors:
+    """The tensors with the axis of one that a model with sessions has in front: [1, rows, ...]."""
+    return {name: array[None] for name, array in tensors.items()}
+
+
+def require_sessions(models: Models) -> None:
+    """Raises ConfigError for a model that forgets every request."""
+    if not models.sessions:
+        raise ConfigError(
+            problem(
+                f"model {models.name} has no sessions",
+                change="--model, or export with export.triton_deployment.interactive=True",
+            )
+        )
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Raises ConfigError that names every number that is too small."""
+    problems = Problems("the session's flags")
+    for name in ("num_session_steps", "session_len", "memory_len", "session_id"):
+        problems.check_at_least(name, getattr(flags, name), 1, f"--{name}")
+    problems.raise_if_any(ConfigError)
+
 
 DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}
 TLS_FILES = {

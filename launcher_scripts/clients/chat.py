@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from launcher_scripts.clients.arguments import add_server_flags, connect, run
+from launcher_scripts.clients.arguments import add_server_flags, connect, rows_of, run
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.end_to_end_test import column, generating_contract
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.tensors import rows_of
+from launcher_scripts.clients.remote import Models, RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 

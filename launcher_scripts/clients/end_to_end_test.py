@@ -16,12 +16,11 @@ from launcher_scripts.clients.arguments import (
     add_server_flags,
     connect,
     run,
+    sampling_tensors,
 )
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.issue_request import readable
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.tensors import sampling_tensors
+from launcher_scripts.clients.remote import Models, RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.contracts import CONTRACTS, Contract

@@ -14,21 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from launcher_scripts.clients.arguments import (
+    PROMPTS,
     add_sampling_flags,
     add_server_flags,
     connect,
-    run,
-)
-from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.tensors import (
-    PROMPTS,
     no_words,
     prompt_ids,
     rows_of,
+    run,
     sampling_tensors,
 )
+from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ServerError, problem
 

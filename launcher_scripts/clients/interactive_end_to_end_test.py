@@ -13,13 +13,16 @@ from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
     add_session_flags,
+    check_flags,
     connect,
+    in_session,
+    require_sessions,
     run,
+    steps,
 )
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.end_to_end_test import SENTENCES, add_text_flags, print_blocks
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
+from launcher_scripts.clients.remote import find_models
 from launcher_scripts.common.command_line import CommandParser
 
 

@@ -13,13 +13,16 @@ from functools import partial
 from launcher_scripts.clients.arguments import (
     add_server_flags,
     add_session_flags,
+    check_flags,
     connect,
+    in_session,
+    require_sessions,
     run,
+    steps,
 )
 from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.identity_test import add_request_flags, request_of, time_runs
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.sessions import check_flags, in_session, require_sessions, steps
+from launcher_scripts.clients.remote import find_models
 from launcher_scripts.common.command_line import CommandParser
 
 

@@ -32,8 +32,7 @@ from launcher_scripts.clients.arguments import (
     run,
 )
 from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import add_server_flags, connect, run
+from launcher_scripts.clients.arguments import add_server_flags, connect, in_session, run
 from launcher_scripts.clients.end_to_end_test import column
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.clients.sessions import in_session
+from launcher_scripts.clients.remote import Models, RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 
 NAMES = ("bad_words_list", "stop_words_list")

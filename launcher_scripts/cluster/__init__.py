@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from launcher_scripts.cluster.bcp import BcpCluster
 from launcher_scripts.cluster.cluster import Cluster
-from launcher_scripts.cluster.interactive import InteractiveCluster
+from launcher_scripts.cluster.interactive import BcpCluster, InteractiveCluster
 from launcher_scripts.cluster.slurm import SlurmCluster
 
 CLUSTERS: dict[str, type[Cluster[Any]]] = {

@@ -7,20 +7,56 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.cluster.options import ClusterOptions
-from launcher_scripts.cluster.record import (
-    ID_FILE,
-    RECORD,
-    JobRecord,
-    append_to_index,
-    write_text,
-)
+from launcher_scripts.cluster.record import ID_FILE, RECORD, JobRecord, append_to_index, write_text
 from launcher_scripts.common.errors import ClusterError, ConfigError, Problems, problem
 from launcher_scripts.config.settings import settings_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The keys that conf/cluster/*.yaml have in common.
+
+    gpus_per_node: GPUs that a job gets on every node; None: not known, so not checked
+    setup:         lines of bash that a job's script runs before its steps
+    python:        interpreter that runs the steps, as seen by them; None: see Stage.python
+    overlay:       folder of packages that this interpreter lacks (requirements/overlay.py)
+    """
+
+    type: str
+    gpus_per_node: int | str | None = None
+    python: str | None = None
+    overlay: str | None = None
+    setup: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = Problems("the cluster's configuration")
+        self._check(problems)
+        problems.raise_if_any(ConfigError)
+
+    def _check(self, problems: Problems) -> None:
+        """Every value ends up on a line of a script."""
+        for name, value in asdict(self).items():
+            values = value if isinstance(value, tuple) else (value,)
+            if not all(str(item).isprintable() for item in values):
+                problems.add("not on one line", got=value, change=f"cluster.{name}")
+        if self.gpus_per_node is not None and not self.num_gpus:
+            problems.add(
+                "gpus_per_node must be at least 1, or null for a cluster without GPUs",
+                got=self.gpus_per_node,
+                change="cluster.gpus_per_node",
+            )
+
+    @property
+    def num_gpus(self) -> int | None:
+        """The number of `gpus_per_node`; 0 for a text that has none, None if it is not set."""
+        if self.gpus_per_node is None or isinstance(self.gpus_per_node, int):
+            return None if self.gpus_per_node is None else max(0, self.gpus_per_node)
+        return 0
+
 
 _LONGEST_NAME = 200  # names of files end in the job's id and more, and have 255 bytes
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,4 +1,6 @@
-"""What a job folder says of its job: who takes care of it, under which id, and where its files are.
+"""The state of a job, and the record in its folder: its cluster, its ID and its files.
+
+What a job folder says of its job: who takes care of it, under which id, and where its files are.
 
 <folder>/job.json      written when the job is handed over, with job_id, which has the id alone
 <folder>/process.json  of a job on this machine: its process
@@ -14,17 +16,67 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
-from launcher_scripts.cluster.state import JobState
-from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ClusterError, ConfigError
-from launcher_scripts.common.ready_file import replica_file
-from launcher_scripts.config.paths import is_same_path
-from launcher_scripts.config.schema import build
+from launcher_scripts.common.files import atomic_write, replica_file
+from launcher_scripts.config.options import build, is_same_path
+
+WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "STOPPED"})
+RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "RESIZING", "STAGE_OUT"})
+# A cluster that cannot be asked; and one that has forgotten the job.
+UNKNOWN, FORGOTTEN = "UNKNOWN", "FORGOTTEN"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One look at a job.
+
+    name:      Slurm's state; UNKNOWN: nobody answers, FORGOTTEN: nobody knows the job any more
+    exit_code: of a job that has ended, as in a shell
+    nodes:     where it runs or ran, in Slurm's notation
+    reason:    why it waits or has failed, in the cluster's word
+    seconds:   for how long it has run
+    restarts:  how often it was started again
+    """
+
+    name: str
+    exit_code: int | None = None
+    nodes: str = ""
+    reason: str = ""
+    seconds: int | None = None
+    restarts: int = 0
+
+    @property
+    def waiting(self) -> bool:
+        return self.name in WAITING
+
+    @property
+    def running(self) -> bool:
+        return self.name in RUNNING
+
+    @property
+    def ended(self) -> bool:
+        return not (self.waiting or self.running or self.name == UNKNOWN)
+
+    @property
+    def succeeded(self) -> bool:
+        return self.name == "COMPLETED"
+
+
+def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.2) -> bool:
+    """Whether `done` came true within that time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+    return True
+
 
 RECORD = "job.json"
 ID_FILE = "job_id"

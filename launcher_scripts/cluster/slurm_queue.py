@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher_scripts.cluster.job import Resources
-from launcher_scripts.cluster.state import FORGOTTEN, UNKNOWN, JobState
+from launcher_scripts.cluster.record import FORGOTTEN, UNKNOWN, JobState
 from launcher_scripts.common.errors import Problems, problem
-from launcher_scripts.config.paths import is_same_path
+from launcher_scripts.config.options import is_same_path
 
 _TIMEOUT = 30.0
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "N/A")

@@ -1,10 +1,14 @@
-"""How a model's weights and cache can be quantized at load, and how a configuration asks for it."""
+"""Quantization of weights and cache, clamped activations and batch-invariant results.
+
+The gated activation of OpenAI's gpt-oss: x * sigmoid(SLOPE * x) * (1 + gate), where x is at most
+CLAMP and the gate between -CLAMP and CLAMP.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.errors import ConfigError, Problems, lookup, problem
 
 Quantization = Literal["int8", "fp8"]
 # What can be made of the layers' matrices at load; fp8 is e4m3.
@@ -52,3 +56,23 @@ def kv_cache_dtype_of(said: str | None, place: str) -> str:
     place: as in quantization_of
     """
     return lookup(KV_CACHE_DTYPES, said or "auto", place.format("kv_cache_dtype"))
+
+
+SLOPE = 1.702
+CLAMP = 7.0
+
+
+def check_deterministic(
+    problems: Problems, deterministic: bool, others: dict[str, bool], where: str
+) -> None:
+    """Add a problem for each of `others` (by name, whether it is on) beside `deterministic`.
+
+    They compute a row's tokens in other passes than it would take alone.  where: `{}` is a name
+    """
+    for name, asked in others.items():
+        if deterministic and asked:
+            problems.add(
+                f"a deterministic model cannot have {name}",
+                got="both",
+                change=f"{where.format('deterministic')} or {where.format(name)}",
+            )

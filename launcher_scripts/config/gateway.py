@@ -12,12 +12,13 @@ from typing import ClassVar
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.config.options import (
     PORTS,
+    ConfigPath,
+    SecretPath,
     check_options,
     described,
     option,
     values_of,
 )
-from launcher_scripts.config.paths import ConfigPath, SecretPath
 from launcher_scripts.config.security import ClientTls
 
 MIB = 1 << 20

@@ -16,9 +16,7 @@ from typing import Any
 import yaml
 
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.config.options import check_options, option
-from launcher_scripts.config.paths import ConfigPath
-from launcher_scripts.config.schema import build
+from launcher_scripts.config.options import ConfigPath, build, check_options, option
 
 KEY = "evaluate.policy"
 # Fields whose values are fractions.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
-from launcher_scripts.config.paths import ConfigPath, SecretPath
+from launcher_scripts.config.options import ConfigPath, SecretPath
 
 # Triton's names of the parts of its interface that can be restricted.
 RESTRICTABLE = (

@@ -13,23 +13,31 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from launcher_scripts.common.atomic_write import atomic_write
-from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.files import CANDIDATE, READY, atomic_write, replica_file
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS
-from launcher_scripts.common.ready_file import CANDIDATE, READY, replica_file
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, check_deterministic
+from launcher_scripts.config.evaluation import (
+    BenchmarkSettings,
+    HarnessSettings,
+    LoadSettings,
+    TaskSettings,
+    TwinSettings,
+)
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.harness import HarnessSettings
-from launcher_scripts.config.load import LoadSettings
-from launcher_scripts.config.options import PORTS, check_options, described, option
-from launcher_scripts.config.paths import ConfigPath, SecretPath
+from launcher_scripts.config.options import (
+    PORTS,
+    ConfigPath,
+    SecretPath,
+    build,
+    check_options,
+    described,
+    is_required,
+    option,
+)
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.schema import build, is_required
 from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
-from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
-from launcher_scripts.config.twin import TwinSettings
 
 AUTO = "auto"
 DATA_TYPES = ("fp32", "fp16", "bf16")

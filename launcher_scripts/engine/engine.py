@@ -14,11 +14,15 @@ from queue import Empty, SimpleQueue
 from launcher_scripts.common.errors import RequestError, ServerError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
-from launcher_scripts.engine.core.pending import Pending
 from launcher_scripts.engine.core.prefix_cache import prefix_of
-from launcher_scripts.engine.core.prompts import prompt_in_session
-from launcher_scripts.engine.core.requests import check_request, may_grow, parts, warm_up_request
-from launcher_scripts.engine.core.results import StepResult
+from launcher_scripts.engine.core.requests import (
+    check_request,
+    may_grow,
+    parts,
+    prompt_in_session,
+    warm_up_request,
+)
+from launcher_scripts.engine.core.results import Pending, StepResult
 from launcher_scripts.engine.core.row import Row, SnapshotCallback
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
@@ -27,21 +31,21 @@ from launcher_scripts.engine.distributed.heartbeat import DEVICE
 from launcher_scripts.engine.messages.message import RankInfo
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.ranks.node_group import ONE_NODE, NodeGroup
+from launcher_scripts.engine.ranks.links import ONE_NODE, NodeGroup
 from launcher_scripts.engine.ranks.ranks import NAMING_SECONDS, Ranks
+from launcher_scripts.engine.runner.graphs import Recording, device_memory
 from launcher_scripts.engine.runner.kernel_precompiler import KernelPrecompiler
 from launcher_scripts.engine.runner.loading import (
     PREFILL_TOKENS,
     EngineSettings,
+    Timeline,
     assemble_runner,
     load_both,
     open_checkpoints,
     prepare_process,
     rank_device,
 )
-from launcher_scripts.engine.runner.recording import Recording, device_memory
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.models.family import ModelConfig
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}

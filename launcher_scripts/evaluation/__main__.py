@@ -7,17 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.common.command_line import (
-    CommandParser,
-    installed_packages,
-    with_open_output,
-)
+from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.exit_codes import ERROR
 
 with installed_packages("evaluation"):
     from launcher_scripts.config.policy import PolicySettings, read_policy
-    from launcher_scripts.evaluation import compare, gate
+    from launcher_scripts.evaluation import gate, report_difference
     from launcher_scripts.evaluation.report import Report
     from launcher_scripts.evaluation.report_content import read_content, report_file
 
@@ -25,7 +21,9 @@ with installed_packages("evaluation"):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python3 -m launcher_scripts.evaluation", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    compare.add_arguments(commands.add_parser("compare", help="what differs between two reports"))
+    report_difference.add_arguments(
+        commands.add_parser("compare", help="what differs between two reports")
+    )
     judge = commands.add_parser("judge", help="may the model go live?")
     judge.add_argument(
         "report", type=Path, help="report.json or its folder; its verdict is replaced"

@@ -21,11 +21,11 @@ from launcher_scripts.config.policy import (
     TimeBounds,
     TwinBounds,
 )
-from launcher_scripts.evaluation import paired
-from launcher_scripts.evaluation.paired import ComparedAnswers
+from launcher_scripts.evaluation import comparison
+from launcher_scripts.evaluation.comparison import ComparedAnswers
 from launcher_scripts.evaluation.report_content import harness_samples, harness_tasks, read_content
-from launcher_scripts.evaluation.tasks import statistics
-from launcher_scripts.evaluation.tasks.statistics import Interval
+from launcher_scripts.evaluation.tasks import task as statistics
+from launcher_scripts.evaluation.tasks.task import Interval
 
 Content = Mapping[str, Any]
 Show = Callable[[float], str]
@@ -95,8 +95,8 @@ class TaskSection:
     def interval(self, figure: str) -> Interval:
         """A figure with the report's interval; of right and wrong items with Wilson's."""
         metric = self.metrics[figure]
-        of_items = paired.values(self.items, figure)
-        if of_items is not None and metric["percent"] and paired.flags(of_items):
+        of_items = comparison.values(self.items, figure)
+        if of_items is not None and metric["percent"] and comparison.flags(of_items):
             return statistics.share(int(sum(of_items)), len(of_items))
         low = -math.inf if metric["low"] is None else metric["low"]
         high = math.inf if metric["high"] is None else metric["high"]
@@ -140,7 +140,7 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
 def _of_bounds(
     content: Content, tasks: Tasks, bounds: Bounds, own: Set[tuple[str, str, str]]
 ) -> Iterator[Check]:
-    found = {key: paired.of_reference(task.section) for key, task in tasks.items()}
+    found = {key: comparison.of_reference(task.section) for key, task in tasks.items()}
     references = {key: others for key, others in found.items() if others is not None}
     baseline = _baseline(tasks, bounds.baseline)
     yield from _figures(tasks, bounds, references, baseline)
@@ -187,7 +187,7 @@ def _baseline(
         return {}
     path = Path(bounds.report)
     return {
-        key: paired.of_report(
+        key: comparison.of_report(
             tasks[key].items if key in tasks else [], earlier.items, earlier.metrics, str(path)
         )
         for key, earlier in tasks_of(
@@ -278,7 +278,7 @@ def _task_agreement(
         yield Check(f"{name}.min_agreement", what, same, limit, how, percent, note, limit == 1)
     if bounds.max_log_likelihood_difference is not None:
         what = f"the largest difference of an item's log-likelihood in {key[1]}"
-        largest = paired.largest_difference(others)
+        largest = comparison.largest_difference(others)
         if largest is not None or not others.pairs:
             limit = bounds.max_log_likelihood_difference
             yield Check(f"{name}.max_log_likelihood_difference", what, largest, limit, how)
@@ -294,7 +294,7 @@ def _drop(
 ) -> Check:
     what = f"the drop of {task_name}'s {figure} from {others.source}"
     how = f"{others.source} has no item in common with it"
-    found = paired.drop(figure, task.metrics[figure], others)
+    found = comparison.drop(figure, task.metrics[figure], others)
     interval, note = (None, "") if found is None else found
     return Check(bound, what, interval, limit, how, percent, note)
 

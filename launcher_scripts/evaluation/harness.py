@@ -27,12 +27,11 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.common.processes import signal_when_parent_dies
-from launcher_scripts.config.harness import KEY, HarnessSettings
+from launcher_scripts.config.evaluation import KEY, HarnessSettings
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.lm_eval_program import NO_DATA
-from launcher_scripts.evaluation.tasks.statistics import Z
-from launcher_scripts.evaluation.tasks.task import Metric
+from launcher_scripts.evaluation.tasks.task import Metric, Z
 
 PROGRAM = Path(__file__).with_name("lm_eval_program.py")
 INSTALL = "pip install -r requirements/harness.txt"

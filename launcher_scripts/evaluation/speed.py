@@ -17,12 +17,8 @@ from itertools import product
 import numpy as np
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
-from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.config.evaluation import BenchmarkSettings
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]
 

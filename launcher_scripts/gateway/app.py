@@ -18,16 +18,18 @@ from starlette.types import Receive, Scope, Send
 from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.gateway.admission import Admission
-from launcher_scripts.gateway.api_description import openapi
+from launcher_scripts.gateway.admission import Admission, ClientThreads, ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up, unsupported
-from launcher_scripts.gateway.client_threads import ClientThreads, ThreadsOfClient
+from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
 from launcher_scripts.gateway.embeddings import Embeddings, no_embeddings
 from launcher_scripts.gateway.generation import Limits, Record
-from launcher_scripts.gateway.log_probs import token_names
-from launcher_scripts.gateway.messages import MessageAnswer, count_tokens
-from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
+from launcher_scripts.gateway.messages import (
+    ConversationBody,
+    MessageAnswer,
+    MessagesBody,
+    count_tokens,
+)
 from launcher_scripts.gateway.metrics import Metrics, server_metrics, with_servers
 from launcher_scripts.gateway.middleware import (
     Browsers,
@@ -37,11 +39,11 @@ from launcher_scripts.gateway.middleware import (
     read_body,
     refusal,
 )
-from launcher_scripts.gateway.page import show_docs, show_page
-from launcher_scripts.gateway.replicas import Replica
+from launcher_scripts.gateway.page import openapi, show_docs, show_page
 from launcher_scripts.gateway.responses import ResponseStore
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.retelling import Retelling
+from launcher_scripts.gateway.row_text import token_names
 from launcher_scripts.gateway.schemas import (
     ChatBody,
     CompletionBody,

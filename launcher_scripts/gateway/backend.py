@@ -1,10 +1,17 @@
-"""What the gateway asks of an engine, whatever lies between the two."""
+"""The engine as the gateway sees it: its interface, merged streams, and replicas."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from launcher_scripts.common.files import block_digests
+from launcher_scripts.gateway.api_errors import ServerLost, timed_out, unavailable
 
 
 @dataclass(frozen=True)
@@ -109,3 +116,221 @@ class Backend(Protocol):
         Raises ApiError for what the engine refuses, ServerLost when it is gone.
         """
         ...
+
+
+Item = TypeVar("Item")
+# What a stream may be ahead of who reads them all.
+_AHEAD = 64
+
+
+def merged(
+    streams: Sequence[AsyncGenerator[Item, None]], seconds: float | None = None
+) -> AsyncGenerator[Item, None]:
+    """The items of all streams as they come.
+
+    The first error of a stream is raised, and all are closed then, as they are when this generator
+    is closed. Raises ApiError when `seconds` are over.
+    """
+    if len(streams) == 1 and seconds is None:
+        return streams[0]
+    return _merged(streams, seconds)
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Item, None]], seconds: float | None
+) -> AsyncGenerator[Item, None]:
+    queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(_AHEAD)
+
+    async def pump(stream: AsyncGenerator[Item, None]) -> None:
+        end: BaseException | None = None
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+        except Exception as error:
+            end = error
+        await queue.put(end)
+
+    deadline = None if seconds is None else time.monotonic() + seconds
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    running = len(tasks)
+    try:
+        while running:
+            came = await _next(queue, deadline, seconds)
+            if isinstance(came, BaseException):
+                raise came
+            if came is None:
+                running -= 1
+            else:
+                yield came
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next(queue: asyncio.Queue[Item], deadline: float | None, seconds: float | None) -> Item:
+    if deadline is None:
+        return await queue.get()
+    try:
+        return await asyncio.wait_for(queue.get(), deadline - time.monotonic())
+    except asyncio.TimeoutError:
+        raise timed_out(seconds or 0.0) from None
+
+
+_BLOCK_TOKENS = 64
+_MAX_BLOCKS = 1 << 14  # a million tokens; the cache of a server holds no more of most models
+
+
+class SentPrompts:
+    """The newest blocks of prompts that one server was given: what its prefix cache may hold."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, None] = {}  # the oldest first
+
+    def tokens(self, digests: Sequence[bytes]) -> int:
+        """How many tokens at the beginning of a prompt it was given before."""
+        count = len(digests)
+        while count and digests[count - 1] not in self._blocks:
+            count -= 1
+        return _BLOCK_TOKENS * count
+
+    def add(self, digests: Sequence[bytes]) -> None:
+        """The server gets a prompt with such blocks."""
+        for digest in digests:
+            self._blocks.pop(digest, None)
+            self._blocks[digest] = None
+        while len(self._blocks) > _MAX_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server, and what it has to do.
+
+    backends:           model -> its backend at this server
+    healthy:            it gets new rows
+    leaving:            it is no longer among the gateway's servers, but has rows to end
+    running:            rows
+    outstanding_tokens: of the running rows: those of the prompts, and those that are asked for and
+                        have not come
+    cache_use:          share of its key/value caches that belongs to rows, 0 to 1; None: not known
+    metrics_address:    host:port or unix:PATH of its metrics; None: they cannot be read here
+    sent:               prompts of the models that share what prompts have in common
+    on_failure:         called when it has failed a row: from then on it is not healthy
+    """
+
+    address: str
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    healthy: bool = False
+    leaving: bool = False
+    running: int = 0
+    outstanding_tokens: int = 0
+    cache_use: float | None = None
+    metrics_address: str | None = None
+    last_turn: int = 0
+    sent: SentPrompts = field(default_factory=SentPrompts)
+    on_failure: Callable[[], None] = lambda: None
+
+    def facts(self) -> dict[str, Any]:
+        """Its entry of /servers."""
+        return {
+            "address": self.address,
+            "healthy": self.healthy and not self.leaving,
+            "running": self.running,
+            "outstanding_tokens": self.outstanding_tokens,
+            "cache_use": self.cache_use,
+            "models": sorted(self.backends),
+        }
+
+    def takes(self, model: str) -> bool:
+        """Whether it may be given rows of the model."""
+        return self.healthy and not self.leaving and model in self.backends
+
+    async def generate(self, model: str, request: RowRequest) -> AsyncGenerator[Increment, None]:
+        """The row's increments, counted. Raises ServerLost when the server fails."""
+        left = len(request.prompt_ids) + request.max_tokens * request.beam_width
+        self.running += 1
+        self.outstanding_tokens += left
+        backend = self.backends[model]
+        try:
+            async with aclosing(backend.generate(request)) as increments:
+                async for increment in increments:
+                    came = min(left, len(increment.token_ids))
+                    left -= came
+                    self.outstanding_tokens -= came
+                    yield increment
+        except ServerLost:
+            if self.backends.get(model) is backend:  # else it has failed and recovered since
+                self.healthy = False
+                self.sent = SentPrompts()
+                self.on_failure()
+            raise
+        finally:
+            self.running -= 1
+            self.outstanding_tokens -= left
+
+
+class Replicas:
+    """A Backend: rows of one model go where the fewest tokens are outstanding, ties by turn. Tokens
+    of the prompt that a server was given before, and need not compute again, are taken off.
+
+    A row whose server fails is sent to every other healthy server, once to each. One that had
+    begun, and whose beginning may have been shown, ends with the error.
+    """
+
+    def __init__(self, model: str, servers: Sequence[Replica]) -> None:
+        """servers: of all models; its owner may change it at any time"""
+        self._model = model
+        self._servers = servers
+        self._turns = itertools.count(1)
+
+    async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
+        """See Backend. Raises ApiError(503) where no server is healthy."""
+        tried: set[Replica] = set()
+        digests: tuple[bytes, ...] = ()
+        if self.shares_prefixes:
+            salts = request.cache_salt, request.lora_adapter
+            digests = prompt_digests(request.prompt_ids, self._model, *salts)
+        lost: ServerLost | None = None
+        begun = False
+        while (chosen := self._choice(tried, digests)) is not None:
+            tried.add(chosen)
+            chosen.sent.add(digests)
+            if begun:
+                yield Increment(begins_again=True)
+                begun = False
+            try:
+                async with aclosing(chosen.generate(self._model, request)) as increments:
+                    async for increment in increments:
+                        begun = True
+                        yield increment
+                return
+            except ServerLost as error:
+                if begun and not request.whole:
+                    raise
+                lost = error
+        raise lost or unavailable(f"no server of {self._model} is healthy")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the servers compute prompts that begin alike once."""
+        backends = (server.backends.get(self._model) for server in self._servers)
+        return any(backend is not None and backend.shares_prefixes for backend in backends)
+
+    def _choice(self, tried: set[Replica], digests: Sequence[bytes]) -> Replica | None:
+        servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
+        if not servers:
+            return None
+        chosen = min(
+            servers, key=lambda s: (s.outstanding_tokens - s.sent.tokens(digests), s.last_turn)
+        )
+        chosen.last_turn = next(self._turns)
+        return chosen
+
+
+def prompt_digests(
+    ids: Sequence[int], model: str, salt: int, adapter: int | None = None
+) -> tuple[bytes, ...]:
+    """Of a prompt's blocks; texts of other models, salts and LoRA adapters have others."""
+    return tuple(block_digests(ids, _BLOCK_TOKENS, f"{model} {salt} {adapter}".encode()))

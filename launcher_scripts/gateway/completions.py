@@ -10,9 +10,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from launcher_scripts.gateway.answer_text import AnswerText
+from launcher_scripts.gateway.admission import ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
-from launcher_scripts.gateway.client_threads import ThreadsOfClient
 from launcher_scripts.gateway.generation import (
     Generation,
     GenerationOptions,
@@ -22,12 +21,44 @@ from launcher_scripts.gateway.generation import (
     check_rows,
 )
 from launcher_scripts.gateway.harmony import THOUGHT, HarmonyText
-from launcher_scripts.gateway.log_probs import of_chat, of_completion, token_names
-from launcher_scripts.gateway.reasoning import Reasoning
-from launcher_scripts.gateway.row_text import Piece
+from launcher_scripts.gateway.reasoning import NAMES, Reasoning, ReasoningText
+from launcher_scripts.gateway.row_text import Piece, of_chat, of_completion, token_names
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.tool_calls import ToolCall
+from launcher_scripts.gateway.tool_calls import ToolCall, ToolText
+
+
+class AnswerText:
+    """Reads the text of one answer as it comes."""
+
+    def __init__(
+        self,
+        reasoning: Reasoning | None,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        lists_only: bool = False,
+        must_call: bool = False,
+    ) -> None:
+        """tools, lists_only, must_call: see ToolText"""
+        self._reasoning = None if reasoning is None else ReasoningText(reasoning)
+        more = {"lists_only": lists_only, "must_call": must_call}
+        self._tools = ToolText(tools, **more) if tools else None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Those that are complete."""
+        return [] if self._tools is None else self._tools.calls
+
+    def take(self, text: str, *, finished: bool) -> dict[str, Any]:
+        """What is new of a message, without its calls. finished: no more text comes"""
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.take(text, finished=finished)
+        if self._tools is not None:
+            text, _ = self._tools.take(text, finished=finished)
+        said: dict[str, Any] = dict.fromkeys(NAMES, thought) if thought else {}
+        return {**said, "content": text} if text else said
+
 
 # OpenAI's default for completions.
 _USUAL_TOKENS = 16

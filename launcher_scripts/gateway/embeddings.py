@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from launcher_scripts.gateway.admission import QueuedRow
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
-from launcher_scripts.gateway.backend import RowRequest
+from launcher_scripts.gateway.backend import RowRequest, merged
 from launcher_scripts.gateway.generation import Limits, Record, check_length, check_rows
-from launcher_scripts.gateway.merging import merged
 from launcher_scripts.gateway.schemas import EmbeddingsBody
 from launcher_scripts.gateway.served_model import ServedModel
 

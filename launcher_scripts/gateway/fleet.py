@@ -14,20 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
-from launcher_scripts.clients.models import parameter, parameters_of
+from launcher_scripts.clients.connection import ServerFailure, TritonServer
+from launcher_scripts.clients.remote import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.ready_file import (
-    READY_FILES,
-    STALE_SECONDS,
-    ready_paths,
-    seconds_silent,
-)
+from launcher_scripts.common.files import READY_FILES, STALE_SECONDS, ready_paths, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
-from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.backend import Backend, Replica
 from launcher_scripts.gateway.metrics import cache_use, server_metrics
-from launcher_scripts.gateway.replicas import Replica
 from launcher_scripts.gateway.triton_backend import TritonBackend
 from launcher_scripts.models.repository import is_remote, served_models
 

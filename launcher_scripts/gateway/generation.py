@@ -15,17 +15,19 @@ from typing import Any
 from launcher_scripts.common.json_schema import schemas_of, supported_schema
 from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
-from launcher_scripts.gateway.admission import Admission, QueuedRow
+from launcher_scripts.gateway.admission import Admission, ClientThreads, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
-from launcher_scripts.gateway.backend import Increment, RowRequest
-from launcher_scripts.gateway.client_threads import ClientThreads
-from launcher_scripts.gateway.merging import merged
-from launcher_scripts.gateway.reasoning import Reasoning
-from launcher_scripts.gateway.row_text import LogProbEntry, Piece, RowText, prompt_entries
+from launcher_scripts.gateway.backend import Increment, RowRequest, merged
+from launcher_scripts.gateway.reasoning import Reasoning, StopTexts
+from launcher_scripts.gateway.row_text import (
+    LogProbEntry,
+    Piece,
+    RowText,
+    prompt_entries,
+    token_texts,
+)
 from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.stops import StopTexts
-from launcher_scripts.gateway.token_texts import token_texts
 
 _MAX_BEAMS = 64
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.gateway.reasoning import NAMES, Reasoning
-from launcher_scripts.gateway.stops import overlap
+from launcher_scripts.gateway.reasoning import NAMES, Reasoning, overlap
 from launcher_scripts.gateway.tool_calls import ToolCall, ToolText, names_of
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"

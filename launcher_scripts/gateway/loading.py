@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
-from launcher_scripts.clients.models import parameter
+from launcher_scripts.clients.remote import parameter
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.tokenizer import (
     COMPANION_FILES,
@@ -21,13 +21,11 @@ from launcher_scripts.common.tokenizer import (
 )
 from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.gateway import GatewaySettings
-from launcher_scripts.gateway.backend import Backend
-from launcher_scripts.gateway.chat_template import DEFAULT, ChatTemplate
+from launcher_scripts.gateway.backend import Backend, Replicas
 from launcher_scripts.gateway.fleet import EMBEDDING, GENERATING, Fleet, TokenModel
-from launcher_scripts.gateway.replicas import Replicas
-from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.served_model import DEFAULT, ChatTemplate, ServedModel
 from launcher_scripts.models.adapters import adapters_of
-from launcher_scripts.models.ini_text import FILE_NAME
+from launcher_scripts.models.repository import FILE_NAME
 
 # A prompt with more characters has too many tokens, unless most of it is white space.
 CHARS_PER_TOKEN = 32

@@ -1,4 +1,4 @@
-"""The stream of a model that brings the tokens of many rows; see contract/shared_stream.py."""
+"""The stream of a model that brings the tokens of many rows; see contract/requests.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
-from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
-from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, open_id, row_id, unpack
+from launcher_scripts.clients.connection import ServerFailure, TritonServer
+from launcher_scripts.contract.requests import NO_STREAM, RowNews, open_id, row_id, unpack
 
 NEWS = ["news"]
 FAILURES = (ServerFailure, grpc.RpcError)  # what a TritonServer's streams raise

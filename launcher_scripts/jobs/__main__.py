@@ -18,11 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.common.command_line import (
-    CommandParser,
-    installed_packages,
-    with_open_output,
-)
+from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import LauncherError
 
 with installed_packages("jobs"):

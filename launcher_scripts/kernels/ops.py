@@ -31,7 +31,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
     VarlenBatch,
 )
-from launcher_scripts.kernels.reference_beams import BeamShape
+from launcher_scripts.kernels.reference_sampling import BeamShape
 
 
 class Ops(Protocol):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
-from launcher_scripts.kernels import reference_attention, reference_beams, reference_sampling
+from launcher_scripts.common.quantization import CLAMP, SLOPE
+from launcher_scripts.kernels import reference_attention, reference_sampling
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     EmbeddingTables,
@@ -40,8 +40,8 @@ decode_attention = reference_attention.decode_attention
 prompt_attention = reference_attention.prompt_attention
 source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
-rank_beams = reference_beams.rank_beams
-reorder_beams = reference_beams.reorder_beams
+rank_beams = reference_sampling.rank_beams
+reorder_beams = reference_sampling.reorder_beams
 process = reference_sampling.process
 sample = reference_sampling.sample
 

@@ -37,7 +37,7 @@ class GPTConfig(AdapterSizes):
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
     "gelu_erf" the exact one; with `gated` the MLP is act(x W) * (x W2), with "clamped_swiglu" as
-    common/clamped_swiglu.py says. rotary positions turn the
+    common/quantization.py says. rotary positions turn the
     first head_size * rotary_percentage dimensions by halves, at speeds that rotary_scaling changes
     (see engine/model/rotary.py). alibi_scale multiplies the ALiBi bias, alibi_layer_scaling by the
     1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys

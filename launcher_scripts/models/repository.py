@@ -1,7 +1,12 @@
-"""A look at an exported model repository: which models, divided how."""
+"""A look at an exported model repository: which models, divided how.
+
+How the text of a checkpoint's config.ini is read: by who converts and serves it, and by who
+only looks something up in it.
+"""
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 from contextlib import suppress
@@ -12,6 +17,16 @@ from typing import Any
 from launcher_scripts.common.errors import CheckpointError, ServerError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
+
+FILE_NAME = "config.ini"
+
+
+def parse_ini(text: str) -> configparser.RawConfigParser:
+    """The sections, without comments behind values. Raises configparser.Error."""
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",))
+    parser.read_string(text)
+    return parser
+
 
 _BACKEND = re.compile(r'\bbackend\s*:\s*"fastertransformer"')
 _PARAMETER = re.compile(

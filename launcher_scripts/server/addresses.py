@@ -1,17 +1,122 @@
-"""Under which addresses a server is reached: from its own node, and from others."""
+"""Ports and addresses of a server, and the ready files that publish them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
+import json
+import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TypeVar
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeVar
 
+from launcher_scripts.common.errors import Problems, ServerError, problem
+from launcher_scripts.common.files import STALE_SECONDS, atomic_write, may_publish, seconds_silent
 from launcher_scripts.common.hosts import address_towards
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
-from launcher_scripts.server.ports import family_of
+
+PORT_NAMES = ("http", "grpc", "metrics")
+GATEWAY = "gateway"
+
+
+def reserved_ports(settings: DeploySettings) -> AbstractContextManager[dict[str, int]]:
+    """The ports of settings.hosts, and of the GATEWAY where there is one, as `reserved` does."""
+    return reserved(_wanted(settings))
+
+
+@contextlib.contextmanager
+def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, int]]:
+    """name -> port, a free one in place of 0, held until the end of the block.
+
+    wanted: name, address, number and configuration key of every port
+
+    A held port is bound but not listening and marked reusable, so the server can listen on it
+    while nobody else is given it. Triton opens its ports only after the models are loaded, which
+    may take long. Raises ServerError naming every port that is in use and its key.
+    """
+    problems = Problems("the ports to listen on")
+    ports = {}
+    with contextlib.ExitStack() as held:
+        for name, host, port, key in wanted:
+            try:
+                ports[name] = held.enter_context(_hold(host, port)).getsockname()[1]
+            except OSError as error:
+                problems.add(_reason(error), **_advice(error, host, port, key))
+        problems.raise_if_any(ServerError)
+        yield ports
+
+
+def gateway_host(settings: DeploySettings) -> str:
+    """The address that the gateway listens on."""
+    own = settings.gateway and settings.gateway.host
+    return own or settings.hosts["grpc"]
+
+
+def ports_in_use(hosts: Mapping[str, str], ports: Mapping[str, int]) -> dict[str, int]:
+    """name -> port of those on which somebody else listens now."""
+    taken = {}
+    for name, host in hosts.items():
+        try:
+            _probe(host, ports[name])
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                taken[name] = ports[name]
+    return taken
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int, str]]:
+    """Name, address, number and configuration key of every port."""
+    for name, host in settings.hosts.items():
+        yield name, host, getattr(settings, f"{name}_port"), f"deploy.server.{name}_port"
+    if settings.gateway is not None and settings.gateway.port is not None:
+        yield GATEWAY, gateway_host(settings), settings.gateway.port, "deploy.gateway.port"
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    if port:
+        _probe(host, port)
+    return _bound(host, port)
+
+
+def _probe(host: str, port: int) -> None:
+    """Listen for a moment: raises OSError where somebody listens already."""
+    with _bound(host, port) as probe:
+        probe.listen(1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    holder = socket.socket(family_of(host), socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "the port is in use by another program"
+    return f"the port cannot be opened: {error.strerror or error}"
+
+
+def _advice(error: OSError, host: str, port: int, key: str) -> dict[str, Any]:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return {"got": host, "change": f"{key.rpartition('.')[0]}.host"}
+    return {"got": port, "change": f"{key} (0: a free one)"}
+
 
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
@@ -107,3 +212,155 @@ def _own_name(port: int) -> str:
             return name
     except OSError:
         return LOOPBACK
+
+
+RENEW_SECONDS = 5.0
+_PATIENCE_SECONDS = 2.5 * RENEW_SECONDS
+_POLL_SECONDS = 0.2
+
+
+class ReadyFiles:
+    """The ready file of the results folder, which one living server has, and this run's own.
+
+    A server that is held back has the candidate file first. Once it may publish, it takes the place
+    of the server that has the ready file, which goes on without one.
+    """
+
+    def __init__(self, settings: DeploySettings | GatewayJobSettings) -> None:
+        self._kind = "server" if settings.stage == "deploy" else settings.stage
+        self._key = f"{settings.stage}.run.results_dir"
+        self._shared = settings.ready_file
+        folder = settings.job_folder
+        self._own = None if folder is None else Path(folder) / self._shared.name
+        self._facts: dict[str, Any] = {}
+        self._written = 0.0
+        self._before: dict[str, Any] = {}  # the facts of the server whose place it took
+        self._published = self._shared
+        candidate = settings.candidate_file if isinstance(settings, DeploySettings) else None
+        if candidate is not None and not self._may_publish():
+            self._shared = candidate
+
+    @property
+    def _held_back(self) -> bool:
+        return self._shared != self._published
+
+    def _may_publish(self) -> bool:
+        return self._own is not None and may_publish(self._own.parent)
+
+    def prepare(self) -> None:
+        """Make the folder of the ready file, and remove what a dead server has left there.
+
+        Raises ServerError where another server is alive.
+        """
+        try:
+            self._shared.parent.mkdir(parents=True, exist_ok=True)
+            self._refuse_living()
+            self._shared.unlink(missing_ok=True)
+        except OSError as error:
+            raise ServerError(
+                problem(f"cannot write the ready file: {error}", change=self._key)
+            ) from error
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """From now on others may use the server. Raises ServerError where one has come before."""
+        self._refuse_living()
+        self._facts = json.loads(json.dumps(facts))  # as it will be read
+        if self._held_back:
+            self._facts["candidate"] = True
+        self._write(filter(None, (self._own, self._shared)))
+
+    def publish(self) -> Path | None:
+        """The ready file, as soon as a server that was held back may have it; None before."""
+        if not (self._held_back and self._may_publish()):
+            return None
+        candidate, self._shared = self._shared, self._published
+        self._before = self._shown()
+        del self._facts["candidate"]
+        self._write(filter(None, (self._own, self._shared)))
+        candidate.unlink(missing_ok=True)
+        return self._shared
+
+    def keep_alive(self) -> None:
+        """Renew the files when it is time to; for those who watch a server."""
+        if time.monotonic() - self._written > RENEW_SECONDS:
+            self.renew()
+
+    def renew(self) -> None:
+        """Say that the server still lives; who finds an old time knows that it was killed.
+
+        A disk that is full now is no reason to end a server. Another server's file stays, but for
+        the one whose place was taken: it may just have been renewing its file.
+        """
+        ours = self._shared_is_ours() or (self._before and _same(self._shown(), self._before))
+        with contextlib.suppress(ServerError):
+            self._write(filter(None, (self._own, self._shared if ours else None)))
+
+    def _write(self, paths: Iterable[Path]) -> None:
+        self._written = time.monotonic()
+        alive_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
+        for path in paths:
+            try:
+                atomic_write(path, text)
+            except OSError as error:
+                raise ServerError(f"cannot write {path}: {error}") from error
+
+    def remove(self) -> None:
+        """Take the address back; another server's stays."""
+        if self._own is not None:
+            self._own.unlink(missing_ok=True)
+        if self._shared_is_ours():
+            self._shared.unlink(missing_ok=True)
+
+    def _shared_is_ours(self) -> bool:
+        return bool(self._facts) and _same(self._shown(), self._facts)
+
+    def _shown(self) -> dict[str, Any]:
+        """What the shared file says; nothing where there is none, or another text."""
+        with contextlib.suppress(OSError, ValueError):
+            shown = json.loads(self._shared.read_text(encoding="utf-8"))
+            if isinstance(shown, dict):
+                return shown
+        return {}
+
+    def _refuse_living(self) -> None:
+        """Raise ServerError if the shared file is another server's that is alive.
+
+        One that was killed looks alive for a while: the file must be seen to be renewed.
+        """
+        first = self._shown()
+        try:
+            silent = seconds_silent(first)
+        except (TypeError, ValueError):
+            return
+        if silent is None or silent > STALE_SECONDS or self._shared_is_ours():
+            return
+        print(f"{self._shared} names a {self._kind}: waiting for its next sign of life", flush=True)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (shown := self._shown()) == first:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+        if shown:
+            raise ServerError(
+                problem(
+                    f"another {self._kind} is alive with this results_dir",
+                    got=f"{shown.get('http') or shown.get('openai')} of {shown.get('job')}",
+                    change=f"{self._key}, or stop that {self._kind} first",
+                )
+            )
+
+
+def _same(shown: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether both are of one run of a server, however long ago it said that it lives."""
+    return {**shown, "alive_at": None} == {**facts, "alive_at": None}
+
+
+def job_facts(settings: DeploySettings) -> dict[str, Any]:
+    """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
+    return {
+        "folder": settings.job_folder,
+        "id": os.environ.get("SLURM_JOB_ID"),
+        "replica": settings.replica,
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }

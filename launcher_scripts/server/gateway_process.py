@@ -8,18 +8,27 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.processes import is_suspended
-from launcher_scripts.config.gateway import GatewaySettings
+from launcher_scripts.common.files import has_servers
+from launcher_scripts.common.processes import StopRequest, is_suspended
+from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import LOOPBACK
-from launcher_scripts.config.settings import write_settings
-from launcher_scripts.server.addresses import EVERY_ADDRESS
-from launcher_scripts.server.port_probe import connect
+from launcher_scripts.config.settings import GatewayJobSettings, write_settings
+from launcher_scripts.server.addresses import (
+    EVERY_ADDRESS,
+    GATEWAY,
+    ReadyFiles,
+    openai_url,
+    reserved,
+    with_node_address,
+)
+from launcher_scripts.server.health import check_key, connect
 from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, start_child
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -184,3 +193,75 @@ class GatewayProcess:
             # A closed terminal must not stop the reading: the gateway would block on a full pipe.
             with contextlib.suppress(OSError, ValueError):
                 print(f"gateway: {line}", flush=True)
+
+
+_POLL_SECONDS = 0.2
+_END_SECONDS = 5.0  # for the gateway to end when its requests have had their time
+
+
+def serve_gateway(settings: GatewayJobSettings) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, and answer what is running then.
+
+    With settings.idle_timeout it also ends when there was no server for that time.
+
+    The ready file has the address once the gateway answers. Raises ServerError with the end of its
+    log when it cannot start, and when it dies once more than settings.restarts.
+    """
+    settings = with_node_address(settings)
+    host = str(settings.host)
+    ready_files = ReadyFiles(settings)
+    ready_files.prepare()
+    stop = StopRequest()
+    wanted = (GATEWAY, host, settings.gateway.port or 0, f"{settings.stage}.port")
+    with stop.listening(), reserved([wanted]) as ports:
+        process = _process(settings, host, ports[GATEWAY])
+        try:
+            process.start()
+            while stop.received is None and not process.models:
+                process.look()
+                time.sleep(_POLL_SECONDS)
+            if process.models:
+                url = openai_url(settings, host, ports[GATEWAY])
+                if process.keyed:
+                    check_key(url, process.models[0], process.settings)
+                _announce(settings, url, process, ready_files)
+            timeout, served_at = settings.idle_timeout, time.monotonic()
+            while stop.received is None:
+                process.look()
+                ready_files.keep_alive()
+                if timeout is not None:
+                    if has_servers(map(Path, settings.ready)):
+                        served_at = time.monotonic()
+                    elif time.monotonic() - served_at >= timeout:
+                        break
+                time.sleep(_POLL_SECONDS)
+            idle = "no server is left (deploy.idle_timeout)"
+            print(f"stopping the gateway: {stop.name if stop.received else idle}", flush=True)
+        finally:
+            ready_files.remove()
+            process.stop(settings.stop_timeout + _END_SECONDS)
+
+
+def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProcess:
+    told = settings.gateway.settings(
+        settings.ready,
+        host,
+        port,
+        drain_timeout=settings.stop_timeout,
+        ready_timeout=settings.ready_timeout,
+        tokenizer_dir=settings.tokenizer_dir,
+        public_host=settings.public_host,
+    )
+    folder = Path(settings.job_folder or settings.results_dir)
+    return GatewayProcess(told, folder / "gateway.yaml", settings.restarts)
+
+
+def _announce(
+    settings: GatewayJobSettings, url: str, process: GatewayProcess, ready_files: ReadyFiles
+) -> None:
+    job = {"folder": settings.job_folder, "id": os.environ.get("SLURM_JOB_ID")}
+    facts = {"openai": url, "models": process.models, "ready": settings.ready, "job": job}
+    command = example_command(url, process.models[0], keyed=process.keyed)
+    print(f"try: {command}", flush=True)
+    ready_files.write(facts)
+    print(f"ready: {json.dumps(facts)}", flush=True)

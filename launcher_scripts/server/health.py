@@ -1,17 +1,24 @@
-"""Is the server well: what Triton answers, and what our backend writes into its status files."""
+"""Health of a server, and proof that its ports refuse strangers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from launcher_scripts.common.errors import ServerError
+from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.common.http_answer import ask
+from launcher_scripts.config.gateway import OPEN_PATHS, GatewaySettings
+from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
 
 OUR_BACKEND_NAME = "fastertransformer"
@@ -165,3 +172,162 @@ def _total(text: str, metrics: tuple[str, ...]) -> float:
     """The sum of the metrics' values, over all models."""
     values = re.findall(rf"^(?:{'|'.join(metrics)})(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     return sum(map(float, values))
+
+
+# One path of every part of Triton's interface, and those of the gateway that want a key.
+PATHS = (
+    ("GET", "/v2"),
+    ("GET", "/v2/health/ready"),
+    ("GET", "/v2/models/{model}/config"),
+    ("GET", "/v2/models/stats"),
+    ("POST", "/v2/models/{model}/infer"),
+    ("POST", "/v2/models/{model}/generate"),
+    ("POST", "/v2/repository/index"),
+    ("GET", "/v2/systemsharedmemory/status"),
+    ("GET", "/v2/trace/setting"),
+    ("GET", "/v2/logging"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/servers"),
+    ("GET", "/servers/metrics"),
+    ("GET", "/clients"),
+    ("GET", "/tokenizer_info"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/v1/responses/resp_1"),
+    ("DELETE", "/v1/responses/resp_1"),
+    ("POST", "/v1/responses/resp_1/cancel"),
+)
+_CLOSED = (401, 403)
+_SECONDS = 5.0
+_ANSWER_SECONDS = 120.0
+# A client's first words in HTTP/2 (RFC 9113, 3.4), with an empty SETTINGS frame.
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_SETTINGS = 4  # type of the frame that a server begins with
+
+
+def check_key(openai: str, model: str, settings: GatewaySettings) -> None:
+    """Ask the gateway for one token through its published address, with the first of its keys.
+
+    openai: http://host:port/v1
+    Raises ServerError where that is not answered.
+    """
+    key = next(iter(read_keys(Path(str(settings.api_keys)), "--api-keys").values()))
+    body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    found = urlsplit(openai)
+    try:
+        with contextlib.closing(_connection(found.netloc, settings)) as connection:
+            connection.request("POST", f"{found.path}/completions", body, headers)
+            answer = connection.getresponse()
+            said = f"{answer.status} {answer.read(200).decode('utf-8', 'replace')}"
+    except (OSError, HTTPException) as error:
+        said = f"{type(error).__name__}: {error}"
+    if not said.startswith("200 "):
+        what = f"the gateway gives no token at its published address {openai}, with a key"
+        change = "deploy.server.public_host, deploy.gateway.host"
+        raise ServerError(problem(what, got=said, change=change))
+
+
+def check_closed(pids: Iterable[int], model: str, gateway_port: int | None = None) -> None:
+    """Ask every port that the processes listen on without a key. Raises ServerError if one answers.
+
+    gateway_port: where some paths are open to everybody
+    """
+    problems = Problems("the ports of the server, which has API keys")
+    for host, port in sorted(set(listening(pids))):
+        for method, path, said in answers(host, port, model):
+            if port != gateway_port or path not in OPEN_PATHS:
+                problems.add(f"{host}:{port} answers {method} {path} without a key", got=said)
+    problems.raise_if_any(ServerError)
+
+
+def answers(host: str, port: int, model: str) -> Iterator[tuple[str, str, str]]:
+    """(method, path, answer) of everything at a port that answers without a key or certificate."""
+    for tls in (False, True):
+        for method, template in PATHS:
+            path = template.format(model=model)
+            said = _ask(host, port, method, path, tls)
+            if said is None:  # it speaks no HTTP
+                break
+            if said not in _CLOSED:
+                yield method, path, str(said)
+        if _speaks_http2(host, port, tls):
+            yield "gRPC", "(any)", "HTTP/2"
+
+
+def listening(pids: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """(address to ask, port) of the TCP sockets on which the processes listen (proc_net(5))."""
+    inodes = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inodes.add(str(descriptor.readlink()))
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and f"socket:[{inode}]" in inodes:
+                    yield _address(*local.split(":"))
+
+
+def _address(host: str, port: str) -> tuple[str, int]:
+    """An address of /proc/net, whose 32-bit words are those of the machine, little-endian."""
+    raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
+    if raw.startswith(bytes(10) + b"\xff\xff"):  # IPv4 on a socket of IPv6
+        raw = raw[12:]
+    if not any(raw):
+        return ("127.0.0.1" if len(raw) == 4 else "::1"), int(port, 16)
+    family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, raw), int(port, 16)
+
+
+def connect(host: str, port: int, tls: bool) -> HTTPConnection:
+    """A connection for HTTP, of a client that has no certificate and checks none."""
+    if tls:
+        return HTTPSConnection(host, port, timeout=_SECONDS, context=_anybody())
+    return HTTPConnection(host, port, timeout=_SECONDS)
+
+
+def _ask(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
+    """The status of the answer; None where there is none in HTTP."""
+    connection = connect(host, port, tls)
+    with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
+        connection.request(method, path, b"{}" if method == "POST" else None)
+        return connection.getresponse().status
+    return None
+
+
+def _speaks_http2(host: str, port: int, tls: bool) -> bool:
+    """Whether gRPC lets in whoever comes: the server begins to speak HTTP/2."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((host, port), timeout=_SECONDS) as plain,
+        _anybody("h2").wrap_socket(plain) if tls else contextlib.nullcontext(plain) as opened,
+    ):
+        opened.sendall(_HTTP2)
+        head = opened.recv(9)
+        return len(head) == 9 and head[3] == _SETTINGS
+    return False
+
+
+def _anybody(*protocols: str) -> ssl.SSLContext:
+    """TLS of a client that has no certificate and checks none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
+    return context
+
+
+def _connection(netloc: str, settings: GatewaySettings) -> HTTPConnection:
+    """To the gateway, which must show the very certificate of its settings."""
+    if settings.tls_certificate is None:
+        return HTTPConnection(netloc, timeout=_ANSWER_SECONDS)
+    context = ssl.create_default_context(cafile=settings.tls_certificate)
+    context.check_hostname = False  # the published address may be a number
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return HTTPSConnection(netloc, timeout=_ANSWER_SECONDS, context=context)

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.atomic_write import atomic_write
-from launcher_scripts.common.cleanup import NAME_PREFIX, remove_leftovers, temporary_folder
 from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.hosts import (
     ALONE,
     ATTEMPT_VARIABLE,
@@ -24,19 +23,28 @@ from launcher_scripts.common.hosts import (
 from launcher_scripts.common.http_answer import UNIX
 from launcher_scripts.common.processes import (
     ENDED,
+    NAME_PREFIX,
     SUSPENDED,
     StopRequest,
     process_name,
     process_stat,
+    remove_leftovers,
     seconds_since,
+    temporary_folder,
 )
 from launcher_scripts.config.gateway import example_command
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import check_repository, is_remote
 from launcher_scripts.server.addresses import (
+    GATEWAY,
+    ReadyFiles,
     addresses,
+    gateway_host,
+    job_facts,
     local_address,
     openai_url,
+    ports_in_use,
+    reserved_ports,
     with_node_address,
 )
 from launcher_scripts.server.gateway_process import GatewayProcess
@@ -45,16 +53,20 @@ from launcher_scripts.server.health import (
     ModelStatus,
     TritonClient,
     all_ready,
+    check_closed,
+    check_key,
     failures,
     read_statuses,
 )
 from launcher_scripts.server.installation import Installation, find_installation
-from launcher_scripts.server.lost_workers import REASON, SECOND_STARTS, LostWorkerDetector
-from launcher_scripts.server.port_probe import check_closed, check_key
-from launcher_scripts.server.ports import GATEWAY, gateway_host, ports_in_use, reserved_ports
-from launcher_scripts.server.process import ServerProcess
-from launcher_scripts.server.protection import Protection, launch_credentials
-from launcher_scripts.server.ready_files import ReadyFiles, job_facts
+from launcher_scripts.server.process import (
+    REASON,
+    SECOND_STARTS,
+    LostWorkerDetector,
+    Protection,
+    ServerProcess,
+    launch_credentials,
+)
 
 
 def rendezvous_folder(settings: DeploySettings) -> Path:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from launcher_scripts.common.cleanup import is_word, temporary_folder
 from launcher_scripts.common.errors import LauncherError, ServerError, problem
 from launcher_scripts.common.hosts import unbind_from_core
 from launcher_scripts.common.overlay import find_overlay
+from launcher_scripts.common.processes import is_word, temporary_folder
 from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,

@@ -22,8 +22,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
-from launcher_scripts.steps.command import resumed, run_step
-from launcher_scripts.steps.flags import FlagTable, Values
+from launcher_scripts.steps.command import FlagTable, Values, resumed, run_step
 
 
 def _named(values: Values) -> Values:

@@ -13,24 +13,25 @@ if __name__ == "__main__":
     check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
 from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
 from launcher_scripts.evaluation.journal import FOLDER, Journal
-from launcher_scripts.evaluation.provenance import (
+from launcher_scripts.evaluation.report import (
+    Report,
     data_files,
     files_of,
+    measured_on,
     questions_of,
     reference_set_up,
     set_up,
 )
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
-from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.command import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

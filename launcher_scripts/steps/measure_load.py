@@ -16,18 +16,16 @@ if __name__ == "__main__":
     )
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
-from launcher_scripts.config.paths import paths_in
+from launcher_scripts.config.options import paths_in
 from launcher_scripts.config.policy import opened
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.journal import FOLDER, Journal
-from launcher_scripts.evaluation.load.figures import LoadRun
+from launcher_scripts.evaluation.load.figures import LoadRun, Saturation
 from launcher_scripts.evaluation.load.load_test import LoadTest
-from launcher_scripts.evaluation.load.saturation import Saturation
-from launcher_scripts.evaluation.provenance import set_up
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.report import Report, measured_on, set_up
+from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.tables import load_table
-from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.command import run_evaluation
 
 # Of the settings: no run's figures depend on these.
 _LIMITS = ("api_key_file", "find_saturation", "saturation_runs", "time_limit")

@@ -24,8 +24,13 @@ from launcher_scripts.common.errors import LauncherError, lookup
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
-from launcher_scripts.evaluation.provenance import data_files, questions_of, reference_set_up
-from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.report import (
+    Report,
+    data_files,
+    measured_on,
+    questions_of,
+    reference_set_up,
+)
 from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS

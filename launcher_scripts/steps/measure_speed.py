@@ -17,13 +17,12 @@ from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
-from launcher_scripts.evaluation.provenance import set_up
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.report import Report, measured_on, set_up
+from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.served.tokenizer_dir import read_vocab_size
 from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, sweep
 from launcher_scripts.evaluation.tables import speed_table
-from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.command import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,17 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.forecast import weight_bytes
+from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
+from launcher_scripts.config.evaluation import TwinSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
-from launcher_scripts.evaluation.provenance import files_of, set_up
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.report import Report, measured_on
-from launcher_scripts.evaluation.served.client import Client
+from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
+from launcher_scripts.evaluation.served.client import Client, connect
 from launcher_scripts.evaluation.tables import twin_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
@@ -41,10 +39,17 @@ from launcher_scripts.evaluation.twin.measurement import (
     read_twin_texts,
 )
 from launcher_scripts.evaluation.twin.texts import TextSide
-from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.command import run_evaluation
 from launcher_scripts.steps.measure_accuracy import log_progress
-from launcher_scripts.steps.originals import KEY, Original, chat_render, served_checkpoint
-from launcher_scripts.steps.references import ENGINE, free_memory, opened_reference
+from launcher_scripts.steps.references import (
+    ENGINE,
+    KEY,
+    Original,
+    chat_render,
+    free_memory,
+    opened_reference,
+    served_checkpoint,
+)
 
 FAMILIES = ("gpt", "t5", "bart")
 # Of the twin's settings: no answer depends on these.

@@ -20,15 +20,13 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.repository.served_types import fitting_model_types
+from launcher_scripts.checkpoint.repository.model_repository import (
+    ModelRepository,
+    fitting_model_types,
+)
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import (
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
-    quantization_of,
-)
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, quantization_of
 from launcher_scripts.config.options import described, option, values_of
 from launcher_scripts.config.settings import (
     DATA_TYPES,
@@ -41,8 +39,7 @@ from launcher_scripts.models.repository import (
     config_parameters,
     says_decoupled,
 )
-from launcher_scripts.steps.command import run_step
-from launcher_scripts.steps.flags import FlagTable
+from launcher_scripts.steps.command import FlagTable, run_step
 
 
 @dataclass(frozen=True)

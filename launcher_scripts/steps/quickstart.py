@@ -29,15 +29,20 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("quickstart", "gguf", "jinja2", "numpy", "yaml")
 
-from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
-from launcher_scripts.checkpoint.sources.nemo_writer import artifact_name, stack_layers, write_nemo
+from launcher_scripts.checkpoint.sources.nemo_writer import (
+    GGUFLlama,
+    artifact_name,
+    nemo_config,
+    stack_layers,
+    write_nemo,
+)
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import COMPANIONS
 from launcher_scripts.common.command_line import CommandParser, hydra_value
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.common.gpus import visible_gpus
-from launcher_scripts.common.ready_file import READY
+from launcher_scripts.common.files import READY
+from launcher_scripts.common.hosts import visible_gpus
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"

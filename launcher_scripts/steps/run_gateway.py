@@ -17,7 +17,7 @@ if __name__ == "__main__":
     check_packages("run_gateway", "yaml", *GATEWAY_PACKAGES)
 
 from launcher_scripts.config.settings import GatewayJobSettings
-from launcher_scripts.server.gateway_job import serve_gateway
+from launcher_scripts.server.gateway_process import serve_gateway
 from launcher_scripts.steps.command import run_step
 
 

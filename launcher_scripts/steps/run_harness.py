@@ -12,16 +12,15 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("run_harness", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
 
-from launcher_scripts.common.digests import value_digest
 from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.files import value_digest
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import journal
 from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run
-from launcher_scripts.evaluation.provenance import set_up
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.report import Report, measured_on
+from launcher_scripts.evaluation.report import Report, measured_on, set_up
+from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.tables import harness_table
-from launcher_scripts.steps.evaluation_step import run_evaluation
+from launcher_scripts.steps.command import run_evaluation
 
 FOLDER = "harness"
 

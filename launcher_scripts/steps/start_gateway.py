@@ -18,8 +18,7 @@ if __name__ == "__main__":
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.service import serve
 from launcher_scripts.server.limits import server_limits, set_limits
-from launcher_scripts.steps.command import run_step
-from launcher_scripts.steps.flags import FlagTable
+from launcher_scripts.steps.command import FlagTable, run_step
 
 FLAGS = FlagTable(GatewaySettings)
 

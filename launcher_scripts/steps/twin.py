@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.forecast import weight_bytes
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokenizer
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.evaluation.tasks.task import NoReferenceError
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
 from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, Render
-from launcher_scripts.steps.originals import chat_render
 from launcher_scripts.steps.references import (
     RUNNERS,
     EngineModel,
+    chat_render,
     free_memory,
     missing_packages,
     runner_of,

@@ -22,13 +22,10 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import (
-    ModelRepository,
-    refuse_existing,
-)
+from launcher_scripts.checkpoint.repository.model_repository import ModelRepository, refuse_existing
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect, with_token_ids
-from launcher_scripts.common.atomic_write import atomic_write
 from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import tokenizer_files
 from launcher_scripts.config.options import Option, described, option
@@ -36,11 +33,9 @@ from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, Tokeniz
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.ini_text import FILE_NAME
-from launcher_scripts.models.repository import TEXT_MODELS
+from launcher_scripts.models.repository import FILE_NAME, TEXT_MODELS
 from launcher_scripts.models.t5 import T5Config
-from launcher_scripts.steps.command import run_step
-from launcher_scripts.steps.flags import FlagTable
+from launcher_scripts.steps.command import FlagTable, run_step
 
 MODEL = "fastertransformer"
 GPT = GPTConfig(

@@ -15,9 +15,9 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
 from launcher_scripts.common.quantization import QUANTIZATIONS
-from launcher_scripts.config.ladder import LadderRung, LadderSettings
-from launcher_scripts.evaluation.ladder import choose, exit_code, ladder_table, read_row
+from launcher_scripts.config.evaluation import LadderRung, LadderSettings
 from launcher_scripts.evaluation.report import Report
+from launcher_scripts.evaluation.tables import choose, exit_code, ladder_table, read_row
 from launcher_scripts.steps.command import run_step
 
 _SCALE_BYTES = 4  # of an output channel of a matrix in bytes

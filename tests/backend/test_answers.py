@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.core.row import Row, Snapshot, output_so_far, snapshot
 from tests.backend.fakes import Request

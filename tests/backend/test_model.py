@@ -14,15 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.backends.fastertransformer.parameters import engine_settings
+from launcher_scripts.backends.fastertransformer.server import MAX_WAITING_VARIABLE, engine_settings
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
-from launcher_scripts.backends.fastertransformer.status import MAX_WAITING_VARIABLE
 from launcher_scripts.backends.text.text_channel import FORWARDED
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.contract.sessions import served_contract
-from launcher_scripts.contract.shared_stream import NO_STREAM, open_id, row_id, shared_id
+from launcher_scripts.contract.contracts import served_contract
+from launcher_scripts.contract.requests import (
+    NO_STREAM,
+    GenerateOutput,
+    GenerateRequest,
+    open_id,
+    row_id,
+    shared_id,
+)
 from launcher_scripts.engine.engine import Engine
 from tests.backend import fakes
 from tests.backend.fakes import GAUGES, Code, Request

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.contract.shared_stream import (
+from launcher_scripts.contract.requests import (
     NO_STREAM,
+    GenerateRequest,
     RowNews,
+    SamplingParameters,
     SharedId,
     open_id,
     pack,

@@ -11,11 +11,7 @@ from launcher_scripts.backends.fastertransformer import request_tensors
 from launcher_scripts.backends.fastertransformer.answer_tensors import Shape, agm_tensors
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 
 WANTED = frozenset(tensor.name for tensor in CONTRACTS["Agm"].outputs)
 to_requests = partial(request_tensors.to_requests, CONTRACTS["Agm"])

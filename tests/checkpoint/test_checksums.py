@@ -8,7 +8,7 @@ import torch
 
 from launcher_scripts.checkpoint.formats import torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.sources.nemo_parts import read_parts
+from launcher_scripts.checkpoint.sources.nemo_adapters import read_parts
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.parts_maker import write_parts

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.layout.data_types import compute_type, range_notes
+from launcher_scripts.checkpoint.layout.tasks import compute_type, range_notes
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.common import gpus
-from launcher_scripts.common.gpus import Gpu, visible_gpus
+from launcher_scripts.common import hosts
+from launcher_scripts.common.hosts import Gpu, visible_gpus
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LLAMA
@@ -97,7 +97,7 @@ def test_the_gpus_are_those_that_cuda_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus.shutil, "which", lambda _: None)
+    monkeypatch.setattr(hosts.shutil, "which", lambda _: None)
     assert visible_gpus() == ()
     monkeypatch.undo()
     program = tmp_path / "nvidia-smi"

@@ -11,7 +11,7 @@ import pytest
 
 from launcher_scripts.config.settings import ExportSettings, read_settings, write_settings
 from launcher_scripts.steps import convert_checkpoint
-from launcher_scripts.steps.flags import fields
+from launcher_scripts.steps.command import fields
 from tests.checkpoint.exporting import export_folder, weight_bytes
 
 CASE = "nemo_gpt_tp2pp1_to2"

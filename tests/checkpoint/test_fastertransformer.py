@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
     weight_files,
 )
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
-from launcher_scripts.checkpoint.layout.reshard import rank_columns, whole_blocks
+from launcher_scripts.checkpoint.layout.layouts import rank_columns, whole_blocks
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_weights import weights

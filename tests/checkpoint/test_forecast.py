@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.checkpoint.export import open_source
-from launcher_scripts.checkpoint.forecast import Forecast
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.verification import Forecast
 from launcher_scripts.models import family_of
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 

@@ -13,9 +13,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from launcher_scripts.checkpoint.formats.gguf_fields import Fields
-from launcher_scripts.checkpoint.formats.gguf_file import open_gguf
-from launcher_scripts.checkpoint.sources.gguf_rope import rope_parameters
+from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf
+from launcher_scripts.checkpoint.sources.gguf_parameters import rope_parameters
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.gguf_maker import finish

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from launcher_scripts.checkpoint.formats.gguf_file import open_gguf, read_tensor, readable_types
 from launcher_scripts.checkpoint.sources.gguf_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import MODELS
-from launcher_scripts.checkpoint.tokenizers.gguf_vocabularies import PRE_TOKENIZERS
+from launcher_scripts.checkpoint.tokenizers.vocabularies import PRE_TOKENIZERS
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.gguf_maker import finish
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.journal import FILE_NAME as JOURNAL
-from launcher_scripts.checkpoint.fastertransformer.journal import Journal
-from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.checkpoint.fastertransformer.output_folder import FILE_NAME as JOURNAL
+from launcher_scripts.checkpoint.fastertransformer.output_folder import Journal
 from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.files import atomic_write
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint_maker import make_nemo, small_config

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.sources.huggingface_architectures import read_sizes
-from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
+from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, text_config
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from tests.checkpoint.engine_answers import check_continued

@@ -12,7 +12,7 @@ import pytest
 from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.shards import T5_TABLE
+from launcher_scripts.checkpoint.layout.source_checkpoint import T5_TABLE
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.sources.nemo_gpt import NemoModel, nemo_version, read_gpt
+from launcher_scripts.checkpoint.sources.nemo import NemoModel, nemo_version, read_gpt
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig

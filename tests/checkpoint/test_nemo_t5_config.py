@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from launcher_scripts.checkpoint.sources.nemo_gpt import NemoModel
-from launcher_scripts.checkpoint.sources.nemo_t5 import read_t5, t5_token_ids
+from launcher_scripts.checkpoint.sources.nemo import NemoModel, read_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenIds
 from launcher_scripts.common.errors import Problems

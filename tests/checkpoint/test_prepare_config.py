@@ -19,7 +19,7 @@ from launcher_scripts.config.settings import ServingOptions
 from launcher_scripts.models.repository import config_parameters, served_models, serving_options
 from launcher_scripts.steps import convert_checkpoint, write_example_models
 from launcher_scripts.steps import prepare_triton_model_config as prepare
-from launcher_scripts.steps.flags import fields
+from launcher_scripts.steps.command import fields
 from tests.engine.small_models import random_tensors, small_config, write_checkpoint
 from tests.engine.small_t5 import t5_config, t5_tensors
 from tests.server.repositories import VOCAB_SIZE, export_settings, text_config, write_weights

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
-from launcher_scripts.checkpoint.fastertransformer.journal import FILE_NAME, Journal
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
+from launcher_scripts.checkpoint.fastertransformer.output_folder import FILE_NAME, Journal
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder

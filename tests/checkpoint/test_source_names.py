@@ -18,7 +18,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_adapters, core_t5
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import own_experts
 from launcher_scripts.checkpoint.sources.megatron_core import model_names
-from launcher_scripts.checkpoint.sources.nemo_parts import read_parts
+from launcher_scripts.checkpoint.sources.nemo_adapters import read_parts
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export, weight_bytes
 from tests.checkpoint.megatron_maker import Maker

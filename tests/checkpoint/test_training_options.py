@@ -12,7 +12,7 @@ import pytest
 from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
-from launcher_scripts.checkpoint.sources import nemo_gpt
+from launcher_scripts.checkpoint.sources import nemo
 from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
@@ -62,7 +62,7 @@ def test_the_defaults_of_cores_configuration_leave_nothing_to_say(of: Any) -> No
 
 def test_the_configuration_of_a_nemo_training_leaves_nothing_to_say() -> None:
     options = TrainingOptions(NEMO, Problems("model_config.yaml"))
-    nemo_gpt.read_gpt(options, core=True, local_norms=False)
+    nemo.read_gpt(options, core=True, local_norms=False)
     assert options.check_keys() == ()
 
 

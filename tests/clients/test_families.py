@@ -13,8 +13,7 @@ import pytest
 from launcher_scripts import clients
 from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import column
-from launcher_scripts.clients.models import find_models
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.settings import TokenizerSettings
 from tests.engine.small_agm import agm_config, agm_tensors

@@ -17,8 +17,8 @@ import pytest
 from launcher_scripts import clients
 from launcher_scripts.clients import CLIENTS
 from launcher_scripts.clients.__main__ import main
+from launcher_scripts.clients.arguments import PROMPTS, prompt_ids
 from launcher_scripts.clients.end_to_end_test import SENTENCES
-from launcher_scripts.clients.tensors import PROMPTS, prompt_ids
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine

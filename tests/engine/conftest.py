@@ -17,8 +17,8 @@ from dataclasses import asdict
 import pytest
 
 from launcher_scripts.common.processes import Activity, is_suspended
-from launcher_scripts.engine.ranks import worker, workers
-from launcher_scripts.engine.ranks.rank_processes import RankOrder
+from launcher_scripts.engine.ranks import ranks, worker
+from launcher_scripts.engine.ranks.peers import RankOrder
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -74,4 +74,4 @@ def run_rank(order: RankOrder, environment: dict[str, str]) -> None:
 @pytest.fixture(autouse=True)
 def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("started_ranks") is None:
-        monkeypatch.setattr(workers, "RankProcess", ForkedRank)
+        monkeypatch.setattr(ranks, "RankProcess", ForkedRank)

@@ -14,11 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.hypotheses import Hypotheses
 from launcher_scripts.engine.core.results import Candidate
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
@@ -156,7 +152,9 @@ def on_a_device(
 ) -> tuple[list[list[Text]], EagerGraphs]:
     """What rows get that come together, and the graphs that were asked for."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
-    monkeypatch.setattr("launcher_scripts.kernels.reference_beams.looking_is_free", lambda _: False)
+    monkeypatch.setattr(
+        "launcher_scripts.kernels.reference_sampling.looking_is_free", lambda _: False
+    )
     graphs = EagerGraphs()
     settings, runner = runner_for(
         GPT, random_tensors(GPT), max_batch_size=max_batch_size, graphs=graphs
@@ -273,7 +271,7 @@ def test_prompts_longer_than_a_step_are_shared_by_all_hypotheses(monkeypatch):
     wanted = texts(run(whole, prompt, 8, 5))
     whole.close()
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", 7)
-    monkeypatch.setattr("launcher_scripts.kernels.reference_beams.COPIED_TOKENS", 16)
+    monkeypatch.setattr("launcher_scripts.kernels.reference_sampling.COPIED_TOKENS", 16)
     pieces = engine_for(GPT, random_tensors(GPT))
     assert texts(run(pieces, prompt, 8, 5)) == wanted
     pieces.close()

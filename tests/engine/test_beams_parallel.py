@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config

@@ -15,11 +15,7 @@ from transformers import PreTrainedModel, StoppingCriteria, T5ForConditionalGene
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import TokenizerSettings
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS

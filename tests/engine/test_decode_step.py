@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.symmetric_memory import unsupported_reason
+from launcher_scripts.engine.distributed.communicator import Communicator, unsupported_reason
 from launcher_scripts.engine.model.decode_step import unsupported_reasons
 from launcher_scripts.kernels.reference import largest_of_ranks
 from tests.engine.small_models import engine_for, random_tensors, small_config

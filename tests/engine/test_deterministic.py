@@ -17,7 +17,7 @@ import torch
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
-from launcher_scripts.engine.runner import recording
+from launcher_scripts.engine.runner import graphs as recording
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.engine.small_models import (
     EagerGraphs,

@@ -14,15 +14,15 @@ import torch
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import row_extents
-from launcher_scripts.engine.core.drafting import plan_drafts
-from launcher_scripts.engine.core.prompt_lookup import PromptLookup
+from launcher_scripts.engine.core import step_budget
+from launcher_scripts.engine.core.hypotheses import PromptLookup
 from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.core.step_budget import plan_drafts
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
 from launcher_scripts.engine.messages.plan import Draft, Plan, Proposal
-from launcher_scripts.engine.runner.draft_model import DraftModel
+from launcher_scripts.engine.runner.drafts import DraftModel
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, open_checkpoints
-from launcher_scripts.models.draft import check_draft_model
+from launcher_scripts.models.family import check_draft_model
 from tests.engine.small_models import (
     EagerGraphs,
     engine_for,
@@ -222,7 +222,7 @@ def test_the_model_itself_foretells_everything(
     """So its cache has the right keys wherever a row begins, moves to, or is computed again."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", ahead)
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
-    monkeypatch.setattr(row_extents, "GROWN_TOKENS", 6)
+    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 6)
     draw, stem = random.Random(tokens), text(33, 5)
     engine = engine_for(
         CONFIG,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launcher_scripts.engine.model import encode_step
-from launcher_scripts.engine.model.encode_step import Sources, bucket_tokens, pack
+from launcher_scripts.engine.model import encoder
+from launcher_scripts.engine.model.encoder import Sources, bucket_tokens, pack
 from launcher_scripts.engine.model.layers import Chunk
 from tests.engine.small_models import engine_for, generate
 from tests.engine.small_t5 import (
@@ -142,7 +142,7 @@ def test_short_passes_are_recorded_by_bucket(runner):
 
 @torch.inference_mode()
 def test_passes_of_single_inputs_are_recorded_before(runner, monkeypatch):
-    monkeypatch.setattr(encode_step, "LONGEST_BEFOREHAND", 200)
+    monkeypatch.setattr(encoder, "LONGEST_BEFOREHAND", 200)
     step, graphs = runner.decoder.encode_step, Unrecorded()
     device, scratch = torch.device("cpu"), runner.decoder.cache.scratch
     assert step.buckets() == [16, 32, 64, 128, 160, 192]

@@ -13,16 +13,16 @@ import pytest
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.engine.cache.kv_cache import ExtentAllocator
-from launcher_scripts.engine.core import row_extents
+from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
-from launcher_scripts.engine.core.row_extents import GROWN_TOKENS
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.core.step_budget import GROWN_TOKENS
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.messages.plan import Place, Plan
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.engine.small_models import (
     EagerGraphs,
@@ -42,8 +42,8 @@ SMALL = 5  # tokens that rows grow by here
 @pytest.fixture(autouse=True)
 def _grow_by_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """And with no room to spare, so that rows move and wait again often."""
-    monkeypatch.setattr(row_extents, "GROWN_TOKENS", SMALL)
-    monkeypatch.setattr(row_extents, "SPARE_SHARE", 0.0)
+    monkeypatch.setattr(step_budget, "GROWN_TOKENS", SMALL)
+    monkeypatch.setattr(step_budget, "SPARE_SHARE", 0.0)
 
 
 def growing(prompt_len: int, output_len: int, seed: int = 0) -> Row:
@@ -159,7 +159,7 @@ def test_rows_give_back_what_they_do_not_need_yet() -> None:
 
 def test_others_leave_room_for_rows_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the cache; but a row that nobody else runs beside may take all of it."""
-    monkeypatch.setattr(row_extents, "SPARE_SHARE", 0.1)
+    monkeypatch.setattr(step_budget, "SPARE_SHARE", 0.1)
     scheduler, device = Scheduler(12, 1000, 2000), TokenDevice(1000)
     rows = [growing(100, 200, seed) for seed in range(11)] + [growing(700, 301)]
     for row in rows:

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine import engine as engine_module
 from launcher_scripts.engine.core import guide as guide_module
 from launcher_scripts.engine.core.requests import check_request

@@ -11,14 +11,14 @@ import torch
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.cache.kv_cache import bytes_per_token
-from launcher_scripts.engine.core import row_extents
+from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.model.kv_cache import bytes_per_token
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, load_weights, open_checkpoint
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.device_traits import DeviceTraits
+from launcher_scripts.kernels.cuda.compiling import DeviceTraits
 from launcher_scripts.kernels.operands import Heads, LayerCache
 from launcher_scripts.kernels.quantization import FP8, saturated
 from tests.engine.small_bart import bart_config
@@ -164,8 +164,8 @@ REQUESTS = [
 def test_a_row_has_its_tokens_however_it_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Alone; among others; with a prompt in pieces; behind a copied prefix; computed again; in
     steps that are graphs. A prompt attends to its own tokens as they are kept."""
-    monkeypatch.setattr(row_extents, "GROWN_TOKENS", 8)
-    monkeypatch.setattr(row_extents, "SPARE_SHARE", 0.0)
+    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 8)
+    monkeypatch.setattr(step_budget, "SPARE_SHARE", 0.0)
     alone = engine_for(*MODELS[model], max_batch_size=1, kv_cache_dtype="fp8")
     wanted = answers_of(alone, REQUESTS)
     alone.close()

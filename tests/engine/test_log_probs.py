@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import context_logits, engine_for, random_tensors, run, small_config
 

@@ -11,9 +11,9 @@ from threading import Thread
 import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import prompt_budget
-from launcher_scripts.engine.core.prompt_budget import PromptBudget
+from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.core.step_budget import PromptBudget
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.prompt_batch import Sizes, recorded_tokens
 from tests.engine.small_models import EagerGraphs, engine_for, load_engine
@@ -56,7 +56,7 @@ def check_same(alone: Engine, together: Engine, seed: int) -> None:
 @pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window"])
 def test_a_row_gets_its_tokens_beside_prompts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Prompts are cut, too, so that most of their passes have rows that decode."""
-    monkeypatch.setattr(prompt_budget, "MIN_MIXED_TOKENS", 20)
+    monkeypatch.setattr(step_budget, "MIN_MIXED_TOKENS", 20)
     alone = engine_for(*MODELS[model], max_batch_size=1)
     check_same(alone, engine_for(*MODELS[model], max_batch_size=6), seed=len(model))
 

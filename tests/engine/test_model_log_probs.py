@@ -14,7 +14,7 @@ from launcher_scripts.contract.requests import (
     ModelLogProbs,
     SamplingParameters,
 )
-from launcher_scripts.engine.core import context_results
+from launcher_scripts.engine.core import step_outputs
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
@@ -228,7 +228,7 @@ def test_virtual_tokens_have_none(soft):
 
 def test_no_more_logits_than_a_few_positions_are_there_at_once(gpt, monkeypatch):
     """With pieces of 4 positions; the prompt's end alone asks for one more."""
-    monkeypatch.setattr(context_results, "SCORED_ROWS", 4)
+    monkeypatch.setattr(step_outputs, "SCORED_ROWS", 4)
     network = gpt.engine._loaded.decoder
     sizes = []
     whole = network.logits

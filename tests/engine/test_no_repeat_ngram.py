@@ -11,8 +11,8 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.logit_processing import processing
 from launcher_scripts.engine.core.row_state import RowStates
+from launcher_scripts.engine.core.sampler import processing
 from launcher_scripts.engine.messages.plan import RowStart
 from tests.engine.small_models import engine_for, generate, random_tensors, small_config
 

@@ -20,7 +20,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine import engine as engine_module
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.messages.plan import Choice, Plan
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.engine.runner import kernel_precompiler as precompile
 from launcher_scripts.engine.runner import prefill, prompt_batch
 from launcher_scripts.engine.runner.kernel_precompiler import (
@@ -28,11 +28,10 @@ from launcher_scripts.engine.runner.kernel_precompiler import (
     KernelPrecompiler,
     traced_runner,
 )
-from launcher_scripts.engine.runner.loading import EngineSettings, Launches
+from launcher_scripts.engine.runner.loading import EngineSettings, Launches, Timeline
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.engine.runner.timeline import Timeline
-from launcher_scripts.kernels.cuda import device_traits
-from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda import compiling
+from launcher_scripts.kernels.cuda.compiling import traits_of
 from launcher_scripts.models.adapters import Adapters
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_agm import agm_config
@@ -249,7 +248,7 @@ def test_tensors_with_values_need_the_same_kernels(
     tensors = (random_tensors if family == "gpt" else t5_tensors)(config)
     options = {"data_type": "bf16", "max_batch_size": 8, **kind}
     foreseen = traced(config, **options)
-    monkeypatch.setattr(device_traits, "INTERPRETER", traits_of(torch.device("meta")))
+    monkeypatch.setattr(compiling, "INTERPRETER", traits_of(torch.device("meta")))
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what kernels would have written
     monkeypatch.setattr(torch, "mm", lambda first, second, **_: first.float() @ second.float())
     launches = Launches(kernels_for("cuda"), EagerGraphs())

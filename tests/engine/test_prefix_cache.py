@@ -15,13 +15,13 @@ import torch
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.cache import kv_cache
-from launcher_scripts.engine.cache.kv_cache import ExtentAllocator, KVCache
 from launcher_scripts.engine.core.prefix_cache import Found, Prefix, PrefixCache, prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Scheduler
 from launcher_scripts.engine.messages.plan import Copy, Plan
+from launcher_scripts.engine.model import kv_cache
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator, KVCache
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models.adapters import Adapters, PromptTask

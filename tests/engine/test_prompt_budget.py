@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.prompt_budget import MIN_MIXED_TOKENS, Limits, PromptBudget
 from launcher_scripts.engine.core.row import Row
+from launcher_scripts.engine.core.step_budget import MIN_MIXED_TOKENS, Limits, PromptBudget
 from launcher_scripts.engine.runner.prompt_batch import TOKEN_BUCKETS, recorded_tokens
 from tests.engine.small_models import engine_for
 from tests.engine.test_mixed_steps import check_same

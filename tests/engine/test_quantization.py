@@ -14,10 +14,10 @@ from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
-from launcher_scripts.engine.model.model_weights import MLPWeights
+from launcher_scripts.engine.model.weights import MLPWeights
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint
-from launcher_scripts.kernels.cuda.device_traits import DeviceTraits
+from launcher_scripts.kernels.cuda.compiling import DeviceTraits
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.quantization import BYTE_TYPES, dequantized, quantized
 from launcher_scripts.models.gpt import GPTConfig

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from tests.checkpoint import reference_forward_gpt
 from tests.engine.reference_rows import Expected, Row, Text

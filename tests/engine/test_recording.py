@@ -8,9 +8,8 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan
 from launcher_scripts.engine.model.families import engine_family
-from launcher_scripts.engine.runner import recording
-from launcher_scripts.engine.runner.graphs import bucket_rows, step_shapes
-from launcher_scripts.engine.runner.recording import Recording
+from launcher_scripts.engine.runner import graphs as recording
+from launcher_scripts.engine.runner.graphs import Recording, bucket_rows, step_shapes
 from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
 from tests.engine.small_t5 import t5_config, t5_tensors
 from tests.processes import wait_for

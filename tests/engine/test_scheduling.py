@@ -14,11 +14,11 @@ import torch
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.cache.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.messages.plan import Plan
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.kernels.operands import Heads
 from tests.engine.small_models import (

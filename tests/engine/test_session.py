@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.row import Snapshot
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine

@@ -27,16 +27,17 @@ from launcher_scripts.engine.messages.message import (
     encode,
 )
 from launcher_scripts.engine.messages.plan import Plan
-from launcher_scripts.engine.ranks import workers
-from launcher_scripts.engine.ranks.links import Link, connect
-from launcher_scripts.engine.ranks.node_group import NodeGroup
-from launcher_scripts.engine.ranks.rendezvous import (
+from launcher_scripts.engine.ranks import ranks
+from launcher_scripts.engine.ranks.links import (
+    Link,
+    NodeGroup,
     RendezvousFile,
     RendezvousInfo,
+    connect,
     find_rendezvous,
     rendezvous_folders,
 )
-from launcher_scripts.engine.ranks.workers import WorkerGroup
+from launcher_scripts.engine.ranks.ranks import WorkerGroup
 from launcher_scripts.engine.runner.loading import RankSetup
 from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
@@ -257,7 +258,7 @@ def test_a_plan_is_encoded_once_for_all_ranks(join, monkeypatch):
         encoded.append(message)
         return encode(message)
 
-    monkeypatch.setattr(workers, "encode", counted)
+    monkeypatch.setattr(ranks, "encode", counted)
     plan = Plan(decode=(0, 3), longest=17)
     join.workers.send(plan)
     assert [link.receive(Decoder(Plan)) for link in links] == [plan, plan]

@@ -10,11 +10,7 @@ from threading import Event
 import pytest
 
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler

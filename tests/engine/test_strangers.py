@@ -23,8 +23,7 @@ from launcher_scripts.engine.distributed.communicator import (
     join_store,
     open_store,
 )
-from launcher_scripts.engine.distributed.interfaces import LOOPBACK
-from launcher_scripts.engine.distributed.listeners import drop_connections, listening_ports
+from launcher_scripts.engine.distributed.sockets import LOOPBACK, drop_connections, listening_ports
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import load_engine, random_tensors, small_config
 

@@ -15,7 +15,7 @@ import pytest
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
-from launcher_scripts.evaluation.tasks import statistics
+from launcher_scripts.evaluation.tasks import task as statistics
 from launcher_scripts.steps import measure_accuracy
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_steps import ROOT, announce, settings_file

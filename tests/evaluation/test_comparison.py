@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.comparison import compare, compared, open_reference
 from launcher_scripts.evaluation.page import html

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, RequestError
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.comparison import TimedModel
 from launcher_scripts.evaluation.served.tensors import (

@@ -22,13 +22,17 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
-from launcher_scripts.config.load import LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import (
+    BenchmarkSettings,
+    LoadPrompts,
+    LoadSettings,
+    TaskSettings,
+    TwinSettings,
+)
+from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import EvaluateSettings, TokenizerSettings, write_settings
-from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
-from launcher_scripts.config.twin import TwinSettings
-from launcher_scripts.evaluation.load import validity
+from launcher_scripts.evaluation.load import figures
 from launcher_scripts.steps import measure_twin
 from tests.evaluation.test_journal import kill_when, lines
 from tests.server.processes import running
@@ -242,8 +246,8 @@ def broken(source: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 def patient_client() -> Iterator[None]:
     """A busy machine delays the client of a load test, too, which is not a fault here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validity, "LAG_MS", math.inf)
-        patch.setattr(validity, "MAX_BUSY", math.inf)
+        patch.setattr(figures, "LAG_MS", math.inf)
+        patch.setattr(figures, "MAX_BUSY", math.inf)
         yield
 
 

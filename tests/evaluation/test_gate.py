@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import (
     AgreementBounds,
     Bounds,
@@ -18,7 +19,6 @@ from launcher_scripts.config.policy import (
     TwinBounds,
     read_policy,
 )
-from launcher_scripts.config.schema import build
 from launcher_scripts.evaluation import __main__ as commands
 from launcher_scripts.evaluation import gate
 from launcher_scripts.evaluation.report import Report

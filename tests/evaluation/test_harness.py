@@ -18,7 +18,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.evaluation import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation import harness
 from launcher_scripts.evaluation.lm_eval_program import MISSING, NO_DATA

@@ -26,10 +26,9 @@ from benchmarks.clients.lm_eval_agreement import (
     table,
     write_data,
 )
+from launcher_scripts.config.evaluation import HarnessSettings, TaskSettings
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.harness import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
-from launcher_scripts.config.tasks import TaskSettings
 from launcher_scripts.evaluation.harness import lm_eval_version, read_results, run_lm_eval
 from launcher_scripts.steps import (
     measure_accuracy,

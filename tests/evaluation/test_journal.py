@@ -17,7 +17,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
+from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.evaluation.journal import Journal, differences, locked
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.fake_server import FakeServer

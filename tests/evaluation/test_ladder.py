@@ -13,8 +13,8 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Manifest
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.config.ladder import LadderRung, LadderSettings
-from launcher_scripts.evaluation.ladder import LadderRow, choose, exit_code, read_row
+from launcher_scripts.config.evaluation import LadderRung, LadderSettings
+from launcher_scripts.evaluation.tables import LadderRow, choose, exit_code, read_row
 from launcher_scripts.steps.write_ladder import weight_bytes, write
 from tests.whole_job import run_whole_job
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.evaluation.tasks import TASKS, lambada
 from launcher_scripts.evaluation.tasks.lambada import Item
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, fraction

@@ -13,20 +13,25 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Answer, DriverResult, drive
-from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
-from launcher_scripts.evaluation.load.plan import (
+from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.evaluation.load.driver import (
+    Answer,
+    DriverResult,
     Load,
     LoadRequest,
     Plan,
     Prompts,
+    drive,
     make_plan,
     poisson_arrivals,
     read_texts,
 )
-from launcher_scripts.evaluation.load.saturation import find_saturation
-from launcher_scripts.evaluation.load.validity import invalid_reasons
+from launcher_scripts.evaluation.load.figures import (
+    LoadRun,
+    find_saturation,
+    invalid_reasons,
+    run_figures,
+)
 from tests.evaluation.virtual_time import run_virtually
 
 FIRST, NEXT = 0.2, 0.05  # seconds of the exact server

@@ -19,15 +19,22 @@ from aiohttp import web
 from benchmarks.exact_server import MODEL, exact_server
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.evaluation.load import guidellm, load_test
-from launcher_scripts.evaluation.load.driver import DriverResult, drive
+from launcher_scripts.evaluation.load import load_test
+from launcher_scripts.evaluation.load.driver import (
+    DriverResult,
+    Load,
+    LoadRequest,
+    Plan,
+    Prompts,
+    drive,
+    make_plan,
+)
 from launcher_scripts.evaluation.load.figures import run_figures
+from launcher_scripts.evaluation.load.load_test import run_plan
 from launcher_scripts.evaluation.load.paths import Target, TokenRequest
-from launcher_scripts.evaluation.load.plan import Load, LoadRequest, Plan, Prompts, make_plan
-from launcher_scripts.evaluation.load.workers import run_plan
 from launcher_scripts.steps import measure_load
 
 FIRST, NEXT = 0.02, 0.002
@@ -184,7 +191,7 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
         },
     }
     benchmark = {"requests": {"successful": [of_guidellm()], "errored": [failed]}}
-    driven = guidellm.driven_of(benchmark, closed(1, 2), 60.0)
+    driven = load_test.driven_of(benchmark, closed(1, 2), 60.0)
     answer, error = driven.answers
     assert answer.asked == 100.01 and answer.output_len == 5
     assert [round(at, 3) for at, _ in answer.responses] == [100.21, 100.23, 100.25, 100.27, 100.29]
@@ -194,7 +201,7 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
     assert run.first_token_ms is not None and run.first_token_ms["p50"] == pytest.approx(200)
     assert run.between_tokens_ms is not None and run.between_tokens_ms["p99"] == pytest.approx(20)
     open_loop = Plan((LoadRequest((1,), 5),), 0, None, None, 0.0, 60.0)
-    driven = guidellm.driven_of(
+    driven = load_test.driven_of(
         {"requests": {"successful": [of_guidellm()], "errored": []}}, open_loop, 60.0
     )
     assert driven.answers[0].asked == 100.0
@@ -202,17 +209,17 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
     benchmark = {"requests": {"successful": [of_guidellm(), of_guidellm()], "errored": []}}
     benchmark["requests"]["successful"][0]["info"]["timings"]["targeted_start"] = 0.0
     with pytest.raises(ServerError, match=r"guidellm reports requests from 0\.000 s to 100\.300 s"):
-        guidellm.driven_of(benchmark, open_loop, 60.0)
+        load_test.driven_of(benchmark, open_loop, 60.0)
 
 
 def test_guidellm_is_told_what_our_client_does(tmp_path: Path) -> None:
-    spec = guidellm.configuration(
+    spec = load_test.configuration(
         target("http://h:1/v1", key="sk"), Load(clients=3), closed(3, 9), 7, tmp_path
     )["spec"]
     assert spec["backend"]["target"] == "http://h:1" and spec["backend"]["api_key"] == "sk"
     assert spec["profile"] == {"kind": "concurrent", "streams": 3}
     assert spec["constraints"] == [{"kind": "max_requests", "count": 9}]
-    rate = guidellm.configuration(
+    rate = load_test.configuration(
         target("http://h:1/v1"), Load(rate=2.5), closed(1, 1), 7, tmp_path
     )
     assert rate["spec"]["profile"] == {"kind": "poisson", "rate": 2.5}
@@ -223,7 +230,7 @@ def test_without_guidellm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pip install -r requirements/load\.txt"):
-        guidellm.find_guidellm()
+        load_test.find_guidellm()
 
 
 def test_a_guidellm_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -233,10 +240,10 @@ def test_a_guidellm_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
     asked = (target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
     with pytest.raises(ServerError, match="guidellm ended with 2:\nno such backend"):
-        guidellm.run_guidellm(*asked, 30.0)
+        load_test.run_guidellm(*asked, 30.0)
     command.write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(ServerError, match=r"guidellm took 1 s; change evaluate\.load\.time_limit"):
-        guidellm.run_guidellm(*asked, 1.0)
+        load_test.run_guidellm(*asked, 1.0)
 
 
 # The step

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import measure_load
 from tests.gateway.processes import gateway

@@ -19,7 +19,7 @@ import torch
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.evaluation.comparison import compare, open_reference, read_report
 from launcher_scripts.steps import convert_checkpoint, resave_checkpoint
 from tests.whole_job import WORDS, run_whole_job

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.comparison import TimedModel, compare, read_report, timed
 from launcher_scripts.evaluation.tables import task_table

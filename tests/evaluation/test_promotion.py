@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.ready_file import may_publish
+from launcher_scripts.common.files import may_publish
+from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.evaluation import promotion
-from launcher_scripts.evaluation.promotion import promote
+from launcher_scripts.evaluation import gate
+from launcher_scripts.evaluation.gate import promote
 
 
 def settings(folder: Path, published_as: str | None, replicas: int = 0) -> EvaluateSettings:
@@ -35,8 +35,8 @@ def test_a_server_that_was_not_held_back_is_left_alone(tmp_path: Path) -> None:
 def test_a_server_that_does_not_publish_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(promotion, "_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(promotion, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(gate, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(gate, "_POLL_SECONDS", 0.0)
     held_back = settings(tmp_path, str(tmp_path / "ready.json"), replicas=2)
     facts = json.dumps({"job": {"folder": str(tmp_path)}})
     (tmp_path / "ready-0.json").write_text(facts)

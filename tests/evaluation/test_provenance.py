@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.digests import file_digest, value_digest
+from launcher_scripts.common.files import file_digest, value_digest
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
-from launcher_scripts.evaluation import provenance
-from launcher_scripts.evaluation.provenance import data_files, digests, project_commit
+from launcher_scripts.evaluation import report
+from launcher_scripts.evaluation.report import data_files, digests, project_commit
 from launcher_scripts.steps import measure_accuracy, measure_reference
 from tests.evaluation.fake_server import FakeServer, logits_after
 from tests.evaluation.test_steps import announce, settings_file
@@ -118,7 +118,7 @@ def test_the_data_of_a_task_are_all_its_files() -> None:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 def test_the_commit_is_the_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(report, "CHECKOUT", tmp_path)
     assert project_commit() is None
     identity = ("-c", "user.name=n", "-c", "user.email=e")
     for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "m")):

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.evaluation.ready import connect
+from launcher_scripts.evaluation.served.client import connect
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_client import evaluate_settings
 

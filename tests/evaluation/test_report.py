@@ -8,8 +8,8 @@ import re
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.report import Report, measured_on
 from launcher_scripts.evaluation.speed import SpeedRow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.config.tasks import BenchmarkSettings
+from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.evaluation.served.tokenizer_dir import read_vocab_size
 from launcher_scripts.evaluation.speed import (

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from launcher_scripts.evaluation.tasks import statistics
+from launcher_scripts.evaluation.tasks import task
 
 # 60 draws of numpy's default_rng(7).exponential, rounded.
 SAMPLE = [
@@ -28,7 +28,7 @@ SAMPLE = [
     ],
 )
 def test_a_share_has_wilsons_interval(successes: int, items: int, low: float, high: float) -> None:
-    share = statistics.share(successes, items)
+    share = task.share(successes, items)
     assert (share.low, share.high) == pytest.approx((low, high), abs=1e-12)
     assert share.value == successes / items and share.method == "Wilson"
 
@@ -43,8 +43,8 @@ def test_a_share_has_wilsons_interval(successes: int, items: int, low: float, hi
     ],
 )
 def test_mcnemars_p_is_exact(lost: int, won: int, p: float) -> None:
-    assert statistics.mcnemar(lost, won) == pytest.approx(p)
-    assert statistics.mcnemar(won, lost) == pytest.approx(p)
+    assert task.mcnemar(lost, won) == pytest.approx(p)
+    assert task.mcnemar(won, lost) == pytest.approx(p)
 
 
 @pytest.mark.parametrize(
@@ -59,47 +59,47 @@ def test_mcnemars_p_is_exact(lost: int, won: int, p: float) -> None:
 def test_a_paired_difference_has_tangos_interval(
     lost: int, won: int, items: int, low: float, high: float
 ) -> None:
-    drop = statistics.paired_share(lost, won, items)
+    drop = task.paired_share(lost, won, items)
     assert (drop.low, drop.high) == pytest.approx((low, high), abs=1e-7)
     assert drop.value == pytest.approx((lost - won) / items)
 
 
 def test_items_that_all_agree_still_leave_an_interval() -> None:
-    drop = statistics.paired_share(0, 0, 200)
-    end = statistics.Z**2 / (200 + statistics.Z**2)  # the closed form
+    drop = task.paired_share(0, 0, 200)
+    end = task.Z**2 / (200 + task.Z**2)  # the closed form
     assert (drop.low, drop.high) == pytest.approx((-end, end))
-    half = statistics.paired_share(0, 200, 200)
+    half = task.paired_share(0, 200, 200)
     assert half.value == -1 and half.low == -1 and half.high < 0
 
 
 def test_a_mean_has_the_bootstraps_interval() -> None:
-    mean = statistics.mean(SAMPLE)
+    mean = task.mean(SAMPLE)
     # scipy's bootstrap with 99,999 resamples; ours has 10,000
     assert (mean.low, mean.high) == pytest.approx((0.77627, 1.24016), abs=0.01)
     assert mean.value == pytest.approx(0.97771667)
-    assert statistics.mean(SAMPLE) == mean  # the seed is fixed
+    assert task.mean(SAMPLE) == mean  # the seed is fixed
 
 
 def test_a_mean_of_equal_values_has_no_width() -> None:
-    mean = statistics.mean([0.25] * 40)
+    mean = task.mean([0.25] * 40)
     assert (mean.value, mean.low, mean.high, mean.items) == (0.25, 0.25, 0.25, 40)
 
 
 def test_many_items_are_resampled_in_blocks() -> None:
-    mean = statistics.mean(np.random.default_rng(1).normal(5, 1, 6000).tolist())
-    assert mean.high - mean.low == pytest.approx(2 * statistics.Z / math.sqrt(6000), rel=0.05)
+    mean = task.mean(np.random.default_rng(1).normal(5, 1, 6000).tolist())
+    assert mean.high - mean.low == pytest.approx(2 * task.Z / math.sqrt(6000), rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("interval", "limit"),
     [
-        (statistics.share(68, 200), 0.35),
-        (statistics.paired_share(0, 0, 3), 0.02),
-        (statistics.paired_share(3, 2, 200), 0.02),
-        (statistics.mean(SAMPLE), 0.9),
+        (task.share(68, 200), 0.35),
+        (task.paired_share(0, 0, 3), 0.02),
+        (task.paired_share(3, 2, 200), 0.02),
+        (task.mean(SAMPLE), 0.9),
     ],
 )
-def test_the_items_that_decide_are_just_enough(interval: statistics.Interval, limit: float) -> None:
+def test_the_items_that_decide_are_just_enough(interval: task.Interval, limit: float) -> None:
     items = interval.items_to_decide(limit)
     assert items is not None
     low, high = interval.grown(items)
@@ -109,12 +109,12 @@ def test_the_items_that_decide_are_just_enough(interval: statistics.Interval, li
 
 
 def test_no_number_of_items_decides_a_value_at_the_bound() -> None:
-    assert statistics.share(50, 100).items_to_decide(0.5) is None
-    assert statistics.share(200, 200).items_to_decide(0.5, least=30) == 200
+    assert task.share(50, 100).items_to_decide(0.5) is None
+    assert task.share(200, 200).items_to_decide(0.5, least=30) == 200
 
 
 def test_a_function_of_a_figure_keeps_its_ends_in_order() -> None:
-    mean = statistics.mean(SAMPLE)
+    mean = task.mean(SAMPLE)
     turned = mean.mapped(lambda value: -2 * value)
     assert (turned.low, turned.high) == (-2 * mean.high, -2 * mean.low)
     assert turned.grown(60) == pytest.approx((turned.low, turned.high))

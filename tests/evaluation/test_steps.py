@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 from launcher_scripts.steps import judge, measure_accuracy, measure_speed
 from tests.evaluation.fake_server import FakeServer
 from tests.processes import read, wait_for, wait_until_gone

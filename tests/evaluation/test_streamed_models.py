@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.ready_file import replica_files
+from launcher_scripts.common.files import replica_files
+from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.evaluation.served.client import Client
+from launcher_scripts.evaluation.served.client import Client, connect
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.server.processes import RunningStep
 from tests.server.requests import Client as TritonClient

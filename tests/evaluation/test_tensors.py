@@ -9,11 +9,7 @@ from torch import from_numpy
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.requests import (
-    Beam,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import Beam, GenerateRequest, SamplingParameters
 from launcher_scripts.contract.tensors import GPT_INPUTS
 from launcher_scripts.evaluation.served import tensors
 from launcher_scripts.evaluation.served.tensors import (

@@ -12,16 +12,11 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.evaluation.tasks import (
-    TASKS,
-    boolq_generate,
-    prompts,
-    squad,
-    summarization,
-    translation,
-)
+from launcher_scripts.evaluation.tasks import TASKS, prompts, reference_texts
+from launcher_scripts.evaluation.tasks import questions as boolq_generate
+from launcher_scripts.evaluation.tasks import questions as squad
 from tests.evaluation.text_tasks import asked, no_progress
 
 ARTICLE = "The river rose. Two bridges were closed."
@@ -79,25 +74,25 @@ def test_sources_without_targets_are_refused(data_dir: Path, tmp_path: Path) -> 
         "translation", data, generation=GenerationSettings(target_file=str(tmp_path / "de"))
     )
     with pytest.raises(ConfigError, match=r"same number of lines.*got '8 and 1'"):
-        translation.read_pairs(task)
+        reference_texts.read_pairs(task)
     with pytest.raises(ConfigError, match="translation needs a target_file"):
         settings("translation", data)
 
 
 def test_one_line_has_no_interval() -> None:
-    metrics = translation.corpus_scores(["ein Satz hat Wörter"], ["ein Satz hat Wörter"])
+    metrics = reference_texts.corpus_scores(["ein Satz hat Wörter"], ["ein Satz hat Wörter"])
     assert metrics["bleu"].value == pytest.approx(100)
     assert metrics["bleu"].low is None
 
 
 def test_rouge_of_overlapping_words() -> None:
     # 3 of 4 words each; one shared pair of 3; the longest common subsequence has 3 words.
-    scores = summarization.score("the river rose fast", "the river has rose")
+    scores = reference_texts.score("the river rose fast", "the river has rose")
     assert scores["rouge1"] == pytest.approx(3 / 4)
     assert scores["rouge2"] == pytest.approx(1 / 3)
     assert scores["rougeL"] == pytest.approx(3 / 4)
     # rougeLsum takes sentences one by one, in whatever order they come.
-    turned = summarization.score("Two were closed. It rose.", "It rose.\nTwo were closed.")
+    turned = reference_texts.score("Two were closed. It rose.", "It rose.\nTwo were closed.")
     assert turned["rougeLsum"] == 1.0 and turned["rougeL"] < 1.0
 
 
@@ -109,15 +104,15 @@ def test_summaries_of_a_csv_file(tmp_path: Path) -> None:
     assert model.model.prompts == [f"summarize: {ARTICLE}"]
     assert result.items[0]["id"] == "x1" and result.items[0]["target"] == "It rose.\nClosed."
     assert {name: metric.value for name, metric in result.metrics.items()} == {
-        name: pytest.approx(1.0) for name in summarization.MEASURES
+        name: pytest.approx(1.0) for name in reference_texts.MEASURES
     }
     limit = csv.field_size_limit()
     file.write_text(f"article,highlights,id\n{'x' * 2 * limit},b,x1\n")
-    assert len(summarization.read_articles(settings("summarization", file))) == 1
+    assert len(reference_texts.read_articles(settings("summarization", file))) == 1
     assert csv.field_size_limit() == limit
     file.write_text("article,id\nabc,1\n,2\n")
     with pytest.raises(ConfigError, match=r"2 problems.*\n.*lacks columns; got \['highlights'\]"):
-        summarization.read_articles(settings("summarization", file))
+        reference_texts.read_articles(settings("summarization", file))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +149,7 @@ def test_questions_with_a_learned_prompt(data_dir: Path, tmp_path: Path) -> None
     ]
     assert result.metrics["exact_match"].value == 0.25
     assert result.metrics["f1"].value == pytest.approx(0.75)
-    questions = squad.read_questions(task)
+    questions = squad.read_squad(task)
     for row, question in zip(model.model.rows, questions, strict=True):
         assert row.input_ids[:2] == (900, 901) and row.prompt_task == 1
         assert len(row.input_ids) == 40 and row.output_len == 5
@@ -199,12 +194,12 @@ def test_bad_questions_are_all_named(tmp_path: Path) -> None:
     lines = [json.dumps(good), "nonsense", json.dumps({**good, "answer": "perhaps"})]
     file.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="2 problems") as error:
-        boolq_generate.read_questions(settings("boolq_generate", file))
+        boolq_generate.read_boolq(settings("boolq_generate", file))
     assert "line 2 needs" in str(error.value) and "got 'perhaps'" in str(error.value)
-    assert len(boolq_generate.read_questions(settings("boolq_generate", file, limit=1))) == 1
+    assert len(boolq_generate.read_boolq(settings("boolq_generate", file, limit=1))) == 1
     file.write_text("")
     with pytest.raises(ConfigError, match="there are no items"):
-        boolq_generate.read_questions(settings("boolq_generate", file))
+        boolq_generate.read_boolq(settings("boolq_generate", file))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +217,7 @@ def test_what_is_no_text_is_refused(
     file = tmp_path / "squad.json"
     file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
     with pytest.raises(ConfigError, match=says or "there are no items"):
-        squad.read_questions(settings("squad", file))
+        squad.read_squad(settings("squad", file))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -267,7 +262,7 @@ def test_the_ending_is_what_stands_behind_the_longest_field(tmp_path: Path) -> N
     given = GenerationSettings(template="{question} {passage} ({question})")
     (made,) = prompts.prompts_of(
         settings("boolq_generate", tmp_path, generation=given),
-        boolq_generate.TEMPLATE,
+        boolq_generate.BOOLQ_TEMPLATE,
         [{"passage": "p", "question": "q"}],
         "passage",
     )

@@ -21,8 +21,8 @@ from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.settings import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
-from launcher_scripts.steps import originals, references
-from launcher_scripts.steps.originals import Original
+from launcher_scripts.steps import references
+from launcher_scripts.steps.references import Original
 from tests.checkpoint_maker import make_nemo, small_config
 from tests.evaluation import twins
 
@@ -350,7 +350,7 @@ def test_a_tokenizer_that_transformers_cannot_load_is_read_here(
     def cannot(*_: object) -> None:
         raise ConfigError("protobuf is not there")
 
-    monkeypatch.setattr(originals, "TransformersText", cannot)
+    monkeypatch.setattr(references, "TransformersText", cannot)
     assert measured(exported)["findings"] == []
     assert "reads the original's texts: protobuf is not there" in capsys.readouterr().out
 

@@ -20,8 +20,8 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import SpecialIds
+from launcher_scripts.config.evaluation import TwinSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings
-from launcher_scripts.config.twin import TwinSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.steps import measure_twin
 from launcher_scripts.steps.references import EngineModel

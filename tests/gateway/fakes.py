@@ -18,11 +18,9 @@ from starlette.testclient import TestClient
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.backend import Backend, Increment, RowRequest, TokenLogProb
-from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.backend import Backend, Increment, Replica, RowRequest, TokenLogProb
 from launcher_scripts.gateway.middleware import Keys
-from launcher_scripts.gateway.replicas import Replica
-from launcher_scripts.gateway.served_model import ServedModel
+from launcher_scripts.gateway.served_model import ChatTemplate, ServedModel
 from launcher_scripts.gateway.service import uvicorn_config
 from tests.processes import wait_for
 

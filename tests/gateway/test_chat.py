@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from launcher_scripts.common.tokenizer import SpecialIds
-from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, served
 from tests.gateway.test_completions import IDS, WORDS, events
 from tests.tokenizer.panics import PANIC_ID, PANIC_TEXT, fragile_tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimits
-from launcher_scripts.gateway import chat_template
+from launcher_scripts.gateway import served_model
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.chat_template import LIMITS, ChatTemplate
+from launcher_scripts.gateway.served_model import LIMITS, ChatTemplate
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -147,7 +147,7 @@ FILL = "{% set n = namespace(t='x' * 999) %}{% for i in range(99) %}{% set n.t =
 )
 def test_a_template_is_limited_and_the_next_chat_is_not(monkeypatch, body, message) -> None:
     limits = replace(LIMITS, cpu_seconds=0.5) if body == LOOP else LIMITS
-    monkeypatch.setattr(chat_template, "_processes", lambda: processes_with(limits))
+    monkeypatch.setattr(served_model, "_processes", lambda: processes_with(limits))
     text = f"{{% if messages[0].content == 'go' %}}{body}{{% endif %}}{{{{ messages[0].content }}}}"
     template = ChatTemplate({"default": text}, {})
     with pytest.raises(ApiError, match=message) as refused:
@@ -159,7 +159,7 @@ def test_a_template_is_limited_and_the_next_chat_is_not(monkeypatch, body, messa
 @pytest.mark.parametrize("text", [LOOP, "{{ 'x' * 9999999999 }}", "{{ " + "(" * 9999])
 def test_a_template_is_limited_when_it_is_loaded(monkeypatch, text) -> None:
     limits = replace(LIMITS, cpu_seconds=0.5) if text == LOOP else LIMITS
-    monkeypatch.setattr(chat_template, "_processes", lambda: processes_with(limits))
+    monkeypatch.setattr(served_model, "_processes", lambda: processes_with(limits))
     try:
         assert not ChatTemplate({"default": text}, {}).takes_parts
     except ValueError as error:
@@ -168,7 +168,7 @@ def test_a_template_is_limited_when_it_is_loaded(monkeypatch, text) -> None:
 
 @cache
 def processes_with(limits: WorkLimits) -> LimitedProcesses:
-    function = "launcher_scripts.common.template_rendering:make_renderer"
+    function = "launcher_scripts.common.rendering:make_renderer"
     return LimitedProcesses(function, None, limits, count=1)
 
 

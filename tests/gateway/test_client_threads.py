@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from launcher_scripts.gateway import client_threads
+from launcher_scripts.gateway import admission
+from launcher_scripts.gateway.admission import CLIENT_THREADS, ClientThreads
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.client_threads import CLIENT_THREADS, ClientThreads
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_work_of_a_client_that_has_left_is_not_done(gate) -> None:
 
 
 def test_a_client_may_have_so_much_in_line(gate, monkeypatch) -> None:
-    monkeypatch.setattr(client_threads, "MAX_WAITING", 3)
+    monkeypatch.setattr(admission, "MAX_WAITING", 3)
 
     async def main() -> None:
         threads = ClientThreads()

@@ -17,12 +17,12 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.ready_file import ask_to_publish, replica_file
+from launcher_scripts.common.files import ask_to_publish, replica_file
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway import fleet as fleets
 from launcher_scripts.gateway.fleet import Fleet
-from launcher_scripts.server.ready_files import ReadyFiles
+from launcher_scripts.server.addresses import ReadyFiles
 
 CONFIG: dict[str, Any] = {"backend": "fastertransformer", "input": []}
 

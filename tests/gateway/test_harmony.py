@@ -11,7 +11,7 @@ import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.gateway.harmony import MARKS, HarmonyText, conversation
-from launcher_scripts.gateway.token_texts import token_texts
+from launcher_scripts.gateway.row_text import token_texts
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
 from tests.gateway.test_completions import events

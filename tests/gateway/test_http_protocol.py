@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.http_protocol import MAX_HEAD, BoundedProtocol
 from launcher_scripts.gateway.middleware import Keys
+from launcher_scripts.gateway.service import MAX_HEAD, BoundedProtocol
 from tests.gateway.fakes import SETTINGS, FakeBackend, listening, served
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

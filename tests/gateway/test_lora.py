@@ -8,11 +8,11 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.gateway.api_errors import ApiError
+from launcher_scripts.gateway.backend import prompt_digests
 from launcher_scripts.gateway.loading import adapters_in
-from launcher_scripts.gateway.replicas import prompt_digests
 from launcher_scripts.gateway.served_model import Models
 from launcher_scripts.models.adapters import Adapters
-from launcher_scripts.models.ini_text import FILE_NAME
+from launcher_scripts.models.repository import FILE_NAME
 from tests.engine.small_models import small_config
 from tests.gateway.fakes import FakeBackend, client_of, served
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import GPT2, FakeBackend, client_of, listening, saying, served
 from tests.gateway.test_chat import chat_client
 from tests.gateway.test_completions import IDS, WORDS

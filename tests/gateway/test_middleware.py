@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from launcher_scripts.gateway.admission import Admission
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.replicas import Replica
+from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.service import DrainingServer, uvicorn_config
 from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, listening, served, until
 

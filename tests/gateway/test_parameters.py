@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from launcher_scripts.gateway import parameters
-from launcher_scripts.gateway.messages_schemas import ConversationBody, MessagesBody
+from launcher_scripts.gateway.messages import ConversationBody, MessagesBody
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.schemas import (
     ChatBody,

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.chat_template import ChatTemplate
 from launcher_scripts.gateway.reasoning import Reasoning, ReasoningText
-from launcher_scripts.gateway.token_texts import token_texts
+from launcher_scripts.gateway.row_text import token_texts
+from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, saying
 from tests.gateway.test_chat import HI, chat_client
 from tests.gateway.test_completions import events

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.gateway.api_errors import ApiError, ServerLost, bad_request
-from launcher_scripts.gateway.backend import Increment, RowRequest
-from launcher_scripts.gateway.replicas import Replica, Replicas
+from launcher_scripts.gateway.backend import Increment, Replica, Replicas, RowRequest
 from tests.gateway.fakes import GPT2, FakeBackend, client_of, served
 
 ROW = RowRequest("row", (1, 2, 3), 5)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from launcher_scripts.gateway.chat_template import ChatTemplate
+from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, saying, served, until
 from tests.gateway.test_chat import ROOM, chat_client
 from tests.gateway.test_completions import IDS, WORDS
@@ -115,7 +115,7 @@ def test_a_conversation_with_calls_becomes_messages() -> None:
 
 
 def template_of(text: str) -> Any:
-    from launcher_scripts.gateway.chat_template import ChatTemplate
+    from launcher_scripts.gateway.served_model import ChatTemplate
 
     return ChatTemplate({"default": text or CHATML}, {})
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.gateway.backend import Increment
-from launcher_scripts.gateway.row_text import Piece, RowText
-from launcher_scripts.gateway.stops import StopTexts
-from launcher_scripts.gateway.token_texts import token_texts
+from launcher_scripts.gateway.reasoning import StopTexts
+from launcher_scripts.gateway.row_text import Piece, RowText, token_texts
 from tests.gateway.fakes import TOKENIZERS, log_prob
 
 KINDS = {name: load_tokenizer(TOKENIZERS / name) for name in ("gpt2bpe", "sentencepiece")}

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.contract.shared_stream import open_id
+from launcher_scripts.contract.requests import open_id
 from launcher_scripts.gateway.backend import RowRequest
 from launcher_scripts.gateway.triton_backend import TritonBackend, TritonServer
 from tests.gateway.fakes import CHATML

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException as ServerFailure
 
-from launcher_scripts.contract.shared_stream import NO_STREAM, RowNews, pack, shared_id
+from launcher_scripts.contract.requests import NO_STREAM, RowNews, pack, shared_id
 from launcher_scripts.gateway.shared_stream import NoStream, SharedStream, StreamLost
 from tests.gateway.fakes import until
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.jobs.metrics import load as load_of
+from launcher_scripts.jobs.status import load as load_of
 from tests.gateway.processes import RunningGateway, gateway_job
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running

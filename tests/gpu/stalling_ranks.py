@@ -22,9 +22,9 @@ import torch
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.heartbeat import OWN_WORK, RECORDING
-from launcher_scripts.engine.ranks import rank_processes
+from launcher_scripts.engine.ranks import peers
 from launcher_scripts.engine.ranks.worker import main as worker_main
-from launcher_scripts.engine.runner import recording
+from launcher_scripts.engine.runner import graphs
 from launcher_scripts.engine.runner.runner import Runner
 from tests.engine.small_models import load_engine, random_tensors
 from tests.gpu.test_engine import wider
@@ -88,8 +88,8 @@ def _make_stall(rank: int) -> None:
 def run(way: str, ranks: str, folder: Path, device: str = "cuda") -> dict[str, Any]:
     """The reason that requests get, and the seconds from the stall until they do."""
     os.environ.update({WAY_VARIABLE: way, FOLDER_VARIABLE: str(folder)})
-    rank_processes.WORKER = "tests.gpu.stalling_ranks"
-    recording.LOAD_SECONDS = 0.0  # so that the step that stalls is one of a request
+    peers.WORKER = "tests.gpu.stalling_ranks"
+    graphs.LOAD_SECONDS = 0.0  # so that the step that stalls is one of a request
     _make_stall(0)
     config = wider(vocab_size=516, end_id=516)
     started = time.time()

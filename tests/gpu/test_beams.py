@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.contract.requests import (
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParameters,
-)
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_models import engine_for, load_engine, random_tensors
 from tests.engine.small_t5 import VARIANTS

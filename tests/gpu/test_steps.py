@@ -13,7 +13,7 @@ import torch
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.messages.plan import Bounds, RowStart
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.engine.runner.graphs import bucket_bounds
 from launcher_scripts.kernels import reference
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters, adapters_of

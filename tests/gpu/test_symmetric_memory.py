@@ -16,8 +16,8 @@ from launcher_scripts.engine.distributed.communicator import (
     join_store,
     open_store,
 )
-from launcher_scripts.engine.distributed.interfaces import LOOPBACK
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.distributed.sockets import LOOPBACK
+from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.kernels.operands import Linear, Norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]

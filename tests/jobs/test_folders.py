@@ -11,12 +11,12 @@ import pytest
 from launcher_scripts.cluster import record
 from launcher_scripts.cluster.record import (
     JobRecord,
+    JobState,
     append_to_index,
     index_file,
     read_index,
     ready_of_run,
 )
-from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.jobs import folders, logs
 from launcher_scripts.jobs import status as job_status

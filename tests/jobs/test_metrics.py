@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.jobs.metrics import Load, is_ready, load, parse_load
+from launcher_scripts.jobs.status import Load, is_ready, load, parse_load
 
 TEXT = """\
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)

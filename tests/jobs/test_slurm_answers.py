@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import Resources
+from launcher_scripts.cluster.record import JobState
 from launcher_scripts.cluster.slurm_queue import check_partition, job_state, slurm_seconds
-from launcher_scripts.cluster.state import JobState
 from launcher_scripts.common.errors import Problems
 
 SHOWN = """\

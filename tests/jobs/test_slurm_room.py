@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
-from launcher_scripts.cluster.slurm_options import SlurmOptions
-from launcher_scripts.cluster.slurm_room import check_room
+from launcher_scripts.cluster.slurm import check_room
+from launcher_scripts.cluster.slurm_script import SlurmOptions
 from launcher_scripts.common.errors import Problems
 
 # Prints what a cluster with two kinds of partitions says: two nodes, and one of them.

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher_scripts.cluster.state import JobState
+from launcher_scripts.cluster.record import JobState
+from launcher_scripts.jobs.commands import STATUS_COLUMNS, coloured, plain
 from launcher_scripts.jobs.folders import KnownJob
-from launcher_scripts.jobs.metrics import Load
-from launcher_scripts.jobs.status import Status
-from launcher_scripts.jobs.tables import STATUS_COLUMNS, coloured, plain
+from launcher_scripts.jobs.status import Load, Status
 from tests.jobs.test_folders import make_job
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.cluster.record import JobRecord, write_end
-from launcher_scripts.cluster.state import JobState
+from launcher_scripts.cluster.record import JobRecord, JobState, write_end
+from launcher_scripts.jobs.commands import STATUS_COLUMNS, plain
 from launcher_scripts.jobs.folders import KnownJob
 from launcher_scripts.jobs.status import Status, badge
-from launcher_scripts.jobs.tables import STATUS_COLUMNS, plain
 from tests.jobs.conftest import Jobs, Statuses
 from tests.jobs.test_folders import make_job
 

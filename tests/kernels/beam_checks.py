@@ -16,7 +16,7 @@ from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import beams
 from launcher_scripts.kernels.quantization import FP8
-from launcher_scripts.kernels.reference_beams import BeamShape
+from launcher_scripts.kernels.reference_sampling import BeamShape
 from tests.kernels.kernel_checks import (
     DEVICE,
     INTERPRETED,

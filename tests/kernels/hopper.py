@@ -12,7 +12,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda.compiling import traits_of
 
 SHARED_BYTES = 227 << 10  # of a program on an H100 or H200
 MAX_THREADS = 1024

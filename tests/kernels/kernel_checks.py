@@ -15,8 +15,14 @@ from launcher_scripts.common.parallelism import Parallelism  # noqa: E402
 from launcher_scripts.engine.distributed.communicator import Communicator  # noqa: E402
 from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import decode_attention, dot, fused, peer_buffers, peer_rows  # noqa: E402
-from launcher_scripts.kernels.cuda.tiles import DotTile  # noqa: E402
+from launcher_scripts.kernels.cuda import (  # noqa: E402
+    decode_attention,
+    dot,
+    fused,
+    peer_buffers,
+    peer_rows,
+)
+from launcher_scripts.kernels.cuda.compiling import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     AttentionScores,
     EmbeddingTables,

@@ -9,7 +9,7 @@ import torch
 
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import dot, peer_buffers
-from launcher_scripts.kernels.cuda.tiles import DotTile
+from launcher_scripts.kernels.cuda.compiling import DotTile
 from launcher_scripts.kernels.operands import AttentionScores, Heads, Linear, LoRA, StepRows
 from launcher_scripts.kernels.quantization import quantized
 from tests.kernels import kernel_checks

@@ -12,8 +12,8 @@ triton = pytest.importorskip("triton")
 from launcher_scripts.common.quantization import Quantization  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import fused, many_rows, peer_buffers  # noqa: E402
-from launcher_scripts.kernels.cuda.device_traits import DeviceTraits  # noqa: E402
-from launcher_scripts.kernels.cuda.hi_lo import split_hi_lo  # noqa: E402
+from launcher_scripts.kernels.cuda.compiling import DeviceTraits  # noqa: E402
+from launcher_scripts.kernels.cuda.dot import split_hi_lo  # noqa: E402
 from launcher_scripts.kernels.cuda.many_rows import fp8_rows, multiplies_fp8  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
     AttentionScores,

@@ -15,7 +15,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core.row_state import RowStates
 from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.kernels import reference, reference_sampling
-from launcher_scripts.kernels.cuda import candidates, groups, penalties, sampling
+from launcher_scripts.kernels.cuda import candidates, sampling
 from tests.kernels.kernel_checks import (
     DEVICE,
     INTERPRETED,
@@ -153,7 +153,7 @@ def test_a_row_alone_gets_what_it_gets_among_many():
 @pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel has its number")
 def test_more_candidates_than_the_list_holds(monkeypatch):
     """They are looked for in the whole row."""
-    for module in (candidates, groups, sampling):
+    for module in (candidates, candidates, sampling):
         monkeypatch.setattr(module, "FEW", module.tl.constexpr(32))
         monkeypatch.setattr(module, "CANDIDATES", module.tl.constexpr(64), raising=False)
     parameters = ({"top_p": 0.9}, {"top_k": 500}, {"top_k": 2}, {})
@@ -194,5 +194,5 @@ def test_process(vocab):
 
 def test_process_of_long_rows(monkeypatch):
     """Longer than a program looks at at once."""
-    monkeypatch.setattr(penalties, "BLOCK", 16)
+    monkeypatch.setattr(sampling, "BLOCK", 16)
     test_process(1100)

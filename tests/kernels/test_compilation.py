@@ -12,27 +12,22 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from launcher_scripts.kernels.cuda import (  # noqa: E402
-    activation,
-    argmax,
+    attention_tile,
     beams,
+    candidates,
     decode_attention,
     dot,
     embedding,
+    epilogues,
     gemv,
-    gemv_heads,
-    grouped_attention,
-    host_copy,
     lora,
     many_rows,
     norm,
     peer_buffers,
     peer_rows,
-    penalties,
     prompt_attention,
-    rotary,
+    qkv,
     sampling,
-    shares,
-    span_attention,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -100,7 +95,7 @@ def test_gemv_heads(dtype, kept, half, rank):
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
     constants["LORA"] = (768, rank, 512, 640) if rank else None
-    assert compile_kernel(gemv_heads.gemv_heads, pointers, numbers, constants)
+    assert compile_kernel(qkv.gemv_heads, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -225,15 +220,15 @@ def test_what_looks_tokens_up_finds_them_and_copies_them():
     assert compile_kernel(embedding.look_up, pointers, numbers, {"BLOCK": 64})
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
-    assert compile_kernel(argmax.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    assert compile_kernel(epilogues.block_argmax, pointers, numbers, {"BLOCK": 1024})
     pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
     constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
-    assert compile_kernel(argmax.pick_largest, pointers, {"parts": "i32"}, constants)
+    assert compile_kernel(epilogues.pick_largest, pointers, {"parts": "i32"}, constants)
     pointers = dict.fromkeys(("tokens", "slots", "memory", "written"), "i64")
     numbers = dict.fromkeys(("count", "lines", "width", "padding"), "i32")
     constants = {"USE_PDL": True, "BLOCK": 256}
-    assert compile_kernel(host_copy.write_line, pointers, numbers, constants)
+    assert compile_kernel(embedding.write_line, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +265,11 @@ def test_beam_searches(kernel, constants):
 @pytest.mark.parametrize(
     "kernel",
     [
-        shares.find_maxima,
+        candidates.find_maxima,
         sampling.add_shares,
         sampling.add_finer_shares,
         sampling.choose_tokens,
-        penalties.process_rows,
+        sampling.process_rows,
     ],
 )
 def test_sampling(kernel):
@@ -290,7 +285,7 @@ def test_sampling(kernel):
         for name, value in {"USE_PDL": True, "LEVEL": 2, "BLOCK": 1024}.items()
         if name in kernel.arg_names
     }
-    if kernel is penalties.process_rows:
+    if kernel is sampling.process_rows:
         constants["LISTED"] = 512
     pointers = {
         name: "fp32" if name in floats else integers.get(name, "i64")
@@ -319,7 +314,7 @@ def test_rotate_and_store(dtype, kept, half):
     constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half, "BLOCK": 64, "AT_ONCE": 16}
     step = half == 8
     constants |= {"NORM": int(step), "STEP": step, "USE_PDL": step}
-    assert compile_kernel(rotary.rotate_and_store, pointers, numbers, constants)
+    assert compile_kernel(qkv.rotate_and_store, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize(("splits", "relative"), [(1, True), (4, False)])
@@ -348,7 +343,7 @@ def test_attention(dtype, kept, splits, relative):
     assert compile_kernel(decode_attention.attend, pointers, numbers, constants, num_warps=1)
     if dtype != "fp32":  # which gets no matrix products
         constants |= {"TILE": 64, "MEMBERS": 16, "PRECISION": "tf32", "PREFETCH": 64}
-        kernel = grouped_attention.attend_grouped
+        kernel = attention_tile.attend_grouped
         ptx = compile_kernel(kernel, pointers, numbers, constants)
         assert "prefetch.global.L2" in ptx.rpartition("griddepcontrol.wait")[0]
 
@@ -380,14 +375,14 @@ def test_attend_spans(dtype, relative):
     numbers = {"scale": "fp32", "reach": "i32"}
     constants = {"HEADS": 8, "SIZE": 48, "BLOCK": 64, "RELATIVE": relative, "USE_PDL": True}
     constants |= {"QUERIES": 64, "KEYS": 32}
-    assert compile_kernel(span_attention.attend_blocks, pointers, numbers, constants)
+    assert compile_kernel(prompt_attention.attend_blocks, pointers, numbers, constants)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
     constants = {"ACTIVATION": 1, "USE_PDL": True, "BLOCK": 2048}
-    assert compile_kernel(activation.multiply_gate, pointers, {"size": "i32"}, constants)
+    assert compile_kernel(epilogues.multiply_gate, pointers, {"size": "i32"}, constants)
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])

@@ -75,9 +75,9 @@ def test_a_launcher_stays_what_it_was_when_another_is_loaded(
 
 KEYS = """
 import sys
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.families import kernels_for
 kernels_for("cuda")
-from launcher_scripts.kernels.cuda.gemv_heads import gemv_heads
+from launcher_scripts.kernels.cuda.qkv import gemv_heads
 from launcher_scripts.kernels.cuda.gemv import gemv, gemv_largest
 functions = {"gemv": gemv, "gemv_heads": gemv_heads, "gemv_largest": gemv_largest}
 print(sorted((name, functions[name].cache_key) for name in sys.argv[1:]))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.engine.model.kernels import kernels_for
+from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.kernels import reference
 
 needs_triton = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from launcher_scripts.engine.messages.plan import Choice, Plan, StepShape
 from launcher_scripts.engine.runner.kernel_precompiler import traced_runner
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels.cuda.compiling import DotTile
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention
-from launcher_scripts.kernels.cuda.tiles import DotTile
 from launcher_scripts.kernels.operands import AttentionScores, LayerCache
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.kernels.hopper import Hopper, hopper

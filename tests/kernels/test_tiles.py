@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.kernels.cuda import tiles
-from launcher_scripts.kernels.cuda.tiles import DotTile, dot_tile, forget, part, row_tile, table
+from launcher_scripts.kernels.cuda import compiling
+from launcher_scripts.kernels.cuda.compiling import DotTile, dot_tile, forget, part, row_tile, table
 
 HOPPER = 227 * 1024
 AMPERE_CARD = 99 * 1024
@@ -41,7 +41,7 @@ def test_fp8_has_the_tiles_of_int8_but_for_its_own(monkeypatch: pytest.MonkeyPat
     known = {"int8_row_products": {"add 8": [1, 8, 2, False]}}
     known |= {"int8_dot_products": {"add 8": [32, 8, 2, 3, 4]}}
     known |= {"fp8_dot_products": {"add 8": [64, 8, 2, 3, 4]}}
-    monkeypatch.setattr(tiles, "table", lambda: known)
+    monkeypatch.setattr(compiling, "table", lambda: known)
     forget()
     try:
         assert row_tile("add", 16, 8, "fp8") == row_tile("add", 16, 8, "int8") == (1, 8, 2, False)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.containers import (
+from launcher_scripts.cluster.slurm_script import (
     EnrootImage,
+    Variables,
     image_problem,
     is_file,
     registry_name,
 )
-from launcher_scripts.cluster.slurm_script import Variables
 from launcher_scripts.common.errors import ConfigError
 from tests.login.conftest import Planner
 from tests.login.test_golden import BASE, ENROOT, IMAGE, folder_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.gpus import Gpu
+from launcher_scripts.common.hosts import Gpu
 from stages import defaults
 from tests.login.conftest import LOCAL, Compose, Planner, write_nemo
 

@@ -11,11 +11,17 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
+from launcher_scripts.config.evaluation import (
+    BenchmarkSettings,
+    GenerationSettings,
+    LoadBounds,
+    LoadPrompts,
+    LoadSettings,
+    TaskSettings,
+)
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.load import LoadBounds, LoadPrompts, LoadSettings
-from launcher_scripts.config.options import values_of
+from launcher_scripts.config.options import build, values_of
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.schema import build
 from launcher_scripts.config.settings import (
     EvaluateSettings,
     GatewayJobSettings,
@@ -23,7 +29,6 @@ from launcher_scripts.config.settings import (
     ServerOptions,
     ServingOptions,
 )
-from launcher_scripts.config.tasks import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES
 from stages.export import ExportModel, TritonDeployment
 from tests.login.conftest import Compose, Planner, Run

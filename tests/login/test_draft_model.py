@@ -9,7 +9,7 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.models.gpt import GPTConfig
-from launcher_scripts.models.ini_text import FILE_NAME
+from launcher_scripts.models.repository import FILE_NAME
 from tests.login.conftest import LOCAL, Planner
 
 KEY = "export.triton_deployment.draft_model_dir"

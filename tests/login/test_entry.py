@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.common.command_line import help_text
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.help_text import help_text
 from tests.login.conftest import Planner, Run
 
 HEAVY = ("torch", "triton", "tritonclient", "numpy", "transformers")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.environment import SubmissionEnvironment, without_job
+from launcher_scripts.cluster.cluster import SubmissionEnvironment, without_job
 from tests.login.conftest import LOCAL, Run
 
 # sbatch(1), INPUT ENVIRONMENT VARIABLES: those of the user alone, and those that a job has, too.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.harness import HarnessSettings
+from launcher_scripts.config.evaluation import HarnessSettings
 from stages.plan import Plan
 from tests.login.conftest import Compose, Planner
 

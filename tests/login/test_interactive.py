@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.common.atomic_write import atomic_write
+from launcher_scripts.common.files import atomic_write
 from tests.login.conftest import LOCAL, Run
 from tests.processes import wait_for_file, wait_until_gone
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from stages.mounts import Mount, host_path, mounts_for
+from stages.checks import Mount, host_path, mounts_for
 
 
 @pytest.mark.parametrize(

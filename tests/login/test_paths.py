@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.config.paths import (
+from launcher_scripts.config.options import (
     ConfigPath,
     NamedPath,
     SecretPath,

@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher_scripts.cluster import Cluster
-from launcher_scripts.cluster.bcp import BcpCluster, BcpOptions
-from launcher_scripts.cluster.interactive import InteractiveCluster, InteractiveOptions
+from launcher_scripts.cluster.interactive import (
+    BcpCluster,
+    BcpOptions,
+    InteractiveCluster,
+    InteractiveOptions,
+)
 from launcher_scripts.cluster.job import Job, JobFolder, Step
 from launcher_scripts.cluster.slurm import SlurmCluster, SlurmOptions
-from launcher_scripts.common import rendering as rendering
+from launcher_scripts.common import rendering
 from launcher_scripts.common.rendering import pbtxt, quote, quote_sbatch, render
 
 NASTY = [

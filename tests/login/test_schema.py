@@ -11,8 +11,8 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.options import check_options, option
-from launcher_scripts.config.schema import build
+from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.options import build, check_options, option
 from launcher_scripts.config.settings import (
     DeploySettings,
     EvaluateSettings,
@@ -22,7 +22,6 @@ from launcher_scripts.config.settings import (
     settings_text,
     write_settings,
 )
-from launcher_scripts.config.tasks import BenchmarkSettings, TaskSettings
 
 
 @dataclass(frozen=True)

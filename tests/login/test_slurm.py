@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import JobFolder
-from launcher_scripts.cluster.slurm_options import SlurmOptions
+from launcher_scripts.cluster.slurm_script import SlurmOptions
 from launcher_scripts.common.errors import ConfigError
 from tests.login.conftest import Planner, Run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama, nemo_config
+from launcher_scripts.checkpoint.sources.nemo_writer import GGUFLlama, nemo_config
 from launcher_scripts.common.errors import CheckpointError
 from tests.quickstart.tiny_gguf import (
     HEAD,

@@ -188,7 +188,7 @@ def test_artifact_names_are_nemos() -> None:
 
 
 def test_the_configuration_has_the_keys_that_nemo_writes(genuine: dict[str, Any]) -> None:
-    from launcher_scripts.checkpoint.sources.gguf_llama import CONFIG
+    from launcher_scripts.checkpoint.sources.nemo_writer import CONFIG
 
     ours = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     # NeMo 1.23 reads rotary_base and writes it only where it was given.

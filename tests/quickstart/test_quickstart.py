@@ -17,11 +17,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from launcher_scripts.checkpoint.sources.gguf_llama import GGUFLlama
+from launcher_scripts.checkpoint.sources.nemo_writer import GGUFLlama
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.schema import build
 from launcher_scripts.evaluation import gate
 from launcher_scripts.evaluation.comparison import compare
 from launcher_scripts.evaluation.report_content import read_content

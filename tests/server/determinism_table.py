@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.models import Models, find_models
-from launcher_scripts.clients.remote import RemoteServer
+from launcher_scripts.clients.remote import Models, RemoteServer, find_models
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters

@@ -26,8 +26,8 @@ from tritonclient.utils import InferenceServerException
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
 from launcher_scripts.steps import measure_accuracy
 from tests.gateway.processes import gateway
 from tests.server.processes import running

@@ -26,9 +26,9 @@ from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.http_answer import UNIX, ask
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
-from launcher_scripts.evaluation.ready import connect
-from launcher_scripts.jobs.metrics import Load, is_ready, load_of
-from launcher_scripts.server.port_probe import PATHS, answers, check_closed, check_key, listening
+from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.jobs.status import Load, is_ready, load_of
+from launcher_scripts.server.health import PATHS, answers, check_closed, check_key, listening
 from tests.gateway.processes import gateway
 from tests.processes import command_line, wait_for
 from tests.server.processes import CHECKOUT, RunningStep, running

@@ -20,7 +20,7 @@ import pytest
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.jobs.metrics import load
+from launcher_scripts.jobs.status import load
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config

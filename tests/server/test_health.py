@@ -15,6 +15,7 @@ import pytest
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.settings import DeploySettings
+from launcher_scripts.server.addresses import PORT_NAMES, ports_in_use, reserved_ports
 from launcher_scripts.server.health import (
     IdleDetector,
     ModelStatus,
@@ -22,7 +23,6 @@ from launcher_scripts.server.health import (
     failures,
     read_statuses,
 )
-from launcher_scripts.server.ports import PORT_NAMES, ports_in_use, reserved_ports
 from tests.processes import wait_for
 
 

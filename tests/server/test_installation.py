@@ -12,8 +12,7 @@ import pytest
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.server import installation
-from launcher_scripts.server.installation import OUR_BACKEND, STUB, find_installation
-from launcher_scripts.server.text_numpy import prefer_numpy
+from launcher_scripts.server.installation import OUR_BACKEND, STUB, find_installation, prefer_numpy
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.server import lost_workers
-from launcher_scripts.server.lost_workers import REASON
+from launcher_scripts.server import process
+from launcher_scripts.server.process import REASON
 from tests.processes import wait_for
 from tests.server.processes import running
 from tests.server.test_service import assert_clean_failure, make_repository
@@ -57,14 +57,14 @@ def test_there_is_no_third_start(tmp_path: Path) -> None:
 
 
 def test_a_server_that_waits_for_a_worker_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_workers, "_WAITING_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_WAITING_SECONDS", 0.0)
     shell = ["sh", "-c", "sleep 600; true"]
     with subprocess.Popen(shell, start_new_session=True) as waits:
         try:
-            wait_for(lost_workers.LostWorkerDetector(waits.pid))
+            wait_for(process.LostWorkerDetector(waits.pid))
         finally:
             os.killpg(waits.pid, signal.SIGKILL)
     with subprocess.Popen(["sleep", "600"]) as sleeps:
-        noticed = [lost_workers.LostWorkerDetector(sleeps.pid)() for _ in range(3)]
+        noticed = [process.LostWorkerDetector(sleeps.pid)() for _ in range(3)]
         sleeps.kill()
     assert noticed == [False] * 3

@@ -13,7 +13,7 @@ from prometheus_client import parser
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.jobs.metrics import load
+from launcher_scripts.jobs.status import load
 from tests.engine.small_models import random_tensors, write_checkpoint
 from tests.processes import wait_for
 from tests.server.processes import running

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.ready_file import CANDIDATE, ask_to_publish
+from launcher_scripts.common.files import CANDIDATE, ask_to_publish
+from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import DeploySettings, EvaluateSettings
-from launcher_scripts.config.tasks import BenchmarkSettings
-from launcher_scripts.evaluation.promotion import promote
+from launcher_scripts.evaluation.gate import promote
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 from tests.server.test_service import make_repository

@@ -22,7 +22,7 @@ from launcher_scripts.config.security import (
 )
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway.service import serve
-from launcher_scripts.server.protection import TOKEN_HEADER, Protection, launch_credentials
+from launcher_scripts.server.process import TOKEN_HEADER, Protection, launch_credentials
 from tests.server.processes import running
 from tests.server.test_service import make_repository
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.ready_file import ask_to_publish
+from launcher_scripts.common.files import ask_to_publish
 from launcher_scripts.config.settings import DeploySettings
-from launcher_scripts.server import ready_files
-from launcher_scripts.server.ready_files import ReadyFiles
+from launcher_scripts.server import addresses
+from launcher_scripts.server.addresses import ReadyFiles
 
 FACTS = {"http": "n1:8000", "job": {"folder": "/jobs/1"}}
 OTHERS = {"http": "n2:8000", "job": {"folder": "/jobs/2"}}
@@ -24,8 +24,8 @@ OTHERS = {"http": "n2:8000", "job": {"folder": "/jobs/2"}}
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_files, "_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(ready_files, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(addresses, "_POLL_SECONDS", 0.01)
 
 
 def files(folder: Path) -> ReadyFiles:
@@ -55,7 +55,7 @@ def living(others: ReadyFiles) -> Iterator[None]:
 
 
 def test_the_file_of_a_living_server_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready_files, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 60.0)
     others = files(tmp_path)
     others.prepare()
     others.write(OTHERS)
@@ -67,7 +67,7 @@ def test_the_file_of_a_living_server_stays(tmp_path: Path, monkeypatch: pytest.M
 def test_a_server_that_was_ready_first_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ready_files, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 60.0)
     others, ours = files(tmp_path), files(tmp_path)
     for each in (others, ours):
         each.prepare()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.common.cleanup import remove_leftovers
+from launcher_scripts.common.processes import remove_leftovers
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT, RunningStep, running
 

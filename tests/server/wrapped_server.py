@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher_scripts.server.addresses import PORT_NAMES
 from launcher_scripts.server.installation import OUR_PROGRAMS
-from launcher_scripts.server.ports import PORT_NAMES
 from tests.processes import wait_for
 from tests.slurm.configuration import free_ports
 

@@ -18,7 +18,7 @@ from launcher_scripts.contract.requests import (
     GenerateRequest,
     ModelLogProbs,
 )
-from launcher_scripts.engine.core.prompts import real_ids
+from launcher_scripts.engine.core.requests import real_ids
 
 Outputs = Sequence[GenerateOutput]
 Requests = Sequence[GenerateRequest]

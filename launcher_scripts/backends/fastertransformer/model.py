@@ -21,13 +21,13 @@ import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
+    Answers,
     StreamSender,
     error_response,
     reason_of,
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answer_tensors import ANSWER_TENSORS, Shape
-from launcher_scripts.backends.fastertransformer.answers import Answers
 from launcher_scripts.backends.fastertransformer.forwarded import (
     Channels,
     ChannelSender,
@@ -35,22 +35,21 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
 )
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
-from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
-from launcher_scripts.backends.fastertransformer.nodes import (
+from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
+from launcher_scripts.backends.fastertransformer.server import (
+    DEVICE_VARIABLE,
+    MAX_WAITING_VARIABLE,
+    ModelMetrics,
+    StatusFile,
     end_server_later,
+    engine_settings,
     host_ranks,
+    model_type,
     node_group,
 )
-from launcher_scripts.backends.fastertransformer.parameters import engine_settings, model_type
-from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
-from launcher_scripts.backends.fastertransformer.status import (
-    DEVICE_VARIABLE,
-    MAX_WAITING_VARIABLE,
-    StatusFile,
-)
 from launcher_scripts.backends.older_servers import require_new_enough, response_sender, returned
 from launcher_scripts.backends.text_parameters import (
     ParameterError,
@@ -64,11 +63,14 @@ from launcher_scripts.common.errors import (
     ServerError,
     problem,
 )
-from launcher_scripts.contract.contracts import Contract
-from launcher_scripts.contract.requests import CLIENT_PARAMETER, GenerateOutput, GenerateRequest
-from launcher_scripts.contract.sessions import served_contract
-from launcher_scripts.contract.shared_stream import shared_id
-from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
+from launcher_scripts.contract.contracts import Contract, served_contract
+from launcher_scripts.contract.requests import (
+    CLIENT_PARAMETER,
+    GenerateOutput,
+    GenerateRequest,
+    shared_id,
+)
+from launcher_scripts.engine.core.requests import prompt_start_id, real_ids
 from launcher_scripts.engine.core.row import SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine

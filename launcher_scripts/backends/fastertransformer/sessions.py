@@ -12,7 +12,7 @@ from torch import Tensor
 
 from launcher_scripts.common.errors import ConfigError, Problems, RequestError
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.prompts import prompt_start_id, real_ids
+from launcher_scripts.engine.core.requests import prompt_start_id, real_ids
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 

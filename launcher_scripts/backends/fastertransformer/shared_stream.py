@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from launcher_scripts.backends.fastertransformer.answer import Answer, Submit, send_last
-from launcher_scripts.backends.fastertransformer.answers import Answers
+from launcher_scripts.backends.fastertransformer.answer import Answer, Answers, Submit, send_last
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.contract.shared_stream import NO_STREAM, News, pack
+from launcher_scripts.contract.requests import NO_STREAM, News, pack
 from launcher_scripts.engine.core.session import Session
 
 # A stream without rows ends after this time, so that it does not hold up a server that stops.

@@ -23,9 +23,8 @@ from launcher_scripts.common.untrusted import read_plain
 from launcher_scripts.config.settings import CHECKPOINT_KEY, DATA_TYPES, DRAFT_MODEL_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of
-from launcher_scripts.models.draft import check_draft_model
-from launcher_scripts.models.family import ModelConfig
-from launcher_scripts.models.ini_text import FILE_NAME, parse_ini
+from launcher_scripts.models.family import ModelConfig, check_draft_model
+from launcher_scripts.models.repository import FILE_NAME, parse_ini
 
 EXTENSION = "extension"
 EXTENSION_VERSION = 1

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer import config_ini
-from launcher_scripts.checkpoint.fastertransformer.journal import Journal
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
     DIGESTS,
@@ -32,6 +31,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     read_manifest,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import (
+    Journal,
     partial_folder,
     refuse_existing,
     replace_folder,
@@ -41,7 +41,7 @@ from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, dtype_name
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
-from launcher_scripts.models.ini_text import FILE_NAME as INI_NAME
+from launcher_scripts.models.repository import FILE_NAME as INI_NAME
 
 # At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives
 # free blocks of that size back to its host must get it from there, which takes ten times as long.

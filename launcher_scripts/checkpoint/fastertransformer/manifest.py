@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher_scripts.checkpoint.formats.checksums import crc32
+from launcher_scripts.checkpoint.formats.archive import crc32
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import parse_json, read_plain
 

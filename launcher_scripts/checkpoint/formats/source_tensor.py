@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import plain
-from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.formats.dtypes import Workspace, plain
 from launcher_scripts.common.errors import CheckpointError, problem
 
 _COMPARED_ROWS = 1024

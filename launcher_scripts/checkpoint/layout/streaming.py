@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, plain, widened
-from launcher_scripts.checkpoint.formats.workspace import Workspace
+from launcher_scripts.checkpoint.formats.dtypes import (
+    BFLOAT16,
+    Workspace,
+    converted,
+    plain,
+    widened,
+)
 from launcher_scripts.common.errors import CheckpointError
 
 STRIP_BYTES = 1 << 21

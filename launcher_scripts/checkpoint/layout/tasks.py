@@ -9,7 +9,9 @@ file in memory, and a copy of a tensor only where the source has it in pieces.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,17 +22,29 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import FLOATS, dtype_name, float32, plain, widened
+from launcher_scripts.checkpoint.formats.dtypes import (
+    BFLOAT16,
+    FLOATS,
+    Workspace,
+    dtype_name,
+    float32,
+    plain,
+    widened,
+)
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.layout.progress import Progress
-from launcher_scripts.checkpoint.layout.reshard import Blocks, rank_columns, whole_blocks
+from launcher_scripts.checkpoint.layout.layouts import (
+    LAYOUTS,
+    Blocks,
+    Layout,
+    rank_columns,
+    whole_blocks,
+)
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
-from launcher_scripts.checkpoint.layout.worker_processes import Take, run_all
+from launcher_scripts.checkpoint.layout.workers import Progress, Take, run_all
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
-from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.common.hosts import Gpu
+from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
 # The dialect of tensors that have the table's own names and are as stored.
@@ -45,7 +59,7 @@ class Change(Protocol):
     """What learning left for a stored tensor, applied when that is read."""
 
     def apply(self, blocks: Blocks) -> Blocks:
-        """The blocks (see reshard.py), changed in float32."""
+        """The blocks (see layouts.py), changed in float32."""
         ...
 
     def sources(self) -> Iterable[tuple[str, SourceTensor]]:
@@ -57,7 +71,7 @@ class Change(Protocol):
 class Scale:
     """A vector that multiplies a stored tensor: one block of its columns, or its rows.
 
-    block: which block of the columns (see reshard.py); None: the rows
+    block: which block of the columns (see layouts.py); None: the rows
     """
 
     vector: SourceTensor
@@ -391,3 +405,63 @@ def _count(values: NDArray[Any]) -> int:
         part = np.ascontiguousarray(rows[first : first + step]).view(values.dtype)
         count += part.size - int(np.isfinite(widened(part)).sum())
     return count
+
+
+_TYPES = {np.dtype("<f8"): "fp32", np.dtype("<f4"): "fp32", np.dtype("<f2"): "fp16"}
+_TYPES[BFLOAT16] = "bf16"
+T5_OVERFLOW = (
+    "T5 is known to overflow in fp16: activations above 65,504 become infinite, and answers empty "
+    "or wrong; {key}=bf16 (or fp32) has the range"
+)
+
+
+def checkpoint_type(tasks: Iterable[Task]) -> str:
+    """Returns fp32, fp16 or bf16: the type of most stored values.
+
+    Quantized values have no such type; the values beside them decide. Without any, it is fp32.
+    """
+    counts: Counter[str] = Counter()
+    for task in tasks:
+        for tensor in task.tensors:
+            name = _TYPES.get(tensor.stored_dtype) if tensor.stored_dtype is not None else None
+            if name is not None:
+                counts[name] += math.prod(tensor.shape)
+    return max(counts, key=counts.__getitem__, default="fp32")
+
+
+def compute_type(settings: ExportSettings, weight_data_type: str, gpus: Iterable[Gpu]) -> str:
+    """Returns the type that the engine computes in; `auto` is the type of the weights.
+
+    float32 becomes bf16 where every GPU has it, which a printed note says.
+    """
+    if settings.data_type != AUTO:
+        return settings.data_type
+    gpus = tuple(gpus)
+    on_gpu = bool(gpus) and settings.device != "cpu"
+    if weight_data_type == "fp32" and on_gpu and all(gpu.has_bf16 for gpu in gpus):
+        print(
+            "note: the weights are float32, and the GPUs compute in bf16; "
+            "export.triton_deployment.data_type=fp32 computes as the checkpoint is stored",
+            flush=True,
+        )
+        return "bf16"
+    return weight_data_type
+
+
+def range_notes(settings: ExportSettings, stored: str, *, is_t5: bool) -> list[str]:
+    """Returns notes on types that were set by hand, or that T5 overflows in.
+
+    stored: the checkpoint's own type
+    """
+    notes = []
+    for name in ("weight_data_type", "data_type"):
+        value, key = getattr(settings, name), settings.key_of(name)
+        if value == "fp16" and stored == "bf16":
+            notes.append(
+                f"{key} is fp16 and the checkpoint is bf16: values above 65,504 do not fit; "
+                f"{key}=auto keeps bf16"
+            )
+        computed = stored if value == AUTO else value
+        if name == "data_type" and computed == "fp16" and is_t5:
+            notes.append(T5_OVERFLOW.format(key=key))
+    return notes

@@ -22,23 +22,63 @@ from pathlib import Path
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import check_files
 from launcher_scripts.checkpoint.fastertransformer.output_folder import refuse_links
-from launcher_scripts.checkpoint.layout.data_types import compute_type
-from launcher_scripts.checkpoint.repository.served_types import backend_model_type
+from launcher_scripts.checkpoint.layout.tasks import compute_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import check_vocabulary
-from launcher_scripts.common.atomic_write import atomic_write
-from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
-from launcher_scripts.common.gpus import visible_gpus
+from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, lookup, problem
+from launcher_scripts.common.files import atomic_write
+from launcher_scripts.common.hosts import visible_gpus
 from launcher_scripts.common.rendering import pbtxt, render
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.contract.sessions import (
+from launcher_scripts.contract.contracts import (
+    CONTRACTS,
     CONTROLS,
     MAX_SEQUENCE_IDLE_MICROSECONDS,
     served_contract,
 )
-from launcher_scripts.models.repository import TEXT_MODELS
+from launcher_scripts.models import family_of
+from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.repository import BACKEND_MODEL_TYPES, TEXT_MODELS
+
+KEY = "export.run.model_type"
+
+
+def backend_model_type(model_type: str, config: ModelConfig) -> str:
+    """The row of CONTRACTS that `model_type` means.
+
+    Raises ConfigError when it is unknown, or cannot serve a model of these hyperparameters.
+    """
+    name = lookup(BACKEND_MODEL_TYPES, model_type, KEY)
+    fitting = fitting_model_types(config)
+    if model_type in fitting:
+        return name
+    alone = " (an encoder alone)" if _encoder_only(config) else ""
+    what = f"the checkpoint, of family {family_of(config).name}{alone},"
+    raise ConfigError(
+        problem(
+            f"{what} cannot be served as this model_type",
+            got=model_type,
+            choices=fitting,
+            change=KEY,
+        )
+    )
+
+
+def fitting_model_types(config: ModelConfig) -> list[str]:
+    """The user's model_types that can serve a model of these hyperparameters, the usual first."""
+    family, encoder_only = family_of(config).name, _encoder_only(config)
+    return [
+        key
+        for key, row in BACKEND_MODEL_TYPES.items()
+        if CONTRACTS[row].family == family and (CONTRACTS[row].encoder_only or not encoder_only)
+    ]
+
+
+def _encoder_only(config: ModelConfig) -> bool:
+    return bool(getattr(config, "encoder_only", False))
+
 
 # The engine takes what waits whenever it is free, so a request never waits for company.
 MAX_QUEUE_DELAY_MICROSECONDS = 0

@@ -17,20 +17,22 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.shards import Shards, find_whole
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    Shards,
     SourceCheckpoint,
     TensorShards,
     WholeTensors,
+    find_whole,
 )
 from launcher_scripts.checkpoint.layout.tasks import Scale, Task, source_of
 from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
 from launcher_scripts.checkpoint.sources.adapter_collect import (
     Collected,
+    LoRAStack,
     nemo_lora,
     opened,
+    stacked_lora,
 )
-from launcher_scripts.checkpoint.sources.lora_stack import LoRAStack, stacked_lora
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenRule

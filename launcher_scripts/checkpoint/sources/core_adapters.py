@@ -18,10 +18,10 @@ import numpy as np
 
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
-from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig

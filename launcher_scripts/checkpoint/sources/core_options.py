@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.rotary_factors import yarn
+from launcher_scripts.checkpoint.sources.rotary_scaling import yarn
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
-from launcher_scripts.common.clamped_swiglu import CLAMP
 from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.common.quantization import CLAMP
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import SCORE_FUNCTIONS, GPTConfig
 from launcher_scripts.models.gpt_nemo import core_dialects

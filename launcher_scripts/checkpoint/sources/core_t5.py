@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.shards import T5_TABLE, TABLE
+from launcher_scripts.checkpoint.layout.source_checkpoint import T5_TABLE, TABLE, renamed
 from launcher_scripts.checkpoint.sources.core_options import CORE_ALONE, CoreOptions
-from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt_nemo import nemo_dialects
 from launcher_scripts.models.t5 import T5Config

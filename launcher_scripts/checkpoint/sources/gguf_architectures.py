@@ -13,10 +13,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.gguf_fields import Fields
-from launcher_scripts.checkpoint.sources import gguf_restored as restored
-from launcher_scripts.checkpoint.sources.gguf_restored import Restored
-from launcher_scripts.checkpoint.sources.gguf_rope import rope_parameters
+from launcher_scripts.checkpoint.formats.gguf_file import Fields
+from launcher_scripts.checkpoint.sources import gguf_parameters as restored
+from launcher_scripts.checkpoint.sources.gguf_parameters import Restored, rope_parameters
 
 
 @dataclass(frozen=True)

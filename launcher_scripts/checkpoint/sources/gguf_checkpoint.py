@@ -13,25 +13,21 @@ from gguf import GGMLQuantizationType, ReaderTensor
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
-from launcher_scripts.checkpoint.formats.gguf_fields import Fields
-from launcher_scripts.checkpoint.formats.gguf_file import open_gguf, read_tensor
+from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, Workspace
+from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.formats.workspace import Workspace
-from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, WholeTensors
+from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, WholeTensors, renamed
 from launcher_scripts.checkpoint.sources.gguf_architectures import (
     ARCHITECTURES,
     GGUFArchitecture,
     Model,
 )
-from launcher_scripts.checkpoint.sources.gguf_restored import Heads, Restored
-from launcher_scripts.checkpoint.sources.gguf_rope import FACTORS
+from launcher_scripts.checkpoint.sources.gguf_parameters import FACTORS, Heads, Restored
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files, tokenizer_metadata
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
 

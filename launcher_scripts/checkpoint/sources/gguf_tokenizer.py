@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.tokenizers.gguf_vocabularies import (
+from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
+from launcher_scripts.checkpoint.tokenizers.vocabularies import (
     CHARSMAP,
     CONTROL,
     PRE_TOKENIZERS,
@@ -21,7 +22,6 @@ from launcher_scripts.checkpoint.tokenizers.gguf_vocabularies import (
     pieces,
     unigram,
 )
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import GENERATION_FILE, is_of_library
 

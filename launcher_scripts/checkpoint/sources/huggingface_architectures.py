@@ -15,8 +15,7 @@ from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
-from launcher_scripts.checkpoint.sources.huggingface_multimodal import MULTIMODAL, text_config
-from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, RawConfig, text_config
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import mapping, parse_json, read_plain
 from launcher_scripts.models.family import ModelConfig

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import rope
+from launcher_scripts.checkpoint.sources.rotary_scaling import rope
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import layer_list

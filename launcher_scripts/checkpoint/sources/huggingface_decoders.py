@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import (
+from launcher_scripts.checkpoint.sources.rotary_scaling import (
     Fields,
     original_positions,
     rope,

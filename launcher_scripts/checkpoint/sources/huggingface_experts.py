@@ -15,8 +15,8 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     qwen_windows,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.huggingface_rope import Fields, two_ropes, windows
-from launcher_scripts.common.clamped_swiglu import CLAMP, SLOPE
+from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, two_ropes, windows
+from launcher_scripts.common.quantization import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
 

@@ -20,11 +20,14 @@ from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    SourceCheckpoint,
+    renamed,
+    unwrapped,
+)
 from launcher_scripts.checkpoint.layout.tasks import source_of
-from launcher_scripts.checkpoint.sources.huggingface import without_prefix
+from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
-from launcher_scripts.checkpoint.sources.huggingface_files import read_mapping
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     expert_pairs,
@@ -33,7 +36,6 @@ from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     unnested,
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
-from launcher_scripts.checkpoint.sources.renaming import renamed, unwrapped
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition

@@ -19,24 +19,25 @@ import numpy as np
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.shards import (
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
     HEAD,
     TABLE,
+    Hints,
     Shards,
     StateDict,
+    TensorShards,
     flattened,
     in_layer_order,
     merged_stages,
     rank_files,
+    renamed,
     table_rows,
 )
-from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, TensorShards
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ALONE,
     of_arguments,
     read_gpt,
 )
-from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem

@@ -16,12 +16,14 @@ from launcher_scripts.checkpoint.formats import distributed, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.distributed import Stored
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.shards import HEAD, TABLE
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    HEAD,
     PREDICTORS_NOTE,
+    TABLE,
     Hints,
     SourceCheckpoint,
     WholeTensors,
+    renamed,
 )
 from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
@@ -34,7 +36,6 @@ from launcher_scripts.checkpoint.sources.megatron import (
 )
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
-from launcher_scripts.checkpoint.sources.renaming import renamed
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.untrusted import mapping, parse_yaml

@@ -26,11 +26,11 @@ from launcher_scripts.checkpoint.formats.dtypes import (
     E8M0,
     FLOAT8,
     FLOATS,
+    Workspace,
     dtype_name,
     float32,
 )
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.formats.workspace import Workspace
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import fp4_pairs
 from launcher_scripts.common.errors import Problems
 

@@ -14,12 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.formats.sentencepiece_file import (
-    CONTROL,
-    UNIGRAM,
-    USER_DEFINED,
-    SentencePieceModel,
-)
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
 from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import (
     BACKEND,
@@ -31,6 +25,12 @@ from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import (
     TokenizerClass,
     Vocabulary,
     class_name,
+)
+from launcher_scripts.checkpoint.tokenizers.vocabularies import (
+    CONTROL,
+    UNIGRAM,
+    USER_DEFINED,
+    SentencePieceModel,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_of_library

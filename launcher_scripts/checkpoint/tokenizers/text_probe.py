@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.tokenizers.huggingface_tokenizers import unifie
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
-from launcher_scripts.common.template_rendering import FAILURE, SYNTAX
+from launcher_scripts.common.rendering import FAILURE, SYNTAX
 from launcher_scripts.common.tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -123,7 +123,7 @@ def check_templates(templates: Mapping[str, str]) -> None:
 
 @cache
 def _template_processes() -> LimitedProcesses:
-    function = "launcher_scripts.common.template_rendering:make_renderer"
+    function = "launcher_scripts.common.rendering:make_renderer"
     return LimitedProcesses(function, None, TEMPLATE_LIMITS, 1)
 
 

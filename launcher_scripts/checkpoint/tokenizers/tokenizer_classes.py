@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.tokenizers.gguf_vocabularies import PRE_TOKENIZERS
+from launcher_scripts.checkpoint.tokenizers.vocabularies import PRE_TOKENIZERS
 from launcher_scripts.common.tokenizer.base import FAIRSEQ_TOKENS, MASK
 from launcher_scripts.common.tokenizer.translators import languages_of
 

@@ -16,14 +16,18 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from launcher_scripts.engine.core.logit_processing import Processing, processing, words_of
 from launcher_scripts.engine.core.results import BeamCopy
 from launcher_scripts.engine.core.row_state import RowStates, indices
+from launcher_scripts.engine.core.sampler import Processing, processing, words_of
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import RowStart
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.kernels.reference_beams import BeamShape, continue_beams, copy_tokens
-from launcher_scripts.kernels.reference_sampling import Words
+from launcher_scripts.kernels.reference_sampling import (
+    BeamShape,
+    Words,
+    continue_beams,
+    copy_tokens,
+)
 
 # Decides over any log-probability already, and 63 of it stay below NEVER.
 MAX_BONUS = 1e6

@@ -13,10 +13,10 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
 
-from launcher_scripts.common.digests import block_digests
+from launcher_scripts.common.files import block_digests
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.cache.kv_cache import ExtentAllocator
 from launcher_scripts.engine.core.requests import ENCODER_DECODERS
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.core.log_probs import TokenScores
-from launcher_scripts.engine.core.sampler import Sampled
+from launcher_scripts.common.errors import ServerError
+from launcher_scripts.contract.requests import GenerateOutput
+from launcher_scripts.engine.core.sampler import Sampled, TokenScores
 from launcher_scripts.kernels.ops import Ops
 
 
@@ -267,3 +270,33 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+class Pending:
+    """Futures that are neither answered nor cancelled; each leaves by itself when it is."""
+
+    def __init__(self) -> None:
+        self._futures: set[Future[GenerateOutput]] = set()
+        self._lock = threading.Lock()
+
+    def add(self, future: Future[GenerateOutput]) -> None:
+        with self._lock:
+            self._futures.add(future)
+        future.add_done_callback(self._done)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def fail(self, error: ServerError) -> None:
+        """Answer all of them with `error`."""
+        with self._lock:
+            futures, self._futures = self._futures, set()
+        for future in futures:
+            try:
+                future.set_exception(error)
+            except InvalidStateError:
+                continue  # answered or cancelled meanwhile
+
+    def _done(self, future: Future[GenerateOutput]) -> None:
+        with self._lock:
+            self._futures.discard(future)

@@ -16,11 +16,10 @@ from torch import Tensor
 from launcher_scripts.common.errors import RequestError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
 from launcher_scripts.engine.core.guide import Guide
-from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis
-from launcher_scripts.engine.core.log_probs import TokenScores, model_log_probs, no_scores
+from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis, PromptLookup
 from launcher_scripts.engine.core.prefix_cache import Prefix
-from launcher_scripts.engine.core.prompt_lookup import PromptLookup
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
+from launcher_scripts.engine.core.sampler import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.messages.plan import Draft, RowStart
 

@@ -10,19 +10,20 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.engine.core.drafting import plan_drafts, take_drafts
 from launcher_scripts.engine.core.guide import new_masks, with_masks
 from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
-from launcher_scripts.engine.core.prompt_budget import (
+from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
+from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
+from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.core.statistics import Statistics
+from launcher_scripts.engine.core.step_budget import (
     TOKENS_PER_DECODING_ROW,
     Limits,
     PromptBudget,
+    RowExtents,
+    plan_drafts,
+    take_drafts,
 )
-from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
-from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
-from launcher_scripts.engine.core.row_extents import RowExtents
-from launcher_scripts.engine.core.session import Session
-from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.messages.plan import Copy, Move, Place, Plan, PrefillPart
 
 # A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.

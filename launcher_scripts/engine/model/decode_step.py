@@ -16,11 +16,10 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds
-from launcher_scripts.engine.model.forward_context import CacheContext, StepContext
+from launcher_scripts.engine.model.forward_context import CacheContext, Stack, StepContext
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
-from launcher_scripts.engine.model.model_weights import LayerWeights, ModelWeights
 from launcher_scripts.engine.model.rotary import RotaryTables
-from launcher_scripts.engine.model.stack import Stack
+from launcher_scripts.engine.model.weights import LayerWeights, ModelWeights
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Hidden,

@@ -1,20 +1,42 @@
-"""An encoder on one rank: rows of different lengths in, their hidden states out."""
+"""An encoder on one rank: rows of different lengths in, their hidden states out.
+
+The fast way through an encoder: rows of several tokens in, their hidden states out.
+
+The sublayers take fused steps, as those of a decode step do (see decode_step.py); what these cannot
+express goes through `Encoder`. A pass reads all that changes from one tensor, so that short ones
+can be recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.forward_context import EncodeContext
-from launcher_scripts.engine.model.layers import MLP, AttentionOptions, Chunk, Layer, SelfAttention
-from launcher_scripts.engine.model.model_weights import LayerWeights, StackWeights
+from launcher_scripts.engine.model.decode_step import prepared, through, unsupported_reasons
+from launcher_scripts.engine.model.forward_context import EncodeContext, Stack, StepGraphs
+from launcher_scripts.engine.model.layers import (
+    MLP,
+    AttentionOptions,
+    Chunk,
+    CrossAttention,
+    Layer,
+    SelfAttention,
+)
 from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
-from launcher_scripts.engine.model.stack import Stack
+from launcher_scripts.engine.model.weights import (
+    Embedding,
+    LayerWeights,
+    ModelWeights,
+    StackWeights,
+    sublayers_of,
+)
 from launcher_scripts.kernels.operands import (
+    SPAN_QUERIES,
     AttentionScores,
     Heads,
     LayerCache,
@@ -119,3 +141,158 @@ class Encoder:
             communicator.to_next_stage(whole)
             whole = whole.new_empty(self.config.num_layers, *whole.shape[1:])
         return communicator.from_last_stage(whole)
+
+
+# Tokens times weights that a device multiplies while its host launches a product and its company.
+LAUNCH_WORK = 12_000_000_000
+MIN_BUCKET, COARSE_BUCKETS = 16, 128
+LONGEST_BEFOREHAND = 512
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the encoder reads of several rows.
+
+    values: int64 [3 * tokens + 3 * blocks]: ids, their positions, the cache tokens that get their
+            keys and values, and the blocks of their Spans
+    """
+
+    values: Tensor
+    tokens: int
+
+    @property
+    def ids(self) -> Tensor:
+        return self.values[: self.tokens]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.values[self.tokens : 2 * self.tokens]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.values[2 * self.tokens : 3 * self.tokens]
+
+    @property
+    def spans(self) -> Spans:
+        return Spans(self.values[3 * self.tokens :].view(-1, 3))
+
+
+def pack(
+    rows: Sequence[tuple[Sequence[int], int]], padding: int = 0, filled: int | None = None
+) -> list[int]:
+    """Sources.values of rows: ids and first cache token of each.
+
+    filled: how many tokens to fill up to by one more row, with blocks that suffice for any one row
+            of so many, or a power of two;  padding: the cache token of those, which no row has
+    """
+    counts = [len(ids) for ids, _ in rows]
+    more = 0 if filled is None else filled - sum(counts)
+    ids = itertools.chain(*(ids for ids, _ in rows), [0] * more)
+    positions = itertools.chain(*map(range, counts), [0] * more)
+    slots = itertools.chain(
+        *(range(start, start + len(ids)) for ids, start in rows), [padding] * more
+    )
+    blocks = span_blocks([*counts, more])
+    if filled is not None:
+        enough = max(len(blocks), filled // SPAN_QUERIES + 2)
+        blocks += [(0, 0, 0)] * (_power_of_two(enough) - len(blocks))
+    return [*ids, *positions, *slots, *itertools.chain(*blocks)]
+
+
+def bucket_tokens(tokens: int) -> int:
+    """How many tokens a recorded pass of so many has: powers of two, then four to an octave."""
+    if tokens <= COARSE_BUCKETS:
+        return max(MIN_BUCKET, _power_of_two(tokens))
+    step = _power_of_two(tokens) // 8
+    return -(-tokens // step) * step
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def encode_unsupported_reasons(weights: ModelWeights, communicator: Communicator) -> list[str]:
+    """Why a model's inputs cannot go through an EncodeStep; empty where they can."""
+    layers = [layer for stack in weights.stacks for layer in stack.layers.values()]
+    result = unsupported_reasons(weights.config, layers)
+    if communicator.parallelism.pp_size > 1:
+        result.append("the layers are split into pipeline stages")
+    if any(sublayer.ia3 is not None for layer in layers for sublayer in layer.sublayers):
+        result.append("IA3 works inside the layers")
+    return result
+
+
+class EncodeStep:
+    """The encoder of a rank that has all layers, and the keys and values the decoder wants of it.
+
+    longest_recorded: tokens, up to which the host would hold the device up; the same on all
+                      tensor-parallel ranks, whose weights have the same shapes
+    readers: the decoder's attention to the states
+    """
+
+    def __init__(
+        self, encoder: Encoder, embedding: Embedding, readers: Sequence[CrossAttention]
+    ) -> None:
+        self.encoder = encoder
+        self.embedding = embedding
+        self.readers = readers
+        self._norms = prepared(encoder.stack.sublayers, None)
+        parts = sublayers_of(encoder.weights.layers.values())
+        linears = [linear for part in parts for linear in part.linears()]
+        linears += [reader.key_value for reader in readers]
+        sizes = [linear.weight.numel() for linear in linears]
+        self.longest_recorded = LAUNCH_WORK * len(sizes) // sum(sizes)
+        self._states: Tensor | None = None
+
+    def forward(self, sources: Sources) -> Tensor:
+        """Hidden states, float32 [tokens, hidden]; the cache holds what the decoder reads."""
+        encoder, dtype = self.encoder, self.embedding.tokens.dtype
+        positions, slots = sources.positions, sources.slots
+        embedded = encoder.stack.embed(sources.ids, positions)
+        x = encoder.kernels.hidden(embedded, self._norms[0], dtype)
+        context = encoder.context(sources.spans, positions)
+        x = through(encoder.stack.sublayers, x, context, self._norms)
+        states = encoder.normed(x.exact)
+        operand = states.to(dtype)
+        for reader in self.readers:
+            reader.store(operand, slots)
+        return states
+
+    def run(
+        self,
+        rows: Sequence[tuple[Sequence[int], int]],
+        padding: int,
+        device: torch.device,
+        graphs: StepGraphs | None,
+    ) -> Tensor:
+        """forward of rows, as in `pack`; short ones on a CUDA graph, filled up with padding."""
+        tokens = sum(len(ids) for ids, _ in rows)
+        filled = bucket_tokens(tokens)
+        if graphs is None or filled > self.longest_recorded:
+            values = torch.tensor(pack(rows)).to(device, non_blocking=True)
+            return self.forward(Sources(values, tokens))
+        values = torch.tensor(pack(rows, padding, filled)).to(device, non_blocking=True)
+        return graphs.run(*self._recorded(values, filled))[:tokens]
+
+    def buckets(self) -> list[int]:
+        """The tokens of passes that are recorded before an input needs them, few first."""
+        most = min(self.longest_recorded, LONGEST_BEFOREHAND)
+        found = {bucket_tokens(tokens) for tokens in range(1, most + 1)}
+        return sorted(bucket for bucket in found if bucket <= most)
+
+    def record(self, filled: int, padding: int, device: torch.device, graphs: StepGraphs) -> None:
+        """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
+        values = torch.tensor(pack([], padding, filled)).to(device, non_blocking=True)
+        graphs.record(*self._recorded(values, filled))
+
+    def _recorded(
+        self, values: Tensor, filled: int
+    ) -> tuple[Hashable, Tensor, Callable[[Tensor], Tensor]]:
+        """Arguments of StepGraphs.run; the states of all passes are kept in the same place."""
+        states = self._states
+        if states is None:
+            shape = self.longest_recorded, self.embedding.tokens.shape[1]
+            states = self._states = torch.empty(shape, device=values.device)
+        kept = states[:filled]
+        key = ("sources", filled, values.shape[0])
+        return key, values, lambda values: kept.copy_(self.forward(Sources(values, filled)))

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from launcher_scripts import kernels
 from launcher_scripts.engine.messages.plan import Bounds
-from launcher_scripts.engine.model.agm_weights import AgmWeightLoader
-from launcher_scripts.engine.model.bart_weights import BartWeightLoader
-from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
-from launcher_scripts.engine.model.t5_weights import T5WeightLoader
+from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeightLoader
+from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
 from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.cuda.compiling import settle_keys
 from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models import family_of
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
+
+
+def kernels_for(device_type: str) -> Ops:
+    """The implementation for `cpu` or `cuda`; the reference where the Triton language is absent."""
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from launcher_scripts.kernels.cuda import fused
+
+        settle_keys(kernels.__name__)
+        return fused
+    if device_type not in ("cpu", "cuda"):
+        raise KeyError(device_type)
+    return reference
+
 
 # Relative positions have no end; a cache of this many tokens takes inputs much longer than those
 # a model was trained on, also where few rows are to be served.

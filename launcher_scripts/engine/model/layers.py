@@ -17,15 +17,16 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import NO_TASK, Prompt
-from launcher_scripts.engine.model.adapters import Adapter, scaled
-from launcher_scripts.engine.model.model_weights import (
+from launcher_scripts.engine.model.rotary import RotaryTables
+from launcher_scripts.engine.model.weights import (
+    Adapter,
     AttentionWeights,
     CrossAttentionWeights,
     Experts,
     MLPWeights,
     SublayerWeights,
+    scaled,
 )
-from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     ExpertMLPs,

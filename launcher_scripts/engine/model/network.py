@@ -12,20 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.cache.kv_cache import KVCache
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Prompt
-from launcher_scripts.engine.model.adapters import token_tasks
 from launcher_scripts.engine.model.decode_step import DecodeStep, capped, unsupported_reasons
-from launcher_scripts.engine.model.encode_step import EncodeStep, encode_unsupported_reasons
-from launcher_scripts.engine.model.encoder import Encoder
+from launcher_scripts.engine.model.encoder import Encoder, EncodeStep, encode_unsupported_reasons
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.forward_context import (
     CacheContext,
     DecodeContext,
     MixedContext,
     PrefillContext,
+    Stack,
 )
+from launcher_scripts.engine.model.kv_cache import KVCache
 from launcher_scripts.engine.model.layers import (
     MLP,
     AttentionOptions,
@@ -37,14 +36,13 @@ from launcher_scripts.engine.model.layers import (
     SelfAttention,
     alibi_slopes,
 )
-from launcher_scripts.engine.model.model_weights import Experts, LayerWeights, ModelWeights
 from launcher_scripts.engine.model.rotary import (
     RotaryTables,
     rotaries,
     rotary_tables,
     rotates_otherwise,
 )
-from launcher_scripts.engine.model.stack import Stack
+from launcher_scripts.engine.model.weights import Experts, LayerWeights, ModelWeights, token_tasks
 from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig

@@ -1,10 +1,17 @@
-"""One rank's weights, read from a FasterTransformer-layout checkpoint straight to its device."""
+"""One rank's weights, read from a FasterTransformer-layout checkpoint straight to its device.
+
+Adapters of a finished model at work: virtual tokens, IA3 and bottlenecks.
+
+In the engine's ids a virtual token is a negative number: -1 - n is row n of its row's prompt table.
+It has a position and a place in the cache as any other token does.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +22,225 @@ from torch import Tensor
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.engine.model.adapters import Adapter
-from launcher_scripts.engine.model.model_weights import ModelWeights
-from launcher_scripts.kernels.operands import Linear, LoRA, Norm
+from launcher_scripts.engine.messages.plan import NO_TASK, Prompt
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, RelativeBias, Router
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, LORA_TARGETS, Adapters, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """down(silu(up(x))), its layer norm before `up` (in it) or after `down`.
+
+    up: [size / tp, hidden];  down: [hidden, size / tp]
+    """
+
+    up: Linear
+    down: Linear
+    norm_after: Norm | None = None
+
+
+def scaled(x: Tensor, factors: Tensor | None, tasks: Tensor | None) -> Tensor:
+    """x [N, width], each row times its task's factors; tasks [N]."""
+    return x if factors is None or tasks is None else x * factors[tasks]
+
+
+def token_tasks(rows: Sequence[tuple[int, int]], device: torch.device) -> Tensor | None:
+    """Every token's row of the IA3 factors, int64 [N]; None where no row has a task.
+
+    rows: task and new tokens of each
+    """
+    if all(task == NO_TASK for task, _ in rows):
+        return None
+    counts = torch.tensor([count for _, count in rows])
+    tasks = torch.tensor([task for task, _ in rows]).repeat_interleave(counts)
+    return tasks.to(device, non_blocking=True)
+
+
+def with_virtual_tokens(
+    x: Tensor,
+    ids: Tensor,
+    rows: Sequence[tuple[Prompt | None, int]],
+    tables: Sequence[Tensor],
+) -> Tensor:
+    """Token embeddings x float32 [N, hidden] with the virtual tokens of rows that have a prompt.
+
+    rows: prompt and tokens of every row in ids [N];  tables: the loaded ones, [virtual tokens,
+          hidden]
+    """
+    start = 0
+    for prompt, count in rows:
+        part = slice(start, start + count)
+        start += count
+        if prompt is None:
+            continue
+        table = tables[prompt] if isinstance(prompt, int) else prompt
+        places = (-1 - ids[part]).clamp(min=0)
+        x[part] = torch.where(ids[part, None] < 0, table[places].float(), x[part])
+    return x
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """tokens: [vocab / tp, hidden], ids from first_id on; positions: [max_positions, hidden].
+
+    Padded rows of tokens are zero. norm: of the sum of both; scale: of the tokens' part
+    """
+
+    first_id: int
+    tokens: Tensor
+    positions: Tensor | None
+    norm: Norm | None = None
+    scale: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SublayerWeights:
+    """A residual branch: in_proj reads the hidden states, behind its norm where it has one, and
+    out_proj adds to them.
+
+    output_norm: of what the branch adds, where there is such;  norm: one that comes after the sum
+    adapter:     is given what the branch adds, and adds its own
+    ia3:         factors of IA3 by task, [tasks + 1, width] (Liu et al. 2022)
+    lora_in, lora_out: what adapters add to the two projections; of a gated MLP, lora_in also what
+                 they add to the gate, behind up
+    """
+
+    in_proj: Linear
+    out_proj: Linear
+    output_norm: Norm | None = None
+    norm: Norm | None = None
+    adapter: Adapter | None = None
+    ia3: Tensor | None = None
+    lora_in: LoRA | None = None
+    lora_out: LoRA | None = None
+
+    def linears(self) -> Iterator[Linear]:
+        """The projections, without the adapter's."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return (value for value in values if isinstance(value, Linear))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights(SublayerWeights):
+    """Attention of tokens to each other; in_proj makes their queries, keys and values.
+
+    head_norms: of every head's queries and keys, where there are such
+    relative:   what a score gains by distance
+    sinks:      a score of every head that is of no token, float32 [heads]
+    ia3:        of queries (ones), keys and values
+    """
+
+    head_norms: HeadNorms | None = None
+    sinks: Tensor | None = None
+    relative: RelativeBias | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionWeights(SublayerWeights):
+    """Attention to the encoder's states; in_proj makes the queries.
+
+    key_value: reads the encoder's states as they are;  ia3: of what it makes
+    relative:  what a score gains by distance
+    """
+
+    key_value: Linear
+    relative: RelativeBias | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPWeights(SublayerWeights):
+    """in_proj is up, out_proj down; gate where there is one.  ia3: of the inner activations"""
+
+    gate: Linear | None = None
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there."""
+
+    mlp: MLPWeights
+    scale: Linear | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(MLPWeights):
+    """One rank's parts of a layer's experts: the weights have a first axis of all experts.
+
+    router: reads what the experts do
+    """
+
+    router: Router
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer; cross_attention where it is a decoder's with an encoder."""
+
+    attention: AttentionWeights
+    mlp: MLPWeights
+    cross_attention: CrossAttentionWeights | None = None
+
+    @property
+    def sublayers(self) -> list[SublayerWeights]:
+        """In their order."""
+        found = (self.attention, self.cross_attention, self.mlp)
+        return [each for each in found if each is not None]
+
+
+@dataclass(frozen=True)
+class StackWeights:
+    """The layers of one pipeline stage of a decoder or an encoder, by their global number.
+
+    embedding: on the first stage;  prompt_tables: of every task, [virtual tokens, hidden], there
+    """
+
+    embedding: Embedding | None
+    layers: dict[int, LayerWeights]
+    prompt_tables: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """One rank's part of a model; an encoder alone has a decoder of nothing.
+
+    head:         the output projection with the final norm, on the last pipeline stage
+    encoder_norm: after the encoder's last layer, on the last pipeline stage
+    """
+
+    config: Any
+    decoder: StackWeights
+    head: Linear | None
+    encoder: StackWeights | None = None
+    encoder_norm: Norm | None = None
+
+    @property
+    def stacks(self) -> list[StackWeights]:
+        """The encoder first."""
+        return [self.decoder] if self.encoder is None else [self.encoder, self.decoder]
+
+    def bytes(self) -> int:
+        """Device bytes of the tables and matrices."""
+        found = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
+        return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+    def _matrices(self) -> Iterator[Tensor | None]:
+        if self.head is not None:
+            yield self.head.weight
+        for stack in self.stacks:
+            if stack.embedding is not None:
+                yield from (stack.embedding.tokens, stack.embedding.positions)
+            for sublayer in sublayers_of(stack.layers.values()):
+                yield from (linear.weight for linear in sublayer.linears())
+
+
+def sublayers_of(layers: Iterable[LayerWeights]) -> Iterator[SublayerWeights]:
+    """The sublayers of all layers."""
+    return (sublayer for layer in layers for sublayer in layer.sublayers)
+
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -185,3 +404,36 @@ def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
     else:
         host = torch.from_numpy(np.array(array))
     return host.to(device=device, dtype=dtype)
+
+
+def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> RelativeBias:
+    """table [heads, buckets], as stored, by distance.
+
+    bidirectional: keys before and after the query have buckets of their own; else only those
+    before it count
+    """
+    buckets = table.shape[1]
+    reach = max(max_distance, buckets)  # every distance from here on is in the last bucket
+    distances = torch.arange(-reach, reach + 1, device=table.device)
+    places = distance_buckets(distances, buckets, max_distance, bidirectional=bidirectional)
+    return RelativeBias(table.float()[:, places].contiguous())
+
+
+def distance_buckets(
+    distances: Tensor, buckets: int, max_distance: int, *, bidirectional: bool
+) -> Tensor:
+    """The bucket of every key - query in `distances`.
+
+    Half of the buckets are exact, the others logarithmic up to max_distance; in both directions
+    the upper half of all buckets is for keys after the query. Rounds as transformers does.
+    """
+    offset = torch.zeros_like(distances)
+    away = (-distances).clamp(min=0)
+    if bidirectional:
+        buckets //= 2
+        offset = (distances > 0) * buckets
+        away = distances.abs()
+    exact = buckets // 2
+    spread = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (spread * (buckets - exact)).long()
+    return offset + torch.where(away < exact, away, far.clamp(max=buckets - 1))

@@ -1,4 +1,11 @@
-"""Connections between the processes of an engine: both ends prove that they know its token.
+"""Links between the processes of an engine: how they find each other and prove their token.
+
+How the nodes of one server find rank 0 of each model: a small file in a folder that all see.
+
+It holds rank 0's addresses, port and the secret token, is readable by its owner alone, and is named
+after the run, so that servers side by side never meet. No name service is needed.
+
+Connections between the processes of an engine: both ends prove that they know its token.
 
 multiprocessing's Connection carries the bytes and bounds a message before it is read. Its own
 authentication uses HMAC-MD5 in Python 3.10 and 3.11, which systems in FIPS mode refuse, and the
@@ -10,18 +17,120 @@ HMAC over both challenges and its role. Nothing else is read before that.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.errors import ServerError
+import msgspec
+
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.hosts import ALONE, RENDEZVOUS_VARIABLE, NodeRank
 from launcher_scripts.engine.messages.message import Decoder, Message, encode
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """How an engine on node 0 meets the other nodes.
+
+    node_rank: this process among them
+    model:     the model's name, by which the others know what they join
+    folders:   where rank 0 leaves its address
+    interface: name or network of the interface that the ranks' connections use; None: any
+    attempt:   how often the server was started again before
+    """
+
+    node_rank: NodeRank = ALONE
+    model: str = ""
+    folders: tuple[Path, ...] = ()
+    interface: str | None = None
+    attempt: int = 0
+
+
+ONE_NODE = NodeGroup()
+
+
+ADVICE = f"the environment: {RENDEZVOUS_VARIABLE}=<a folder that all nodes see>"
+_FOLDER = ".launcher"
+
+
+class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where rank 0 of one model waits for the other nodes.
+
+    attempt: how often the server was started again before
+    """
+
+    model: str
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    attempt: int = 0
+
+
+def rendezvous_folders(env: Mapping[str, str], model_dir: Path) -> tuple[Path, ...]:
+    """Folders that all nodes may see: the one that was named, else the model's and the home."""
+    if RENDEZVOUS_VARIABLE in env:
+        return (Path(env[RENDEZVOUS_VARIABLE]),)
+    homes = [Path(env["HOME"])] if "HOME" in env else []
+    return tuple(folder / _FOLDER for folder in (model_dir, *homes))
+
+
+class RendezvousFile:
+    """A RendezvousInfo in every folder that can be written, until it is withdrawn."""
+
+    def __init__(self, folders: Sequence[Path], run: str, info: RendezvousInfo) -> None:
+        """Raises ServerError where no folder can be written."""
+        self._files: list[Path] = []
+        name = f"{_prefix(run)}{secrets.token_hex(8)}.json"
+        reasons = []
+        for folder in folders:
+            try:
+                self._files.append(_write(folder, name, msgspec.json.encode(info)))
+            except OSError as error:
+                reasons.append(f"{folder}: {error.strerror or error}")
+        if not self._files:
+            what = "no folder to tell the other nodes where rank 0 is: " + "; ".join(reasons)
+            raise ServerError(problem(what, change=ADVICE))
+
+    def withdraw(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+            if path.parent.name == _FOLDER:
+                with suppress(OSError):  # somebody else's files are still there
+                    path.parent.rmdir()
+
+
+def find_rendezvous(folders: Sequence[Path], run: str) -> dict[str, RendezvousInfo]:
+    """name of the file -> what it holds, of this run; the files of other users do not count."""
+    result = {}
+    for folder in folders:
+        for path in folder.glob(f"{_prefix(run)}*.json"):
+            with suppress(OSError, ValueError):
+                if path.stat().st_uid == os.geteuid():
+                    result[path.name] = msgspec.json.decode(path.read_bytes(), type=RendezvousInfo)
+    return result
+
+
+def _prefix(run: str) -> str:
+    return f"ranks-{run}-"
+
+
+def _write(folder: Path, name: str, data: bytes) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = folder / f"{name}.partial"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    return partial.replace(folder / name)
+
 
 TOKEN_BYTES = 32
 PROVE_SECONDS = 10.0

@@ -25,9 +25,8 @@ from launcher_scripts.engine.messages.message import (
     StartRanks,
     Stop,
 )
-from launcher_scripts.engine.ranks.links import connect
-from launcher_scripts.engine.ranks.rank_processes import RankOrder, RankProcess
-from launcher_scripts.engine.ranks.rendezvous import ADVICE, RendezvousInfo, find_rendezvous
+from launcher_scripts.engine.ranks.links import ADVICE, RendezvousInfo, connect, find_rendezvous
+from launcher_scripts.engine.ranks.peers import RankOrder, RankProcess
 
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 10.0

@@ -30,7 +30,7 @@ from launcher_scripts.engine.messages.message import (
     Stop,
 )
 from launcher_scripts.engine.ranks.links import Link, connect
-from launcher_scripts.engine.ranks.rank_processes import RankOrder, die_with_parent
+from launcher_scripts.engine.ranks.peers import RankOrder, die_with_parent
 
 if TYPE_CHECKING:
     from launcher_scripts.engine.runner.loading import EngineSettings

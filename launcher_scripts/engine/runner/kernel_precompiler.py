@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.symmetric_memory import lane_words
+from launcher_scripts.engine.distributed.communicator import Communicator, lane_words
 from launcher_scripts.engine.messages.plan import Plan
-from launcher_scripts.engine.model.families import engine_family
-from launcher_scripts.engine.model.kernels import kernels_for
-from launcher_scripts.engine.model.step_graphs import Made
+from launcher_scripts.engine.model.families import engine_family, kernels_for
+from launcher_scripts.engine.model.forward_context import Made
 from launcher_scripts.engine.model.weights import DTYPES
-from launcher_scripts.engine.runner.loading import EngineSettings, Launches, assemble_runner
+from launcher_scripts.engine.runner.loading import (
+    EngineSettings,
+    Launches,
+    Timeline,
+    assemble_runner,
+)
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.engine.runner.timeline import Timeline
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
 from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list

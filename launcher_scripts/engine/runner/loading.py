@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -12,37 +13,53 @@ from typing import Any, NamedTuple
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.common.deterministic import check_deterministic
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, lookup, problem
 from launcher_scripts.common.hosts import node_name
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.processes import bus_errors_as
-from launcher_scripts.common.quantization import Quantization, kv_cache_dtype_of, quantization_of
+from launcher_scripts.common.quantization import (
+    Quantization,
+    check_deterministic,
+    kv_cache_dtype_of,
+    quantization_of,
+)
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.engine.cache.kv_cache import (
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.distributed.heartbeat import RankProgress, watch_steps
+from launcher_scripts.engine.messages.message import Message, RankInfo
+from launcher_scripts.engine.model.families import FAMILIES, engine_family, kernels_for
+from launcher_scripts.engine.model.forward_context import StepGraphs
+from launcher_scripts.engine.model.kv_cache import (
     KVCache,
     available_memory,
     bytes_per_token,
     plan_capacity,
 )
-from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.heartbeat import RankProgress
-from launcher_scripts.engine.distributed.step_times import watch_steps
-from launcher_scripts.engine.messages.message import Message, RankInfo
-from launcher_scripts.engine.model.families import FAMILIES, engine_family
-from launcher_scripts.engine.model.kernels import kernels_for
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.model.step_graphs import StepGraphs
 from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.graphs import GraphCache
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda.compiling import traits_of
 from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
-from launcher_scripts.models.draft import check_draft_model
-from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.family import ModelConfig, check_draft_model
+
+
+class Timeline:
+    """What happened, with the time of day in seconds since 1970, in order."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, float]] = []
+
+    def note(self, what: str) -> None:
+        self._events.append((what, round(time.time(), 3)))
+
+    @property
+    def events(self) -> list[tuple[str, float]]:
+        return list(self._events)
+
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.85, "meta": 1.0}  # meta tensors take none
 THREADS_VARIABLE = "OMP_NUM_THREADS"  # torch itself follows it

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.core.beam_search import BeamSearch, beam_batches
-from launcher_scripts.engine.core.context_results import ContextResults
 from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
-from launcher_scripts.engine.core.token_choice import TokenChoice
+from launcher_scripts.engine.core.step_outputs import ContextResults, TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import (
     Bounds,
@@ -25,9 +24,9 @@ from launcher_scripts.engine.messages.plan import (
     RowStart,
     StepShape,
 )
+from launcher_scripts.engine.model.forward_context import StepGraphs
 from launcher_scripts.engine.model.layers import Chunk, Rows
 from launcher_scripts.engine.model.network import Network, PromptBatch
-from launcher_scripts.engine.model.step_graphs import StepGraphs
 from launcher_scripts.engine.runner.graphs import bucket_tokens, row_buckets, token_buckets
 from launcher_scripts.engine.runner.prompt_batch import (
     TOKEN_BUCKETS,

@@ -8,15 +8,14 @@ requests that is the last answer, as in vLLM's benchmark.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from launcher_scripts.config.load import LoadBounds
-from launcher_scripts.evaluation.load.driver import Answer, DriverResult, lag_p99
-from launcher_scripts.evaluation.load.plan import Load
+from launcher_scripts.config.evaluation import LoadBounds
+from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, lag_p99
 
 Percentiles = dict[str, float]
 
@@ -176,3 +175,188 @@ def _timeline(
 
 def _second(at: float, rows: Sequence[object]) -> int:
     return min(int(at), len(rows) - 1)
+
+
+# More clients have to bring this much more, or they only wait.
+GAIN = 1.05
+# Of an open loop's requests, so many have to be answered in the time that they are asked in.
+KEEPS_UP = 0.9
+# Of the answers, so many have to be within the bounds.
+WITHIN = 0.9
+# The search ends when the two loads around the answer are this close.
+CLOSE = 1.1
+
+Measure = Callable[[Load], LoadRun]
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """The largest load that was carried; text says how the search ended."""
+
+    path: str
+    requests_per_second: float
+    tokens_per_second: float
+    clients: int | None
+    rate: float | None
+    text: str
+
+
+def find_saturation(measure: Measure, start: Load, most_runs: int) -> Saturation:
+    """Double the load until the server does not carry it, then bisect.
+
+    A load is carried when its run is valid, 90 % of its answers keep the bounds and, in an open
+    loop, 90 % of the requests of its time are answered in it. In a closed loop the search ends when
+    more clients bring less than 5 % more tokens per second.
+    """
+    carried: LoadRun | None = None
+    refused: LoadRun | None = None
+    load: Load | None = start
+    path = why = ""
+    for _ in range(most_runs):
+        if load is None:
+            break
+        run = measure(load)
+        path, found = run.path, _objection(run)
+        flat = None if carried is None or found else _flat(run, carried)
+        if found or flat:
+            refused, why = run, found or flat or ""
+        else:
+            carried = run
+        load = None if flat else _next(carried, refused)
+    return _saturation(path, carried, refused, why)
+
+
+def _next(carried: LoadRun | None, refused: LoadRun | None) -> Load | None:
+    """The load to try now; None where the two are close enough."""
+    if refused is None:
+        return None if carried is None else _scaled(carried.load, 2.0)
+    if carried is None:
+        smaller = _scaled(refused.load, 0.5)
+        return None if smaller == refused.load else smaller
+    low, high = _size(carried.load), _size(refused.load)
+    middle = (low + high) / 2
+    if refused.clients is None:
+        return None if high / low <= CLOSE else Load(rate=middle)
+    near = high - low <= 1 or high / low <= CLOSE
+    return None if near else Load(clients=int(middle))
+
+
+def _scaled(load: Load, factor: float) -> Load:
+    if load.clients is not None:
+        return Load(clients=max(1, int(load.clients * factor)))
+    return Load(rate=_size(load) * factor)
+
+
+def _size(load: Load) -> float:
+    return float(load.clients or load.rate or 0)
+
+
+def _objection(run: LoadRun) -> str | None:
+    """Why the server does not carry a load; None: it does."""
+    if not run.valid:
+        return f"that run is invalid ({'; '.join(run.invalid_reasons)})"
+    if run.goodput is not None and run.goodput < WITHIN * run.requests_per_second:
+        return (
+            f"there {run.goodput:.2f} of {run.requests_per_second:.2f} answers per second keep "
+            "the bounds"
+        )
+    answered = run.requests_per_second * run.seconds
+    if run.rate is not None and answered < KEEPS_UP * run.requests:
+        return f"there {answered:.0f} requests are answered while {run.requests} are asked"
+    return None
+
+
+def _flat(run: LoadRun, carried: LoadRun) -> str | None:
+    """That more clients bring no more; None: they do."""
+    gain = run.tokens_per_second / max(carried.tokens_per_second, 1e-9)
+    if run.clients is None or gain >= GAIN:
+        return None
+    return f"there tokens per second change by {gain - 1:+.1%}"
+
+
+def _saturation(
+    path: str, carried: LoadRun | None, refused: LoadRun | None, why: str
+) -> Saturation:
+    many = "" if refused is None else refused.load.text
+    if carried is None:
+        return Saturation(path, 0.0, 0.0, None, None, f"not even {many} can be carried: {why}")
+    if refused is None:
+        text = f"more than {carried.load.text}: the last of the runs was carried, too"
+    else:
+        text = f"{carried.load.text}; {many} are too many: {why}"
+    return Saturation(
+        path,
+        carried.requests_per_second,
+        carried.tokens_per_second,
+        carried.clients,
+        carried.rate,
+        text,
+    )
+
+
+# The event loop's thread has no time left for what arrives.
+MAX_BUSY = 0.9
+# A client that wakes this late has timed itself: a share of what it times, or this many ms.
+LAG_SHARE = 0.1
+LAG_MS = 10.0
+
+
+def invalid_reasons(
+    run: LoadRun, driven: Sequence[DriverResult], taken: tuple[int, int] | None
+) -> tuple[str, ...]:
+    """Sentences; none for a valid run.
+
+    taken: how many requests the servers had taken before and after it; None where they no longer
+           say so
+    """
+    answers = [answer for each in driven for answer in each.answers]
+    failed = [answer for answer in answers if answer.error is not None]
+    answered = [answer for answer in answers if answer.error is None]
+    short = [answer for answer in answered if 0 < answer.tokens < answer.output_len]
+    empty = [answer for answer in answered if answer.tokens == 0]
+    reasons = []
+    if not run.requests:
+        reasons.append("no request was asked after the warm-up")
+    if failed:
+        first_error = " ".join(str(failed[0].error).split())
+        reasons.append(f"{_of(failed, answers)} failed; the first: {first_error}")
+    if empty:
+        reasons.append(f"{_of(empty, answers)} were answered without a token")
+    if short:
+        first = short[0]
+        reasons.append(
+            f"{_of(short, answers)} were answered with fewer tokens than asked for; the first: "
+            f"{first.tokens} of {first.output_len}"
+        )
+    return (*reasons, *_client_reasons(run, driven), *_server_reasons(taken, len(answered)))
+
+
+def _client_reasons(run: LoadRun, driven: Sequence[DriverResult]) -> list[str]:
+    busy = max((each.busy for each in driven), default=0.0)
+    timed = run.first_token_ms or run.latency_ms
+    lag, bound = lag_p99(driven) * 1e3, max(LAG_MS, LAG_SHARE * timed["p50"] if timed else 0.0)
+    remedy = "more evaluate.load.processes, or a client machine of its own"
+    if busy > MAX_BUSY:
+        return [f"the client was the bottleneck: busy for {busy:.0%} of the time; {remedy}"]
+    if lag > bound:
+        return [
+            f"the client was the bottleneck: it woke {lag:.1f} ms late (p99, bound {bound:.1f} "
+            f"ms); {remedy}"
+        ]
+    return []
+
+
+def _server_reasons(taken: tuple[int, int] | None, answered: int) -> list[str]:
+    if taken is None:
+        return ["the server does not answer any more"]
+    before, after = taken
+    if after - before < answered:
+        return [
+            f"the server restarted during the run: it has taken {after} requests since it began, "
+            f"{before} before the run, and {answered} were answered in it"
+        ]
+    return []
+
+
+def _of(some: Sequence[object], every: Sequence[object]) -> str:
+    return f"{len(some)} of {len(every)} requests"

@@ -16,12 +16,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from launcher_scripts.clients.async_connection import TritonServer
-from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.connection import Tensors, TritonServer
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.load.plan import LoadRequest
+from launcher_scripts.evaluation.load.driver import LoadRequest
 from launcher_scripts.evaluation.served.tensors import request_tensors
 
 # An id that no vocabulary has, so that no token ends an answer.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.config.tasks import TaskSettings
+from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks.prompts import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
-from launcher_scripts.config.tasks import GenerationSettings, TaskSettings
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.served.tokenizer_dir import read_model_ini
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,30 @@ from launcher_scripts.evaluation.tasks.logits import (
     fit,
 )
 from launcher_scripts.evaluation.tasks.task import Reference
-from launcher_scripts.evaluation.twin.finding import (
-    ADDED_BOS,
-    LOST_BOS,
-    OTHER,
-    ROPE_SCALING,
-    SCALED_LOGITS,
-    SWAPPED_SHARD,
-    Finding,
-)
+
+LOST_BOS = "lost_bos"
+ADDED_BOS = "added_bos"
+TOKENIZER = "tokenizer"
+CHAT_TEMPLATE = "chat_template"
+ROPE_SCALING = "rope_scaling"
+SCALED_LOGITS = "scaled_logits"
+SWAPPED_SHARD = "swapped_shard"
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference that rounding does not explain.
+
+    name:     one of the above
+    text:     what it is and what to do, in sentences
+    evidence: the figures and examples behind it, as plain values
+    """
+
+    name: str
+    text: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
 
 # How far rounding alone takes the logits, as Fit.error has it, at any range of positions.
 LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1, "fp8": 4e-1}

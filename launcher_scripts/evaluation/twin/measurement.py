@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
-from launcher_scripts.config.twin import TwinSettings
+from launcher_scripts.config.evaluation import TwinSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.tasks.logits import (
     PositionRange,
@@ -33,8 +33,13 @@ from launcher_scripts.evaluation.tasks.task import (
     fraction,
     from_the_first,
 )
-from launcher_scripts.evaluation.twin.diagnosis import Inspection, Sample, diagnose
-from launcher_scripts.evaluation.twin.finding import TOKENIZER, Finding
+from launcher_scripts.evaluation.twin.diagnosis import (
+    TOKENIZER,
+    Finding,
+    Inspection,
+    Sample,
+    diagnose,
+)
 from launcher_scripts.evaluation.twin.texts import (
     TextSide,
     chat_finding,

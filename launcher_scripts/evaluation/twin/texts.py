@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher_scripts.common.tokenizer import Tokenizer
-from launcher_scripts.evaluation.twin.finding import (
+from launcher_scripts.evaluation.twin.diagnosis import (
     ADDED_BOS,
     CHAT_TEMPLATE,
     LOST_BOS,

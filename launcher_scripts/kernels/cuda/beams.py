@@ -14,17 +14,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels import reference_beams
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels import reference_sampling
+from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
 from launcher_scripts.kernels.operands import BeamColumns
-from launcher_scripts.kernels.reference_beams import BeamShape
+from launcher_scripts.kernels.reference_sampling import BeamShape
 
 MAX_WIDTH = 8  # whose candidates one program holds
 BLOCK = 1024  # logits that a program of the first kernel has
 TILE = 4096  # numbers that a program copies
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-ENDED = tl.constexpr(reference_beams.ENDED)
+ENDED = tl.constexpr(reference_sampling.ENDED)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -194,7 +193,9 @@ def rank_beams(
     rows, size = logits.shape
     shape = shape.within(size)
     if shape.width > MAX_WIDTH or completed is not None or bonus is not None:
-        return reference_beams.rank_beams(logits, allowed, slots, columns, shape, completed, bonus)
+        return reference_sampling.rank_beams(
+            logits, allowed, slots, columns, shape, completed, bonus
+        )
     count, kept, device = shape.siblings, shape.kept, logits.device
     parts, searches = triton.cdiv(size, BLOCK), rows // shape.width
     found = torch.empty(rows, parts, count, device=device)

@@ -7,14 +7,138 @@ stable sort would have them: by score, then by id.
 view: the row's logits, what they are multiplied by, the largest score; between how far below it
 candidates are; the least share that counts
 source: the list, how many tokens there are to look at, and whether the list has them
+
+What shares of a row's probabilities are within some bounds, in the Triton language.
+
+A row's tokens are counted by how far their scores are below the largest one. Shares are integers,
+so a row gives the same sums to any number of programs, in any order.
+
+In which group of a row's tokens its next one lies, in the Triton language.
+
+A group has the tokens whose scores are between two bounds on how far they are below the largest
+one. For a row of top-k it has all tokens up to the bound within which the k largest are.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.shares import LANES, TIMES, scores_at, shares_of
+from launcher_scripts.kernels import reference_sampling
+
+MAX_PARTS = tl.constexpr(256)  # of a row
+# Tokens that a program looks at at once, whose sums it keeps apart until it ends, for shuffles are
+# slow; and how often it does so before it loops.
+LANES = tl.constexpr(128)
+TIMES = tl.constexpr(4)
+REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
+COUNT_BITS = tl.constexpr(11)  # of a lane's sums, below those of the shares
+COUNT_MASK = tl.constexpr(2**COUNT_BITS.value - 1)
+MAX_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
+# What a row adds up: shares within each bound and their numbers, the same twice for bounds between
+# two of these; all shares, tokens collected, programs that ended.
+BOUNDS = tl.constexpr(8)
+FINER_BOUNDS = tl.constexpr(16)
+LEVELS = tl.constexpr(2)
+WHOLE = tl.constexpr(2 * BOUNDS.value + 2 * FINER_BOUNDS.value * LEVELS.value)
+FOUND = tl.constexpr(WHOLE.value + 1)
+ENDED = tl.constexpr(WHOLE.value + 2)
+FIELDS = tl.constexpr(triton.next_power_of_2(WHOLE.value + 3))
+
+EPSILON = tl.constexpr(reference_sampling.TEMPERATURE_EPSILON)
+LARGEST = tl.constexpr(reference_sampling.LARGEST)
+SMALLEST = tl.constexpr(reference_sampling.SMALLEST)
+UNITS = tl.constexpr(reference_sampling.UNITS)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def find_maxima(
+    logits, maxima, sums, stride, size, parts, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program: the largest logit of a part of a row. The row's sums become zeros."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(part * BLOCK, size, parts * BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * stride + ids, mask=ids < size, other=-float("inf"))
+        largest = tl.maximum(largest, values)
+    tl.store(maxima + row * MAX_PARTS + part, tl.max(largest, 0))
+    if part == 0:
+        tl.store(sums + row * FIELDS + tl.arange(0, FIELDS), 0)
+
+
+@triton.jit
+def temperature_factor(temperature, slot):
+    """What the logits of the row in a slot are multiplied by."""
+    own = tl.load(temperature + slot)
+    factor = tl.where(own == 1.0, 1.0, tl.div_rn(1.0, own + EPSILON))
+    return tl.maximum(factor, SMALLEST)
+
+
+@triton.jit
+def scores_at(logits, ids, inside, factor):
+    values = tl.load(logits + ids, mask=inside, other=-float("inf")) * factor
+    return tl.minimum(values, LARGEST) + 0.0  # -0.0 becomes 0.0
+
+
+@triton.jit
+def top_score(maxima, row, parts, factor):
+    part = tl.arange(0, MAX_PARTS)
+    values = tl.load(maxima + row * MAX_PARTS + part, mask=part < parts, other=-float("inf"))
+    score = tl.max(values, 0) * factor
+    return tl.maximum(tl.minimum(score, LARGEST), -LARGEST)
+
+
+@triton.jit
+def shares_of(scores, top, least):
+    """In units: the shares, and those that are at least so much of the largest one."""
+    shares = tl.exp(scores - top)
+    weights = (shares * UNITS).to(tl.int64)
+    return weights, tl.where(shares >= least, weights, 0)
+
+
+@triton.jit
+def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
+    """Of a part of a row: the shares of the tokens within each of COUNT bounds, their numbers, all
+    shares.
+
+    view: see candidates.py; its upper bound does not matter
+    """
+    row_logits, factor, top, above, _upto, least = view
+    sums = tl.zeros([COUNT, LANES], tl.int64)
+    whole = tl.zeros([LANES], tl.int64)
+    for first in range(part * (TIMES * LANES), size, parts * (TIMES * LANES)):
+        for time in tl.static_range(TIMES):
+            ids = first + time * LANES + tl.arange(0, LANES)
+            scores = scores_at(row_logits, ids, ids < size, factor)
+            weights, kept = shares_of(scores, top, least)
+            below = top - scores
+            one = tl.where(below > above, (kept << COUNT_BITS) + 1, 0)
+            within = below[None, :] <= bounds[:, None]
+            sums += tl.where(within, one[None, :], 0)
+            whole += weights
+    counts = (sums & COUNT_MASK).to(tl.int32)
+    return tl.sum(sums >> COUNT_BITS, 1), tl.sum(counts, 1), tl.sum(whole, 0)
+
+
+@triton.jit
+def level_of(own, LEVEL: tl.constexpr):
+    """Where a row has the sums of a level of finer bounds; these levels count from 1."""
+    return own + 2 * BOUNDS + 2 * FINER_BOUNDS * (LEVEL - 1)
+
+
+@triton.jit
+def add_sums(fields, masses, counts, COUNT: tl.constexpr):
+    """Add a program's sums to those of its row."""
+    bound = tl.arange(0, COUNT)
+    tl.atomic_add(fields + bound, masses, sem="relaxed")
+    tl.atomic_add(fields + COUNT + bound, counts.to(tl.int64), sem="relaxed")
+
 
 CANDIDATES = tl.constexpr(8192)  # that a list holds
 BLOCK = tl.constexpr(512)  # candidates that are looked at at once
@@ -173,3 +297,94 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
         _shorten(view, (listed, length, is_list), low, high)
         held = left
     return low, held, base, (listed, length, is_list)
+
+
+@triton.jit
+def _mix(bits):
+    """See reference_sampling._mix."""
+    bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def choice_of(seed, length, prompt_length, top_k, top_p, slot):
+    """How the row in a slot chooses: whether by top-p alone; else its k; its p; what part of the
+    shares comes before the token or with it, float64.
+    """
+    k = tl.load(top_k + slot)
+    p = tl.load(top_p + slot)
+    step = tl.load(length + slot) - tl.load(prompt_length + slot)
+    bits = _mix(_mix(tl.load(seed + slot)) + (step + 1) * -7046029254386353131)
+    uniform = (((bits >> 40) & 0xFFFFFF) + 1).to(tl.float64) * 5.9604644775390625e-08  # 2^-24
+    part = uniform * tl.where(p > 0, p, 1.0).to(tl.float64)
+    return (k == 0) & (p > 0), tl.maximum(k, 1), p, part
+
+
+@triton.jit
+def target_in(part, mass):
+    """At which sum of shares the token is reached."""
+    exact = part * mass.to(tl.float64)
+    whole = exact.to(tl.int64)
+    whole += (whole.to(tl.float64) < exact).to(tl.int64)
+    return tl.minimum(tl.maximum(whole, 1), mass)
+
+
+@triton.jit
+def all_bounds():
+    bound = tl.arange(0, BOUNDS)
+    root = (bound + 1).to(tl.float32) * 0.5
+    return tl.where(bound == BOUNDS - 1, REACH, root * root)
+
+
+@triton.jit
+def finer_bounds(above, upto):
+    """Between two bounds."""
+    bound = tl.arange(0, FINER_BOUNDS)
+    low = tl.maximum(above, 0.0)
+    between = low + (upto - low) * ((bound + 1).to(tl.float32) / FINER_BOUNDS)
+    return tl.where(bound == FINER_BOUNDS - 1, upto, between)
+
+
+@triton.jit
+def _group_in(fields, bounds, COUNT: tl.constexpr, above, mass, count, by_p, k, target):
+    """Its bounds; the shares and the number of the tokens up to the first one, and the number up to
+    the second.  above, mass, count: the same for what is before all of these bounds
+    """
+    bound = tl.arange(0, COUNT)
+    masses = tl.load(fields + bound) + mass
+    counts = tl.load(fields + COUNT + bound) + count
+    reached = tl.where(by_p, masses >= target, counts >= k)
+    place = tl.minimum(tl.sum((~reached).to(tl.int32), 0), COUNT - 1)
+    here, before = bound == place, bound == place - 1
+    if place > 0:
+        above = tl.sum(tl.where(before, bounds, 0.0), 0)
+        mass = tl.sum(tl.where(before, masses, 0), 0)
+        count = tl.sum(tl.where(before, counts, 0), 0)
+    upto = tl.sum(tl.where(here, bounds, 0.0), 0)
+    return above, upto, mass, count, tl.sum(tl.where(here, counts, 0), 0)
+
+
+@triton.jit
+def group_of(own, by_p, k, part, LEVEL: tl.constexpr):
+    """The row's group, as far as the levels of bounds up to LEVEL say it: its bounds, the number of
+    its tokens, how far they are from the target of the shares, and how many finer levels were
+    needed until they were few.
+    """
+    nothing = tl.zeros([], tl.int64)
+    target = target_in(part, tl.max(tl.load(own + tl.arange(0, BOUNDS)), 0))
+    above = tl.full([], -1.0, tl.float32)
+    above, upto, mass, count, end = _group_in(
+        own, all_bounds(), BOUNDS, above, nothing, nothing, by_p, k, target
+    )
+    number = end - tl.where(by_p, count, 0)
+    levels = tl.zeros([], tl.int32)
+    for level in tl.static_range(1, LEVEL + 1):
+        if number > FEW:
+            bounds, fields = finer_bounds(above, upto), level_of(own, level)
+            above, upto, mass, count, end = _group_in(
+                fields, bounds, FINER_BOUNDS, above, mass, count, by_p, k, target
+            )
+            number = end - tl.where(by_p, count, 0)
+            levels += 1
+    return above, upto, number.to(tl.int32), target - mass, levels

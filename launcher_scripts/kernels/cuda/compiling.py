@@ -1,15 +1,31 @@
-"""When kernels of the Triton language are compiled, and what decides what comes of it."""
+"""Compilation of kernels: device properties, compile-time options, and tuned tile sizes.
+
+Which tile a kernel uses for which shape: found once on a device, kept in tiles.json.
+
+The table says what it was measured on; `python3 -m benchmarks.tune` measures it again. A key is a
+product's kind and its weight's shape, "up 16384x4096", or its inputs alone, "up 4096", which holds
+for other shapes. Weights in bytes have parts of their own; what fp8's lack, int8's have. What the
+table does not name gets a tile by rule.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.common.quantization import Quantization
 
 
 def tell_of_compilation(begins: Callable[[], None], ended: Callable[[], None]) -> bool:
@@ -116,3 +132,166 @@ def launchers_kept_apart() -> Iterator[None]:
         yield
     finally:
         build._load_module_from_path = load
+
+
+HOPPER = (9, 0)  # the first with programmatic dependent launch
+ADA = (8, 9)  # the first with e4m3
+
+
+class DeviceTraits(NamedTuple):
+    """A GPU as its kernels see it; without a capability it is none, but interprets them.
+
+    capability:   compute capability
+    shared_bytes: shared memory that a program may have
+    """
+
+    capability: tuple[int, int] | None
+    shared_bytes: int
+
+    @property
+    def has_pdl(self) -> bool:
+        """Whether kernels can use programmatic dependent launch."""
+        return self.capability is not None and self.capability >= HOPPER
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether kernels can read e4m3."""
+        return self.capability is None or self.capability >= ADA
+
+    @property
+    def has_fp8_products(self) -> bool:
+        """Whether torch multiplies e4m3 with e4m3, each row by a scale of its own."""
+        return self.capability is not None and self.capability >= HOPPER
+
+    @property
+    def runs_ptx(self) -> bool:
+        """Whether kernels are compiled, and can have instructions of their own."""
+        return self.capability is not None
+
+    @property
+    def adds_in_float32(self) -> bool:
+        """Whether products of other types can have float32 results."""
+        return self.capability is not None
+
+
+INTERPRETER = DeviceTraits(None, sys.maxsize)
+
+
+@cache
+def traits_of(device: torch.device) -> DeviceTraits:
+    """The traits of a device: a CPU has those of the interpreter, the meta device those of the
+    current GPU.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(None if device.type == "meta" else device)
+    capability = (properties.major, properties.minor)
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return DeviceTraits(capability, int(shared_bytes))
+
+
+# Launch options of a kernel that starts when those before it have ended.
+NO_PDL = {"USE_PDL": False}
+
+
+def pdl_options(tensor: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that starts before the one before it has ended, where it can."""
+    return {"USE_PDL": True, "launch_pdl": True} if traits_of(tensor.device).has_pdl else NO_PDL
+
+
+TABLE = Path(__file__).with_name("tiles.json")
+SPLITS = {"add": 4, "router": 8}  # programs that share a product's columns; of other kinds 1
+PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
+
+
+class RowTile(NamedTuple):
+    """rows of the weight per program, columns per piece, warps; whether pieces come in a loop."""
+
+    rows: int
+    block: int
+    warps: int
+    rolled: bool
+
+
+class DotTile(NamedTuple):
+    """rows of the weight per program (of weight and gate together), columns per piece, warps,
+    pieces on their way, how many programs share the columns (where the parts are summed
+    afterwards), and how many pieces of the weight are prefetched before gdc_wait."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+    splits: int
+    prefetch: int = 0
+
+    def fitting(self, batch: int, weight_bytes: int, shared_bytes: int) -> DotTile:
+        """With no more pieces on their way than a program's shared memory holds.
+
+        A piece has `rows` of the weight, of weight_bytes each, and `batch` of the inputs: two bytes
+        each, which for int8 are a high and a low one. Tiles are measured with fewer rows of inputs
+        than there may be.
+        """
+        piece = self.block * (self.rows * weight_bytes + 2 * batch)
+        return self._replace(stages=max(1, min(self.stages, shared_bytes // piece)))
+
+
+@cache
+def dot_tile(
+    kind: str, out_size: int, in_size: int, quantization: Quantization | None = None
+) -> DotTile:
+    """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated, router
+    or largest; quantization: the weight's."""
+    found = _known("dot_products", kind, out_size, in_size, quantization)
+    if found:
+        return DotTile(*found)
+    return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
+
+
+@cache
+def row_tile(
+    kind: str, out_size: int, in_size: int, quantization: Quantization | None = None
+) -> RowTile:
+    """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
+    quantization: the weight's."""
+    found = _known("row_products", kind, out_size, in_size, quantization)
+    return RowTile(*found) if found else _row_rule(kind, in_size, quantization)
+
+
+def _known(
+    products: str, kind: str, out_size: int, in_size: int, quantization: Quantization | None
+) -> list[Any] | None:
+    parts = [part(products, quantization)]
+    if quantization == "fp8":
+        parts.append(part(products, "int8"))
+    keys = (f"{kind} {out_size}x{in_size}", f"{kind} {in_size}")
+    known = (table().get(name, {}).get(key) for name in parts for key in keys)
+    return next(filter(None, known), None)
+
+
+def part(products: str, quantization: Quantization | None) -> str:
+    """Where the table has tiles of row_products or dot_products."""
+    return f"{quantization}_{products}" if quantization else products
+
+
+@cache
+def table() -> dict[str, dict[str, list[Any]]]:
+    """What tiles.json says. Who changes it calls `forget`."""
+    found: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def forget() -> None:
+    """Look tiles up again in the table, which has changed."""
+    for function in (row_tile, dot_tile):
+        function.cache_clear()
+
+
+def _row_rule(kind: str, in_size: int, quantization: Quantization | None) -> RowTile:
+    rows = (8 if quantization else 4) // (2 if kind in PAIRED else 1)
+    if in_size >= 4096:
+        return RowTile(rows, 2048, 8, in_size > 12288)
+    block = 1024
+    while block > 8 and block // 2 >= in_size:
+        block //= 2
+    return RowTile(rows, block, 4, False)

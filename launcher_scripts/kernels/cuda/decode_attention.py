@@ -15,6 +15,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     add_sink,
     add_tile,
     apply_rotary,
+    attend_grouped,
     bonus_of,
     capped,
     load_keys_values,
@@ -24,10 +25,8 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     reached,
     store_head,
 )
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
-from launcher_scripts.kernels.cuda.e4m3 import in_halves
-from launcher_scripts.kernels.cuda.grouped_attention import attend_grouped
+from launcher_scripts.kernels.cuda.compiling import NO_PDL, launcher, pdl_options, traits_of
+from launcher_scripts.kernels.cuda.loads import in_halves
 from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
 from launcher_scripts.kernels.operands import (
     AttentionScores,

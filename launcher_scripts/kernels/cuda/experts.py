@@ -16,12 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.activation import ACTIVATION_CODES, activate, activate_gated
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import pdl_options, traits_of
+from launcher_scripts.kernels.cuda.compiling import DotTile, launcher, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS, MIN_BATCH, add_pieces, halves
-from launcher_scripts.kernels.cuda.gemv_tile import scales_of
-from launcher_scripts.kernels.cuda.tiles import DotTile
+from launcher_scripts.kernels.cuda.epilogues import ACTIVATION_CODES, activate, activate_gated
+from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 2048  # whose results lie side by side before they are summed

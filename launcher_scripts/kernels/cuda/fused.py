@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda.activation import gated
-from launcher_scripts.kernels.cuda.argmax import argmax as argmax
 from launcher_scripts.kernels.cuda.beams import rank_beams as rank_beams
 from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
+from launcher_scripts.kernels.cuda.compiling import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.decode_attention import attention_launch
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
-from launcher_scripts.kernels.cuda.device_traits import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import (
     MAX_ROWS,
     dot_largest,
@@ -31,12 +29,13 @@ from launcher_scripts.kernels.cuda.dot import (
     fits,
 )
 from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
+from launcher_scripts.kernels.cuda.embedding import copy_to_host as copy_to_host
 from launcher_scripts.kernels.cuda.embedding import embed as embed
+from launcher_scripts.kernels.cuda.epilogues import argmax as argmax
+from launcher_scripts.kernels.cuda.epilogues import gated
 from launcher_scripts.kernels.cuda.experts import mixture as mixture
 from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
-from launcher_scripts.kernels.cuda.gemv_heads import row_heads
-from launcher_scripts.kernels.cuda.host_copy import copy_to_host as copy_to_host
 from launcher_scripts.kernels.cuda.many_rows import (
     activated_product,
     dense,
@@ -54,11 +53,12 @@ from launcher_scripts.kernels.cuda.peer_buffers import (
     send_product,
 )
 from launcher_scripts.kernels.cuda.peer_rows import fits_buffers, send_parts, send_sums
-from launcher_scripts.kernels.cuda.penalties import process as process
+from launcher_scripts.kernels.cuda.prompt_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
-from launcher_scripts.kernels.cuda.rotary import store_kv as store_kv
+from launcher_scripts.kernels.cuda.qkv import row_heads
+from launcher_scripts.kernels.cuda.qkv import store_kv as store_kv
+from launcher_scripts.kernels.cuda.sampling import process as process
 from launcher_scripts.kernels.cuda.sampling import sample as sample
-from launcher_scripts.kernels.cuda.span_attention import attend_spans as attend_spans
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     HeadNorms,

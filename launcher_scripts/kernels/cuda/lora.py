@@ -13,10 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import pdl_options
+from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
+from launcher_scripts.kernels.cuda.loads import prefetch_if
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_code, norm_terms, parts_of
-from launcher_scripts.kernels.cuda.prefetch import prefetch_if
 from launcher_scripts.kernels.operands import Linear
 
 TILE = 8192  # numbers of A that a program takes at once

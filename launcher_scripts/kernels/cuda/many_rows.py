@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import traits_of
+from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
-from launcher_scripts.kernels.cuda.e4m3 import LARGEST
+from launcher_scripts.kernels.cuda.loads import LARGEST
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 

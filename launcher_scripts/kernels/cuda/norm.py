@@ -28,10 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.peer_rows import OWNED, receive_row
-from launcher_scripts.kernels.cuda.peer_words import SHARE
+from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
+from launcher_scripts.kernels.cuda.peer_rows import OWNED, SHARE, receive_row
 from launcher_scripts.kernels.operands import FoldedNorm, Hidden, Linear, Norm, PeerBuffers
 from launcher_scripts.kernels.quantization import dequantized
 

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.device_traits import pdl_options
-from launcher_scripts.kernels.cuda.gemv_tile import begin, multiply, scales_of, vector
+from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options, row_tile
+from launcher_scripts.kernels.cuda.gemv import begin, multiply, scales_of, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
@@ -27,8 +26,7 @@ from launcher_scripts.kernels.cuda.norm import (
     part_eps,
     prescale,
 )
-from launcher_scripts.kernels.cuda.peer_words import SHARE, add_lanes, missing, send
-from launcher_scripts.kernels.cuda.tiles import row_tile
+from launcher_scripts.kernels.cuda.peer_rows import SHARE, add_lanes, missing, send
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm, PeerBuffers
 
 

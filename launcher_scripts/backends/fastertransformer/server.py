@@ -1,0 +1,426 @@
+"""The server of a model: its parameters in config.pbtxt, its nodes, metrics and status file.
+
+A model whose server runs on several nodes: on node 0 it serves, on the others it hosts ranks.
+
+There its initialize() lasts as long as the model does, so that server never looks ready.
+
+What the server may know of a model: one small file, written whole.
+
+The server names a folder in LAUNCHER_STATUS_DIR; without it nothing is written.
+
+What a model adds to the server's metrics; `metric_names` says what each of them means.
+
+The values are counted by the engine. A thread hands what has changed to the server every second:
+each change of a value is a message to the server's process, too many for each token. No other
+thread may: two that change a value at once send a message with memory that is freed already, and
+the server dies of it.
+Triton's own histograms take one value in a message, so ours are values with the names that
+Prometheus gives the parts of a histogram. Triton calls them gauges: some readers put `_total` after
+the names of counters (prometheus_client, OpenTelemetry), and would find no `_bucket`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.common.files import atomic_write
+from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.common.processes import process_name
+from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
+from launcher_scripts.contract import metric_names as names
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.engine.core.requests import MAX_BEAMS
+from launcher_scripts.engine.core.statistics import Sample
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.messages.message import RankInfo
+from launcher_scripts.engine.ranks.links import (
+    ADVICE,
+    NodeGroup,
+    find_rendezvous,
+    rendezvous_folders,
+)
+from launcher_scripts.engine.ranks.rank_host import POLL_SECONDS, RankHost
+from launcher_scripts.models.repository import checkpoint_folder
+
+WHERE = "parameters in config.pbtxt"
+SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend
+
+PARAMETERS = (
+    "tensor_para_size",
+    "pipeline_para_size",
+    "data_type",
+    "model_type",
+    "model_checkpoint_path",
+    "draft_model_checkpoint_path",
+    "int8_mode",
+    "quantization",
+    "kv_cache_dtype",
+    "enable_custom_all_reduce",
+    "inter_token_target",
+    "enable_prefix_caching",
+    "deterministic",
+)
+# So the guides' sections on several nodes call the pipeline's size.
+PIPELINES_OLD_NAME = "layer_para_size"
+# The original's guides call these bool, its files say 0 or 1.
+FLAGS = ("enable_custom_all_reduce", "enable_prefix_caching", "deterministic")
+FLAG_WORDS = {"false": "0", "true": "1"}
+
+# max_batch_size bounds one request; rows of many requests run together whatever it is, and the
+# widest beam search fits.
+ROWS_IN_FLIGHT = MAX_BEAMS
+
+
+def model_type(config: Mapping[str, Any]) -> str:
+    """The row of CONTRACTS that config.pbtxt names."""
+    return _strings(config).get("model_type", "GPT")
+
+
+def engine_settings(
+    config: Mapping[str, Any], model_dir: Path, version: str, device: str
+) -> EngineSettings:
+    """What config.pbtxt (as Triton's JSON) asks for; wrong values raise one ConfigError.
+
+    Parameters without a meaning are named in the server's log: old guides have some (is_half).
+
+    Where the checkpoint is looked for: see checkpoint_folder.
+    """
+    values = _strings(config)
+    if unknown := sorted(values.keys() - set(PARAMETERS) - SERVERS_OWN):
+        print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
+    problems = Problems("the model's config.pbtxt")
+    numbers = {
+        name: _integer(values, name, least, default, problems)
+        for name, least, default in (
+            ("tensor_para_size", 1, None),
+            ("pipeline_para_size", 1, "1"),
+            ("int8_mode", 0, "0"),
+            *((name, 0, "0") for name in FLAGS),
+        )
+    }
+    layers = values.get(PIPELINES_OLD_NAME)
+    if layers not in (None, str(numbers["pipeline_para_size"])):
+        problems.add(
+            f"{PIPELINES_OLD_NAME} is not read, and pipeline_para_size says something else",
+            got=layers,
+            change=f"pipeline_para_size of the {WHERE}",
+        )
+    served = model_type(config)
+    if served not in CONTRACTS:
+        problems.add("unknown model_type", got=served, choices=CONTRACTS, change=WHERE)
+    quantization, kv_cache_dtype = None, "auto"
+    with problems.collecting():
+        quantization = quantization_of(
+            numbers["int8_mode"], values.get("quantization"), f"{{}} of the {WHERE}"
+        )
+    with problems.collecting():
+        kv_cache_dtype = kv_cache_dtype_of(values.get("kv_cache_dtype"), f"{{}} of the {WHERE}")
+    inter_token_target = _seconds(
+        values, "inter_token_target", EngineSettings.inter_token_target, problems
+    )
+    problems.raise_if_any(ConfigError)
+    parallelism = Parallelism(numbers["tensor_para_size"], numbers["pipeline_para_size"])
+    version_dir, draft = model_dir / version, values.get("draft_model_checkpoint_path")
+    return EngineSettings(
+        checkpoint_dir=checkpoint_folder(
+            values.get("model_checkpoint_path", ""),
+            config.get("default_model_filename", ""),
+            version_dir,
+            parallelism.tp_size,
+            Path.cwd(),
+        ),
+        draft_checkpoint_dir=checkpoint_folder(
+            draft, "", version_dir, parallelism.tp_size, Path.cwd()
+        )
+        if draft
+        else None,
+        model_type=served,
+        data_type=values.get("data_type", "fp32"),
+        parallelism=parallelism,
+        device=device,
+        max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        inter_token_target=inter_token_target,
+        **{name: bool(numbers[name]) for name in FLAGS},
+    )
+
+
+def _integer(
+    values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
+) -> int:
+    text = values.get(name, default)
+    if name in FLAGS and text is not None:
+        text = FLAG_WORDS.get(text.lower(), text)
+    if text is None:
+        problems.add(f"{name} is missing", change=WHERE)
+        return least
+    if not text.isdecimal() or int(text) < least:
+        problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
+        return least
+    return int(text)
+
+
+def _seconds(values: Mapping[str, str], name: str, default: float, problems: Problems) -> float:
+    """A time of 0 or more."""
+    text = values.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < inf:
+        problems.add(f"{name} must be a number of seconds, 0 or more", got=text, change=WHERE)
+    return seconds
+
+
+def _strings(config: Mapping[str, Any]) -> dict[str, str]:
+    """The parameters of config.pbtxt that are texts."""
+    return {
+        name: value["string_value"].strip()
+        for name, value in config.get("parameters", {}).items()
+        if "string_value" in value
+    }
+
+
+ANSWER_SECONDS = 1.0  # that clients get to be told of a failure
+STUB = b"triton_python_backend_stub"  # its arguments: the model's file, a region's name, ...
+CLOSING_SECONDS = 2.0  # node 0 unloads its models at the same time, but not in the same moment
+LINGER_SECONDS = 5.0  # node 0 tells the reason and ends first
+
+
+def node_group(env: Mapping[str, str], model: str, model_dir: Path) -> NodeGroup:
+    """How this server's processes on all nodes find each other for one model.
+
+    Raises ServerError where the environment contradicts itself.
+    """
+    return NodeGroup(
+        find_node_rank(env),
+        model,
+        rendezvous_folders(env, model_dir),
+        env.get(INTERFACE_VARIABLE),
+        int(env.get(ATTEMPT_VARIABLE, "0")),
+    )
+
+
+def host_ranks(group: NodeGroup, settings: EngineSettings) -> None:
+    """Host this node's ranks of the model until its engine on node 0 ends, then end the server.
+
+    Raises ServerError when node 0 is not found in time, or is lost.
+    """
+    node_rank = group.node_rank
+    where = f"node {node_rank.node} of {node_rank.nodes} (started by {node_rank.launcher})"
+    print(f"{where}: node 0 serves model {group.model}; this server only hosts ranks", flush=True)
+    reason = _find(group, settings).run()
+    if reason is not None:
+        time.sleep(LINGER_SECONDS)
+        raise ServerError(reason)
+    time.sleep(CLOSING_SECONDS)
+    end_server(signal.SIGTERM)
+
+
+def end_server_later(error: ServerError) -> None:
+    """End a server that lost a rank, with an exit code that is not 0, once clients have been told.
+
+    Triton itself would go on, look ready, and answer every request with an error.
+    """
+    print(f"ending the server: {error}", file=sys.stderr, flush=True)
+    threading.Timer(ANSWER_SECONDS, _kill_server).start()
+
+
+def end_server(number: int) -> None:
+    """Send a signal to the server that this process is a worker of."""
+    server = os.getppid()
+    if process_name(server) == "tritonserver":
+        os.kill(server, number)
+
+
+def _kill_server() -> None:
+    """Kill the server, and remove the shared memory of its workers, which it no longer can."""
+    server = os.getppid()
+    regions = [
+        Path("/dev/shm", arguments[2].decode())
+        for folder in Path("/proc").glob(f"{server}/task/*/children")
+        for child in folder.read_text().split()
+        if (arguments := Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"))[0].endswith(STUB)
+    ]
+    end_server(signal.SIGKILL)
+    for region in regions:
+        region.unlink(missing_ok=True)
+
+
+def _find(group: NodeGroup, settings: EngineSettings) -> RankHost:
+    """Join the newest engine of this run that lets us."""
+    patience = settings.start_timeout
+    folders = (settings.checkpoint_dir, settings.draft_checkpoint_dir)
+    deadline = time.monotonic() + patience
+    said = "nothing"
+    while time.monotonic() < deadline:
+        for info in find_rendezvous(group.folders, group.node_rank.run).values():
+            if info.model != group.model:
+                continue
+            try:
+                return RankHost(group.node_rank, info, folders)
+            except (ServerError, OSError) as error:
+                said = str(error)
+        time.sleep(POLL_SECONDS)
+    looked = ", ".join(map(str, group.folders))
+    what = f"node 0 of model {group.model} was not found within {patience:g} s in {looked}"
+    raise ServerError(problem(what, got=said, change=ADVICE))
+
+
+STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
+DEVICE_VARIABLE = "LAUNCHER_DEVICE"
+MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
+
+
+class StatusFile:
+    """`<folder>/<model>.json`: state loading, ready or failed, with the reason."""
+
+    def __init__(self, model: str) -> None:
+        folder = os.environ.get(STATUS_DIR_VARIABLE)
+        self._path = Path(folder, f"{model}.json") if folder else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody watches the server through its status files."""
+        return self._path is not None
+
+    def write(
+        self,
+        state: str,
+        *,
+        reason: str | None = None,
+        ranks: Sequence[RankInfo] = (),
+        timeline: Sequence[tuple[str, float]] = (),
+    ) -> None:
+        if self._path is None:
+            return
+        status = {
+            "state": state,
+            "reason": reason,
+            "ranks": [asdict(rank) for rank in ranks],
+            "versions": versions(),
+            "timeline": [list(event) for event in timeline],
+        }
+        atomic_write(self._path, json.dumps(status))
+
+
+def versions() -> dict[str, str]:
+    """What the engine runs on."""
+    result = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        result["cuda"] = torch.version.cuda
+    return result
+
+
+_SECONDS = 1.0
+
+
+class ModelMetrics:
+    """One model's metrics, brought up to date every second."""
+
+    def __init__(self, model: str, engine: Engine) -> None:
+        """What the engine has counted before, for its warm-up, is left out."""
+        self._model, self._engine = model, engine
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._gauges = {metric.name: self._add(metric, metric.name) for metric in names.GAUGES}
+        self._shown: dict[str, float] = {}
+        self._failures = {
+            reason: self._add(names.FAILURE, names.FAILURE.name, (("reason", reason),))
+            for reason in (names.REFUSED, names.CANCELLED, names.FAILED)
+        }
+        self._failures[names.GIVEN_UP.name] = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
+        metrics = {name: each for each in names.MODEL_METRICS for name in each.samples}
+        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in engine.statistics.samples():
+            key = (sample.name, sample.labels)
+            self._metrics[key] = self._add(metrics[sample.name], *key)
+            self._counted[key] = sample.value
+        self._steps = engine.statistics.steps, engine.statistics.step_rows
+        self._unsent: Counter[str] = Counter()  # failures by reason, and names.GIVEN_UP
+        self._lock = threading.Lock()  # of these
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def count_failure(self, reason: str, rows: int) -> None:
+        """So many rows of a request will not be answered; any thread may say so at any time.
+
+        reason: one of metric_names' values of `reason`
+        """
+        with self._lock:
+            self._unsent[reason] += rows
+            if reason == names.CANCELLED:
+                self._unsent[names.GIVEN_UP.name] += 1
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _add(
+        self, metric: names.Metric, name: str, labels: tuple[tuple[str, str], ...] = ()
+    ) -> Any:
+        """The server's value of that name and labels, the model's label included."""
+        kind = pb_utils.MetricFamily
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(
+                name=name,
+                description=metric.meaning,
+                kind=kind.COUNTER if metric.kind == names.COUNTER else kind.GAUGE,
+            )
+        return self._families[name].Metric(labels={metric.labels[0]: self._model, **dict(labels)})
+
+    def _run(self) -> None:
+        while True:
+            for sample in self._engine.statistics.samples():
+                self._count(sample)
+            with self._lock:
+                failures, self._unsent = self._unsent, Counter()
+            for reason, count in failures.items():
+                self._failures[reason].increment(count)
+            for name, value in self._levels().items():
+                if self._shown.get(name) != value:
+                    self._shown[name] = value
+                    self._gauges[name].set(value)
+            if self._closing.wait(_SECONDS):
+                return
+
+    def _count(self, sample: Sample) -> None:
+        key = (sample.name, sample.labels)
+        more = sample.value - self._counted[key]
+        if more:
+            self._counted[key] = sample.value
+            self._metrics[key].increment(more)
+
+    def _levels(self) -> dict[str, float]:
+        """The gauges' values now."""
+        engine = self._engine
+        used, capacity = engine.cache_tokens_used, engine.cache_tokens
+        before, self._steps = self._steps, (engine.statistics.steps, engine.statistics.step_rows)
+        steps, rows = (now - then for now, then in zip(self._steps, before, strict=True))
+        return {
+            names.RUNNING.name: engine.rows_running,
+            names.WAITING.name: engine.rows_queued,
+            names.CACHE_USE.name: used / capacity if capacity else 0.0,
+            names.BATCH.name: rows / steps if steps else 0.0,
+            names.CACHE_TOKENS.name: capacity,
+            names.CACHE_USED.name: used,
+        }

@@ -1,0 +1,169 @@
+"""Rotary scalings of GGUF files, and the inverse of its converter's changes to tensors.
+
+What undoes the changes that llama.cpp's converter makes to tensors.
+
+Each takes a tensor as the file has it and gives it as transformers does: rows as output features.
+The changes are those of `modify_tensors` in llama.cpp's conversion/.
+
+How a GGUF file scales rotary positions, as Hugging Face's rope_parameters.
+
+llama.cpp keeps the rule of Llama 3.1 as the numbers that come out of it: the tensor
+`rope_freqs.weight` divides the frequency of every pair. Its parameters are found again here; other
+numbers are those of a LongRoPE whose contexts do not differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.formats.gguf_file import Fields
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads of queries, and of keys and values, a layer has."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A row of a table of restored tensors.
+
+    apply: (values, heads) -> the same values as transformers has them
+    shape: what becomes of the shape
+    """
+
+    apply: Callable[[NDArray[Any], Heads], NDArray[Any]]
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
+
+
+def _halves(values: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Rows that rotate together are neighbours; transformers has them half a head apart."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _grouped(values: NDArray[Any], heads: Heads) -> NDArray[Any]:
+    """Rows (all queries, all keys, all values); transformers has (the queries of a key/value head,
+    its key, its value) for one such head after the other."""
+    size = len(values) // (heads.queries + 2 * heads.keys)
+    parts = np.split(values, [heads.queries * size, (heads.queries + heads.keys) * size])
+    rows = [part.reshape(heads.keys, -1, *values.shape[1:]) for part in parts]
+    whole: NDArray[Any] = np.concatenate(rows, axis=1)
+    return whole.reshape(values.shape)
+
+
+QUERY_HALVES = Restored(lambda values, heads: _halves(values, heads.queries))
+KEY_HALVES = Restored(lambda values, heads: _halves(values, heads.keys))
+GROUPED = Restored(_grouped)
+LESS_ONE = Restored(lambda values, _: values - np.float32(1))
+TRANSPOSED = Restored(lambda values, _: values.T, lambda shape: shape[::-1])
+# A matrix of one row loses that axis in some files.
+ONE_ROW = Restored(
+    lambda values, _: values.reshape(1, -1),
+    lambda shape: (1, *shape) if len(shape) == 1 else shape,
+)
+
+
+# Tensors [rotary dimensions / 2] that divide frequencies: of all contexts, or of short and long.
+ALWAYS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (ALWAYS, SHORT, LONG)
+SCALINGS = ("none", "linear", "yarn", "longrope")
+_TOLERANCE = 1e-5
+_LOW, _HIGH = 1.0, 4.0  # frequency factors of every Llama
+_CONTEXTS = (8192, *(1 << bits for bits in range(3, 21)))
+
+
+def rope_parameters(
+    fields: Fields, rotary_size: int, factors: Mapping[str, NDArray[Any]]
+) -> dict[str, Any]:
+    """rope_type and its parameters, rope_theta included.
+
+    rotary_size: dimensions of a head that rotate
+    factors:     those of FACTORS that the file has
+    """
+    result: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", 10000.0)}
+    factor = fields.real("rope.scaling.factor", fields.real("rope.scale_linear", 1.0)) or 1.0
+    # A factor without a type scales all positions, as in llama.cpp.
+    kind = fields.text("rope.scaling.type", "linear")
+    context = fields.size("context_length")
+    original = fields.size("rope.scaling.original_context_length", context)
+    result["original_max_position_embeddings"] = original
+    scaled = (kind == "linear" and factor != 1.0) or kind == "yarn"
+    problem = _unfit(kind, factors, rotary_size, scaled)
+    if problem is not None:
+        fields.problems.add(problem, got=kind, choices=SCALINGS)
+    elif factors:
+        result |= _by_pair(fields, factors, result["rope_theta"], rotary_size)
+    elif scaled:
+        result |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            result["beta_fast"] = fields.real("rope.scaling.yarn_beta_fast", 32.0)
+            result["beta_slow"] = fields.real("rope.scaling.yarn_beta_slow", 1.0)
+    return result
+
+
+def _unfit(
+    kind: str, factors: Mapping[str, NDArray[Any]], rotary_size: int, scaled: bool
+) -> str | None:
+    """What is wrong with the file's scaling."""
+    if kind not in SCALINGS:
+        return "unknown rope.scaling.type"
+    if factors.keys() not in (set(), {ALWAYS}, {SHORT, LONG}) or (
+        kind == "longrope" and not factors
+    ):
+        return f"{SHORT} and {LONG} go together, and with longrope"
+    if factors and scaled:
+        return f"{' and '.join(factors)} and rope.scaling.type both scale"
+    for name, values in factors.items():
+        if values.shape != (rotary_size // 2,) or not np.all(np.isfinite(values) & (values > 0)):
+            return f"{name} must be {rotary_size // 2} numbers above 0"
+    return None
+
+
+def _by_pair(
+    fields: Fields, factors: Mapping[str, NDArray[Any]], base: float, rotary_size: int
+) -> dict[str, Any]:
+    """The rule that gives a number per pair."""
+    if all(np.all(values == 1) for values in factors.values()):
+        return {}
+    if ALWAYS in factors:
+        rule = _llama3(factors[ALWAYS].astype(np.float64), base, rotary_size)
+        if rule is not None:
+            return rule
+    short, long = (_decimals(factors.get(name, factors.get(ALWAYS))) for name in (SHORT, LONG))
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": fields.real("rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _llama3(factors: NDArray[Any], base: float, rotary_size: int) -> dict[str, Any] | None:
+    """The rule of Llama 3.1 that gives `factors`; None where there is none."""
+    turns = base ** (-np.arange(0, rotary_size, 2) / rotary_size) / (2 * np.pi)  # per position
+    factor = float(str(np.float32(factors.max())))
+    for context in _CONTEXTS:
+        smooth = (context * turns - _LOW) / (_HIGH - _LOW)
+        expected = 1 / np.clip((1 - smooth) / factor + smooth, 1 / factor, 1.0)
+        if np.allclose(factors, expected, rtol=_TOLERANCE, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": _LOW,
+                "high_freq_factor": _HIGH,
+                "original_max_position_embeddings": context,
+            }
+    return None
+
+
+def _decimals(values: Any) -> list[float]:
+    return [float(str(np.float32(value))) for value in values]

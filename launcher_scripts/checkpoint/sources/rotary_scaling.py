@@ -1,0 +1,204 @@
+"""Rotary positions and their scalings in the configurations of all makers.
+
+Rotary positions and attention windows of a Hugging Face config.json, as GPTConfig's fields.
+
+Scalings that are a number per pair of dimensions are stored as such: YaRN (Peng et al. 2023) as
+`rotary_factors`, LongRoPE (Ding et al. 2024) as these and `rotary_long_factors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.models.family import layer_list
+
+
+def as_text(numbers: Iterable[float]) -> str:
+    """As a configuration holds them."""
+    return ",".join(repr(float(number)) for number in numbers)
+
+
+def yarn(
+    pairs: int,
+    base: float,
+    factor: float,
+    original: int,
+    *,
+    beta_fast: float | None = None,
+    beta_slow: float | None = None,
+    truncate: bool = True,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+) -> dict[str, Any]:
+    """YaRN (Peng et al. 2023): pairs that turn seldom within the original positions turn `factor`
+    times as slowly, those that turn often as before.
+
+    beta_fast, beta_slow: how often is often and seldom;  truncate: to whole pairs
+    attention_factor: what cosines and sines are multiplied by; else as the others say
+    """
+
+    def place(turns: float) -> float:
+        """The pair, as a fraction, that turns so often within the original positions."""
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    low, high = place(beta_fast or 32.0), place(beta_slow or 1.0)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    if low == high:
+        high += 0.001
+    slowed = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if not attention_factor:
+        attention_factor = scale(1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = scale(mscale) / scale(mscale_all_dim)
+    return {
+        "rotary_scaling": "factors",
+        "rotary_factors": as_text(1 / (share / factor + 1 - share) for share in slowed),
+        "rotary_attention_factor": attention_factor,
+    }
+
+
+_NAMES = {"su": "longrope"}
+Fields = dict[str, Any]
+
+
+def rope(raw: RawConfig, head_size: int) -> Fields:
+    """The fields of `rope_parameters`, called `rope_scaling` before transformers 5."""
+    return rope_of(raw, raw.section("rope_parameters", "rope_scaling"), head_size)
+
+
+def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
+    """See rope.  section: the mapping that holds them"""
+    kind = section.text("rope_type", section.text("type", "default"))
+    kind = _NAMES.get(kind, kind)
+    if kind == "yarn" and section("long_factor", default=None):
+        kind = "longrope"  # the first Phi-3 called it so
+    share = section.real("partial_rotary_factor", raw.real("partial_rotary_factor", 1.0))
+    raw.only(rope_interleaved=False, use_mrope=False)
+    section.unused("attn_factor")  # of llama.cpp; transformers reads attention_factor
+    raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
+    fields: Fields = {
+        "position_embedding": "rope",
+        "rotary_base": section.real("rope_theta", raw.real("rope_theta", 10000.0)),
+        "rotary_percentage": share,
+    }
+    if kind == "default":
+        return fields
+    if kind not in _SCALINGS:
+        raw.problems.add("unknown rope_type", got=kind, choices=("default", *_SCALINGS))
+        return fields
+    pairs = max(int(head_size * share) // 2, 1)
+    return {**fields, **_SCALINGS[kind](raw, section, pairs, fields["rotary_base"])}
+
+
+def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields, float | None]:
+    """How layers without a window turn, and the base of those with one; None: it is not said.
+
+    local_base: where a section of the file does not say it
+    """
+    said = raw.section("rope_parameters")
+    if not said.raw.keys() & {"full_attention", "sliding_attention"}:
+        return rope(raw, head_size), None
+    turns = rope_of(raw, said.section("full_attention"), head_size)
+    local = said.section("sliding_attention")
+    local.only(rope_type="default")
+    return turns, local.real("rope_theta", local_base)
+
+
+def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:
+    """The fields of `sliding_window`.
+
+    full: whether a layer attends to all tokens where `layer_types` does not say it
+    """
+    window = raw("sliding_window", default=None)
+    layers = range(raw.layers("num_hidden_layers"))
+    kinds = raw("layer_types", default=None)
+    if kinds is None:
+        kinds = ["full_attention" if full(layer) else "sliding_attention" for layer in layers]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or not set(kinds) <= set(known):
+        raw.problems.add("layer_types must name every layer's attention", got=kinds, choices=known)
+        return {}
+    whole = [layer for layer in layers if kinds[layer] == "full_attention"]
+    if window is None or len(whole) == len(layers):
+        return {}
+    window = raw.size("sliding_window")
+    return {"sliding_window": window, "full_attention_layers": layer_list(whole)}
+
+
+def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {"rotary_interpolation_factor": section.real("factor", 1.0)}
+
+
+def _llama3(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": section.real("factor", 0.0),
+        "rotary_low_frequency_factor": section.real("low_freq_factor", 0.0),
+        "rotary_high_frequency_factor": section.real("high_freq_factor", 0.0),
+        "rotary_original_positions": original_positions(raw, section),
+    }
+
+
+def _dynamic(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    return {
+        "rotary_scaling": "dynamic",
+        "rotary_scaling_factor": section.real("factor", 1.0),
+        "rotary_original_positions": raw.size("max_position_embeddings"),
+    }
+
+
+def _yarn(raw: RawConfig, section: RawConfig, pairs: int, base: float) -> Fields:
+    original = original_positions(raw, section)
+    factor = section.real("factor", raw.size("max_position_embeddings") / original)
+
+    return yarn(
+        pairs,
+        base,
+        factor,
+        original,
+        beta_fast=section.real("beta_fast", 0.0),
+        beta_slow=section.real("beta_slow", 0.0),
+        truncate=section.flag("truncate", True),
+        attention_factor=section.real("attention_factor", 0.0),
+        mscale=section.real("mscale", 0.0),
+        mscale_all_dim=section.real("mscale_all_dim", 0.0),
+    )
+
+
+def _longrope(raw: RawConfig, section: RawConfig, pairs: int, _base: float) -> Fields:
+    original, longest = original_positions(raw, section), raw.size("max_position_embeddings")
+    short, long = (section.numbers(name, pairs) for name in ("short_factor", "long_factor"))
+    factor = section.real("factor", longest / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+    return {
+        "rotary_scaling": "longrope",
+        "rotary_factors": as_text(short),
+        "rotary_long_factors": as_text(long),
+        "rotary_original_positions": original,
+        "rotary_attention_factor": section.real("attention_factor", scale),
+    }
+
+
+def original_positions(raw: RawConfig, section: RawConfig) -> int:
+    """The positions before they were stretched; Phi-3 says them outside of the section."""
+    name = "original_max_position_embeddings"
+    return raw.size(name, default=section.size(name, default=raw.size("max_position_embeddings")))
+
+
+_SCALINGS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,123 @@
+"""Files that appear complete, ready files of servers, and digests.
+
+A server's ready file: its name among those of several servers, and how old its word is.
+
+A server that is held back until a verdict has a candidate file in its place, which no client reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file beside its place and move it there; what stood there is replaced.
+
+    Raises:
+        OSError: it could not be written; what stood there still stands
+    """
+    partial = path.with_name(path.name + ".partial")
+    # A link under that name would have its target overwritten.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(partial, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+READY = "ready.json"
+CANDIDATE = "ready.candidate.json"
+# ready.json of a server alone, ready-0.json, ready-1.json, ... of replicas
+READY_FILES = (READY, "ready-[0-9]*.json")
+_PROMOTION = "promotion.json"
+STALE_SECONDS = 60.0  # a server renews its file every few seconds
+
+
+def replica_file(path: Path, replica: int | None) -> Path:
+    """The file of one of several servers of the same run: ready-0.json, ready-1.json, ..."""
+    return path if replica is None else path.with_name(f"{path.stem}-{replica}{path.suffix}")
+
+
+def replica_files(path: Path, replicas: int) -> tuple[Path, ...]:
+    """The files of all `replicas` servers; 0: of the only one."""
+    if not replicas:
+        return (path,)
+    return tuple(replica_file(path, number) for number in range(replicas))
+
+
+def ready_paths(place: Path) -> list[Path]:
+    """Returns the ready files of a place: the file itself, or those in the folder."""
+    if not place.is_dir():
+        return [place]
+    # Path.glob may hide that it cannot look.
+    return sorted(p for p in place.iterdir() if any(fnmatch(p.name, n) for n in READY_FILES))
+
+
+def has_servers(places: Iterable[Path]) -> bool:
+    """Returns False if no ready file is of a server that may live; True where nobody can look."""
+    try:
+        paths = [path for place in places for path in ready_paths(place) if path.exists()]
+        ages = [seconds_silent(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return True
+    return any(age is None or age <= STALE_SECONDS for age in ages)
+
+
+def ask_to_publish(job_folder: Path) -> None:
+    """Tell every server of the job, also one that is started again, to have a ready file."""
+    asked_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    atomic_write(job_folder / _PROMOTION, f'{{"asked_at": "{asked_at}"}}\n')
+
+
+def may_publish(job_folder: Path) -> bool:
+    """Whether ask_to_publish was called for the job."""
+    return (job_folder / _PROMOTION).exists()
+
+
+def seconds_silent(ready: Mapping[str, Any]) -> float | None:
+    """Seconds since the server said that it lives; None for a file that does not say.
+
+    Raises ValueError for a time that is none.
+    """
+    alive_at = ready.get("alive_at")
+    if alive_at is None:
+        return None
+    return (datetime.now(timezone.utc) - datetime.fromisoformat(alive_at)).total_seconds()
+
+
+_BYTES = 32
+_PIECE = 1 << 20
+
+
+def file_digest(path: Path) -> str:
+    """What `b2sum -l 256` prints of the file, in hexadecimal. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=_BYTES)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def value_digest(value: Any) -> str:
+    """Of a plain value, whatever the order of its keys, in hexadecimal."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).hexdigest()
+
+
+def block_digests(ids: Sequence[int], size: int, digest: bytes) -> Iterator[bytes]:
+    """Of each whole block of `size` ids, over it and the digest before: each says everything that
+    stands up to the end of its block.
+
+    digest: of what stands before the ids
+    """
+    for first in range(0, len(ids) - size + 1, size):
+        block = array("q", ids[first : first + size])
+        digest = hashlib.blake2b(digest + block.tobytes(), digest_size=_BYTES).digest()
+        yield digest

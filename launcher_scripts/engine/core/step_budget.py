@@ -1,0 +1,328 @@
+"""Limits of a step: prompt tokens, extents in the cache, and draft tokens.
+
+Which rows try several tokens in the next step, and who says what these may be.
+
+Where a row repeats a long text, its own words say it, which costs nothing. Else the draft model
+does: a proposal of its tokens and the pass that tries them are one step. What the draft model has
+not read of the row it reads before, at the pace of prompts. Meanwhile, and where there is no draft
+model, a short text that came before is enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from launcher_scripts.engine.core.prefix_cache import PrefixCache
+from launcher_scripts.engine.core.results import TokenResult
+from launcher_scripts.engine.core.row import Row, take
+from launcher_scripts.engine.core.statistics import Statistics
+from launcher_scripts.engine.messages.plan import Copy, Draft, Proposal
+
+# The fewest prompt tokens of a pass in which rows decode, or so many for each of those rows: with
+# less, reading the weights costs more than the products with them.
+MIN_MIXED_TOKENS = 512
+TOKENS_PER_DECODING_ROW = 4
+# Up to so many steps with the fewest tokens keep the times between tokens even: a 1.3B with 128
+# clients got its tokens every 6.0 ms at worst (p99) with 512 prompt tokens a step, 8.0 with 1,024.
+EVEN_STEPS = 2
+# A prompt whose last tokens would need a step more has them in this one: so many, as a share.
+OVERSHOOT = 0.25
+# A pass that is too large for a CUDA graph takes the host milliseconds, so it has so many times the
+# tokens of the largest graph at least.
+LAUNCHED_SHARE = 1.5
+# An estimate is the median of so many durations: it outlasts a step that recorded a graph. Passes
+# over fewer tokens take about as long as over none.
+SAMPLES = 9
+MIN_SAMPLE_TOKENS = 256
+# Before the step in flight ends, the host needs this time to plan and launch the next one, and the
+# estimate of that end is wrong by such a share. Shorter steps are launched at once.
+LAUNCH_SECONDS = 0.005
+ESTIMATE_ERROR = 0.1
+MIN_AWAITED_SECONDS = 0.03
+
+
+class Limits(NamedTuple):
+    """Prompt tokens of a step.
+
+    tokens:     as many as fit the step's time
+    max_tokens: so many where a prompt ends with them
+    """
+
+    tokens: int
+    max_tokens: int
+
+
+class PromptBudget:
+    """Decides how many prompt tokens run in a step, by how long the last steps took.
+
+    max_tokens:   most prompt tokens of one step
+    recorded:     prompt tokens of the passes that are CUDA graphs, in which so many rows decode,
+                  ascending; None: rows do not decode in passes over prompts
+    target:       seconds that a step may take, so that rows which decode get their next tokens,
+                  and new prompts their turn; 0: as long as max_tokens take
+    one_by_one:   a pass takes one prompt, and its length does not depend on time
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        recorded: Callable[[int], list[int]] | None = None,
+        target: float = 0.0,
+        *,
+        one_by_one: bool = False,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._recorded = recorded
+        self._target = 0.0 if one_by_one else target
+        self._one_by_one = one_by_one
+        self._decode_seconds: deque[float] = deque(maxlen=SAMPLES)
+        self._seconds_per_token: deque[float] = deque(maxlen=SAMPLES)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Record how long a step over so many prompt tokens took, with all that ran in it."""
+        if tokens < MIN_SAMPLE_TOKENS:
+            self._decode_seconds.append(seconds)
+        else:
+            prompt_seconds = max(seconds - self._base_seconds, seconds / 2)
+            self._seconds_per_token.append(prompt_seconds / tokens)
+
+    @property
+    def _base_seconds(self) -> float:
+        """Duration of a step without prompts; 0 before one was seen."""
+        return median(self._decode_seconds) if self._decode_seconds else 0.0
+
+    def limits(self, decoding: int, waiting: int) -> Limits:
+        """Of a step in which so many rows decode, and so many prompt tokens wait."""
+        if not self._target:
+            return Limits(self._max_tokens, self._max_tokens)
+        if decoding and waiting <= EVEN_STEPS * MIN_MIXED_TOKENS:
+            budget = 0
+        elif self._seconds_per_token:
+            seconds = max(self._target - self._base_seconds * bool(decoding), self._target / 2)
+            budget = int(seconds / median(self._seconds_per_token))
+        else:
+            budget = 0 if decoding else self._max_tokens
+        budget = max(budget, MIN_MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
+        limit = int(budget * (1 + OVERSHOOT))
+        if self._recorded is not None:
+            sizes = self._recorded(decoding)
+            if budget < sizes[-1] * LAUNCHED_SHARE:
+                budget = max((sizes[0], *(size for size in sizes if size <= budget)))
+                limit = max(size for size in sizes if size <= max(limit, budget))
+        return Limits(min(budget, self._max_tokens), min(limit, self._max_tokens))
+
+    def shares(self, rows: Sequence[Row], limits: Limits) -> Iterator[tuple[Row, int]]:
+        """Rows, which are in the order they came, and how many tokens of their prompts run now.
+
+        Half of the budget is for the prompt that came first, so that it ends; the rest for the
+        shortest ones, so that none waits for a much longer one.
+        """
+        if not rows:
+            return
+        first, *others = rows[:1] if self._one_by_one else rows
+        remaining = {row.slot: row.prefill_length - row.prefilled for row in rows}
+        reserve = min(limits.tokens // 2, remaining[first.slot])
+        left, counts = limits.tokens - reserve, {}
+        for row in sorted(others, key=lambda row: remaining[row.slot]):
+            counts[row.slot] = min(remaining[row.slot], left)
+            left -= counts[row.slot]
+        counts[first.slot] = min(remaining[first.slot], reserve + left)
+        spare = limits.max_tokens - limits.tokens
+        for row in (first, *others):
+            count = counts[row.slot]
+            rest = remaining[row.slot] - count
+            if count and rest <= spare:
+                count, spare = count + rest, spare - rest
+            if count:
+                yield row, count
+
+    def spare_seconds(self, in_flight: Sequence[int], elapsed: float) -> float:
+        """Time until the next step has to be launched for the device not to idle. A request that
+        comes before then runs in that step instead of the one after it.
+
+        in_flight: prompt tokens of the steps that were launched;  elapsed: seconds since the first
+        of them began
+        """
+        if not self._target or not self._seconds_per_token:
+            return 0.0
+        seconds = sum(
+            self._base_seconds + count * median(self._seconds_per_token)
+            for count in in_flight
+            if count >= MIN_SAMPLE_TOKENS
+        )
+        if seconds < MIN_AWAITED_SECONDS:
+            return 0.0
+        return seconds * (1 - ESTIMATE_ERROR) - LAUNCH_SECONDS - elapsed
+
+
+# What a row that grows has beyond what is computed, where cache tokens are scarce.
+GROWN_TOKENS = 128
+# Of the cache, what rows that wait for a place leave to those that grow: with less, more rows run,
+# but move more often; with none, 70 of 230 rows moved in each step of a simulated 1.3B.
+SPARE_SHARE = 0.1
+
+
+class RowExtents:
+    """Gives rows their extents of the cache.
+
+    running: the rows that have one, by slot, in the order they came
+    copies:  what the step that is planned copies;  moved: the rows that have moved before it
+    """
+
+    def __init__(self, cache: PrefixCache, running: Mapping[int, Row]) -> None:
+        self.cache = cache
+        self._running = running
+        self.copies: list[Copy] = []
+        self.moved: list[Row] = []
+
+    def begin_step(self) -> None:
+        self.copies, self.moved = [], []
+
+    def extend(self, row: Row) -> bool:
+        """Let the row's extent be longer, there or elsewhere; False where there is no room."""
+        length = min(row.reserved + GROWN_TOKENS, row.capacity)
+        if not self.cache.take(row.start + row.reserved, length - row.reserved):
+            self.cache.free(row.start, row.reserved)
+            start = self.cache.allocate(length)  # which may begin before it and overlap
+            if start is None:
+                self.cache.take(row.start, row.reserved)
+                start = self.gather(length)
+                if start is None:
+                    return False
+                self.cache.free(row.start, row.reserved)
+            self.move(row, start)
+        row.reserve(length)
+        return True
+
+    def gather(self, length: int) -> int | None:
+        """An extent made of what rows that grow do not need yet, and of free tokens that lie apart:
+        those rows move together.
+        """
+        self.trim()
+        start = self.cache.allocate(length)
+        if start is not None or self.cache.free_tokens < length:
+            return start
+        rows = {row.start: row for row in self._running.values() if row.grows}
+        sizes = {start: row.reserved for start, row in rows.items()}
+        for old, new in self.cache.slides(sizes, length) or ():
+            self.cache.free(old, sizes[old])
+            self.cache.take(new, sizes[old])
+            self.move(rows[old], new)
+        return self.cache.allocate(length)
+
+    def trim(self) -> None:
+        """Let rows that grow give back what they do not need yet."""
+        for row in self._running.values():
+            needed = max(row.touched, row.prefill_length) + GROWN_TOKENS
+            if row.grows and row.reserved > needed:
+                self.cache.free(row.start + needed, row.reserved - needed)
+                row.reserve(needed)
+
+    def spares(self, length: int) -> bool:
+        """Whether there is so much room for another row, and enough for those that grow."""
+        needed = length + SPARE_SHARE * self.cache.capacity
+        if self.cache.free_tokens < needed:
+            self.trim()
+        return self.cache.free_tokens >= needed
+
+    def move(self, row: Row, start: int) -> None:
+        """Let the row be at `start`, with what it has in the cache, its draft included."""
+        if row.start == start:
+            return
+        if row.cached:
+            self.copies.append(Copy(row.start, start, row.touched))
+        row.start = start
+        if row.prefix is not None:
+            row.prefix.start = start
+        self.moved.append(row)
+
+    def place(self, row: Row) -> int | None:
+        """First token of an extent for the row; its session's, which it shares with nobody."""
+        session = row.session
+        if session is None:
+            row.reserve(row.capacity)
+            start = self.cache.spare(row.reserved)
+            if start is None and row.grows:
+                row.reserve(min(row.capacity, row.prefill_length + GROWN_TOKENS))
+                if self._running and not self.spares(row.reserved):
+                    return None
+            start = self.cache.allocate(row.reserved) if start is None else start
+            return self.gather(row.reserved) if start is None else start
+        if session.start is None:
+            session.start = self.cache.allocate(session.extent_tokens)
+        return session.start
+
+
+# A text of so many tokens that came before is copied. The next tokens after a shorter one are
+# foretold better by a draft model.
+COPIED_TOKENS = 8
+
+
+class Drafting(NamedTuple):
+    """The drafts of a step, and what the draft model does in it."""
+
+    drafts: tuple[Draft, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+
+
+def plan_drafts(rows: Sequence[Row], draft_model_tokens: int) -> Drafting:
+    """Let each of the rows that wants one have a draft, as far as there is one.
+
+    rows: those that get a token in the step
+    draft_model_tokens: most tokens that the draft model reads in it; 0 where there is none
+    """
+    drafts, proposals = [], []
+    least = COPIED_TOKENS if draft_model_tokens else 0
+    for row in rows:
+        if row.lookup is None or not row.room:
+            continue
+        found = row.lookup.draft(row.room, least)
+        if not found and draft_model_tokens and row.is_readable:
+            proposal = _proposal(row, draft_model_tokens)
+            proposals.append(proposal)
+            draft_model_tokens -= len(proposal.ids)
+            if proposal.count:
+                row.draft = Draft(row.slot, row.cached, (row.tokens[-1],), proposal.count)
+        if row.draft is None:
+            found = found or row.lookup.draft(row.room)
+            row.draft = Draft(row.slot, row.cached, (row.tokens[-1], *found)) if found else None
+        if row.draft is not None:
+            drafts.append(row.draft)
+    return Drafting(tuple(drafts), tuple(proposals))
+
+
+def take_drafts(
+    rows: Sequence[tuple[Row, int]],
+    read: Mapping[int, Sequence[TokenResult]],
+    statistics: Statistics,
+    go_on: Callable[[Row, float], None],
+) -> None:
+    """Take the tokens that the rows' drafts foretold, and the ones behind them.
+
+    rows: with the slots that they had;  go_on: called for a row behind each of its tokens
+    """
+    now = statistics.tokens_are_here()
+    for row, slot in rows:
+        statistics.draft(row.draft.foretold if row.draft else 0)
+        for place, token in enumerate(read[slot]):
+            if row.finished:
+                break
+            take(row, token)
+            if place:
+                statistics.accept_drafted()
+            go_on(row, now)
+        row.end_draft(len(read[slot]) - 1)
+
+
+def _proposal(row: Row, most: int) -> Proposal:
+    """The draft model reads on, no more than `most` tokens, and proposes some if these are all."""
+    past, prompt = row.read_by_draft, len(row.prompt)
+    unread = (*row.prompt[past:], *row.tokens[max(past - prompt, 0) :])
+    ids = unread[:most]
+    row.read_by_draft += len(ids)
+    if row.prefix is not None:
+        row.prefix.read = row.read_by_draft
+    return Proposal(row.slot, past, ids, row.room if len(ids) == len(unread) else 0)

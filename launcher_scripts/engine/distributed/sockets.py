@@ -1,0 +1,125 @@
+"""Addresses, network interfaces and listening sockets of this node.
+
+Listening sockets of libraries, which have no switch to close them once the ranks have met.
+
+gloo accepts whoever connects and keeps the connection indefinitely, so every stranger would cost a
+rank a descriptor. Its loop aborts the process over a listener that is closed under it; so the
+kernel is told to drop what comes for it: connections are opened no more, those there stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from launcher_scripts.common.errors import ServerError, problem
+from launcher_scripts.common.hosts import address_towards
+
+LOOPBACK = "127.0.0.1"
+EVERY = "0.0.0.0"
+_SIOCGIFADDR = 0x8915
+_CHANGE = "deploy.server.network_interface (an interface's name or a network as 10.0.0.0/16)"
+
+
+def interface_addresses() -> dict[str, str]:
+    """name -> address of every interface that has one, loopback last."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return dict(sorted(found.items(), key=lambda item: item[1].startswith("127.")))
+
+
+def listening_address(asked: str | None) -> str:
+    """The address to listen on for other nodes: that of the interface or network asked for.
+
+    Without a wish every address; the connections prove themselves. Raises ServerError where this
+    node has no such interface.
+    """
+    if asked is None:
+        return EVERY
+    addresses = interface_addresses()
+    if asked in addresses:
+        return addresses[asked]
+    try:
+        network = ipaddress.ip_network(asked, strict=False)
+    except ValueError:
+        network = None
+    for address in addresses.values():
+        if network is not None and ipaddress.ip_address(address) in network:
+            return address
+    choices = [f"{name} ({address})" for name, address in addresses.items()]
+    what = f"{socket.gethostname()} has no such network interface"
+    raise ServerError(problem(what, got=asked, choices=choices, change=_CHANGE))
+
+
+def published_addresses(listening: str) -> tuple[str, ...]:
+    """Where others find a socket that listens there, the likeliest first; names come last."""
+    if listening != EVERY:
+        return (listening,)
+    return tuple(dict.fromkeys([*interface_addresses().values(), socket.gethostname()]))
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface over which this node reaches `host`; None where that cannot be told."""
+    own = address_towards(host)
+    for name, address in interface_addresses().items():
+        if address == own:
+            return name
+    return None
+
+
+_SO_ATTACH_FILTER = 26
+_RETURN = 0x06  # of a classic BPF program: how many bytes of the packet are let through
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("jt", ctypes.c_ubyte),
+        ("jf", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
+
+
+def listening_ports() -> dict[int, int]:
+    """descriptor -> port of this process's sockets that listen for TCP connections."""
+    result = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), _duplicate(int(entry.name)) as opened:
+            if opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                name = opened.getsockname()
+                if opened.family in (socket.AF_INET, socket.AF_INET6):
+                    result[int(entry.name)] = int(name[1])
+    return result
+
+
+def drop_connections(descriptors: Iterable[int]) -> None:
+    """Let nobody connect to these listening sockets any more; OSError where that is forbidden."""
+    program = (_Instruction * 1)(_Instruction(_RETURN, 0, 0, 0))
+    pointer = struct.pack("HL", len(program), ctypes.addressof(program))
+    for descriptor in descriptors:
+        with _duplicate(descriptor) as opened:
+            opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """OSError where it is no socket."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

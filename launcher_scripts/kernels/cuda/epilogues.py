@@ -1,0 +1,174 @@
+"""Activations, gates and argmax at the end of a product, in the Triton language."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from launcher_scripts.common import quantization
+from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
+
+ACTIVATION_CODES = {
+    None: 0,
+    "gelu": 1,
+    "gelu_erf": 2,
+    "relu": 3,
+    "silu": 4,
+    "squared_relu": 5,
+    "clamped_swiglu": 6,
+}
+CLAMP = tl.constexpr(quantization.CLAMP)
+SLOPE = tl.constexpr(quantization.SLOPE)
+GATE_BLOCK = 2048
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of a code in ACTIVATION_CODES."""
+    if ACTIVATION == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+    elif ACTIVATION == 2:
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == 3:
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == 4:
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 5:
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    elif ACTIVATION == 6:
+        x = x / (1.0 + tl.exp(-SLOPE * x))
+    return x
+
+
+@triton.jit
+def activate_gated(x, gate, ACTIVATION: tl.constexpr):
+    """See reference.activated."""
+    if ACTIVATION == 6:
+        x = tl.minimum(x, CLAMP)
+        gate = tl.minimum(tl.maximum(gate, -CLAMP), CLAMP) + 1.0
+    return activate(x, ACTIVATION) * gate
+
+
+@triton.jit
+def multiply_gate(
+    up,
+    gate,
+    size,
+    ACTIVATION: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """up = act(up) * gate, of `size` numbers."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    value = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    value = activate_gated(value, factor, ACTIVATION)
+    tl.store(up + places, value.to(up.dtype.element_ty), mask=inside)
+
+
+def gated(up: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """act(up) * gate of [N, ffn] each, in the place of `up`."""
+    launcher(multiply_gate, (triton.cdiv(up.numel(), GATE_BLOCK),))(
+        up,
+        gate,
+        up.numel(),
+        ACTIVATION=ACTIVATION_CODES[activation],
+        BLOCK=GATE_BLOCK,
+        num_warps=8,
+        **pdl_options(up),
+    )
+    return up
+
+
+ARGMAX_BLOCK = 1024
+
+
+@triton.jit
+def block_argmax(logits, values, places, stride, size, BLOCK: tl.constexpr):
+    """One program: the largest of one block of a row and where it is, the first of equal ones."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    row_logits = tl.load(logits + row * stride + columns, mask=columns < size, other=-float("inf"))
+    largest, where = tl.max(row_logits, 0, return_indices=True)
+    part = row * tl.num_programs(1) + block
+    tl.store(values + part, largest)
+    tl.store(places + part, block * BLOCK + where)
+
+
+@triton.jit
+def pick_largest(
+    largest,
+    places,
+    values,
+    tokens,
+    column,
+    slots,
+    parts,
+    KEEP: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: the largest of a row's parts and its place, the first of equal ones.
+
+    KEEP: the place goes to the column of the row's slot, too.
+    """
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < parts
+    value = tl.load(largest + row * parts + columns, mask=inside, other=-float("inf"))
+    top, part = tl.max(value, 0, return_indices=True)
+    tl.store(values + row, top)
+    place = tl.load(places + row * parts + part).to(tl.int64)
+    tl.store(tokens + row, place)
+    if KEEP:
+        tl.store(column + tl.load(slots + row), place)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """See reference.argmax. Two kernels: of blocks, then of the blocks' results."""
+    rows, size = logits.shape
+    blocks = triton.cdiv(size, ARGMAX_BLOCK)
+    values = torch.empty(rows, blocks, device=logits.device)
+    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    launcher(block_argmax, (rows, blocks))(
+        logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
+    )
+    return best_of_parts(values, places)[1]
+
+
+def best_of_parts(
+    found: Tensor, places: Tensor, keep: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The largest of [N, parts] values and the place that belongs to it: [N] each.
+
+    keep: a column and the rows' slots in it, where the places go as well
+    """
+    rows, parts = found.shape
+    values = torch.empty(rows, device=found.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
+    launcher(pick_largest, (rows,))(
+        found,
+        places,
+        values,
+        tokens,
+        *((tokens, tokens) if keep is None else keep),
+        parts,
+        KEEP=keep is not None,
+        BLOCK=triton.next_power_of_2(parts),
+        num_warps=8 if parts > 1024 else 1,
+        **pdl_options(found),
+    )
+    return values, tokens
