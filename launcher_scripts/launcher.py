@@ -2,6 +2,7 @@
 
     launcher serve PATH [KEY=VALUE ...]    export a checkpoint and serve it with OpenAI's interface
     launcher judge PATH [KEY=VALUE ...]    export, serve and evaluate it: GO or NO-GO
+    launcher watch DIR [KEY=VALUE ...]     judge every checkpoint that a training writes into DIR
     launcher jobs COMMAND ...              list, status, logs, info, wait, tunnel, stop ...
 
 PATH is any checkpoint: a Hugging Face folder, a GGUF or .nemo file, the folder of a training.
@@ -27,6 +28,7 @@ _SLURM_TIMEOUT = 10.0
 _INNER_FOLDERS = re.compile(r"checkpoints?|iter_\d+|weights|snapshots|[0-9a-f]{40}|\d+")
 _HUB_FOLDER = re.compile(r"models--[^/]+?--(?P<name>[^/]+)")
 _EXPORT_FILES = {"t5": "t5/export_t5", "bart": "bart/export_bart", "agm": "agm/export_agm"}
+_STAGES = {"serve": "export,deploy", "judge": "export,deploy,evaluate", "watch": "watch"}
 _ENCODER_FILE = "t5/export_t5_encoder"
 
 
@@ -42,9 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return with_open_output(lambda: print(__doc__))
     if word == "jobs":
         return _run(["-m", "launcher_scripts.jobs", *others])
-    known = word in ("serve", "judge")
-    if not known or not others or "=" in others[0]:
-        message = f"{word} needs the PATH of a checkpoint" if known else f"unknown word {word}"
+    stages = _STAGES.get(word)
+    if stages is None or not others or "=" in others[0]:
+        message = f"unknown word {word}"
+        if stages is not None:
+            message = f"{word} needs the PATH of a checkpoint, or of a training's folder"
         print(f"error: {message}\n{__doc__}", file=sys.stderr)
         return 3
     path, *overrides = others
@@ -59,13 +63,13 @@ def launcher_arguments(word: str, path: Path, overrides: Sequence[str]) -> list[
     from launcher_scripts.config.settings import CHECKPOINT_KEY
 
     export_file = _export_file(path)
-    stages = "export,deploy" if word == "serve" else "export,deploy,evaluate"
+    path_key = "watch.training_dir" if word == "watch" else CHECKPOINT_KEY
     keys = {
-        "stages": f"[{stages}]",
+        "stages": f"[{_STAGES[word]}]",
         "cluster_type": "bcm" if slurm_answers() else "interactive",
         "base_results_dir": hydra_value(str(Path("results").absolute())),
         "export.run.model_train_name": model_name(path),
-        CHECKPOINT_KEY: hydra_value(str(path.expanduser().absolute())),
+        path_key: hydra_value(str(path.expanduser().absolute())),
         **dict.fromkeys(
             (f"deploy.server.{kind}_port" for kind in ("http", "grpc", "metrics")), "0"
         ),

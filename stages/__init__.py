@@ -5,10 +5,12 @@ from stages.evaluate import Evaluate
 from stages.export import Export
 from stages.gateway import Gateway
 from stages.stage import Stage
+from stages.watch import Watch
 
 STAGES: dict[str, type[Stage]] = {
     "export": Export,
     "deploy": Deploy,
     "gateway": Gateway,
     "evaluate": Evaluate,
+    "watch": Watch,
 }

@@ -297,8 +297,7 @@ def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ())
     overrides: the `key=value` of the command line
     Raises ConfigError with everything that cannot work, found by all stages together.
     """
-    keys = {key.lstrip("+"): text for key, _, text in (each.partition("=") for each in overrides)}
-    launches = [replace(_read(values), overrides=keys) for values in configurations]
+    launches = [replace(_read(values), arguments=tuple(overrides)) for values in configurations]
     runs = [_checked_stages(launch) for launch in launches]
     checks, first = [launch.checks for launch in launches], launches[0]
     problems = Problems("the configuration")

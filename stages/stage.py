@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ class Launch:
 
     blocks:    the configuration of every stage, also of those that do not run
     stages:    the names of those that run, in order
-    overrides: key -> text of its value on the command line
+    arguments: the `key=value` of the command line
     """
 
     config: LauncherConfig
@@ -57,7 +57,13 @@ class Launch:
     blocks: Mapping[str, Any]
     stages: tuple[str, ...]
     checks: Checks
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Key -> text of its value on the command line."""
+        pairs = (argument.partition("=") for argument in self.arguments)
+        return {key.lstrip("+"): text for key, _, text in pairs}
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "clients": FLOOR,
     "evaluation": {"clients"} | FLOOR,
     "gateway": {"checkpoint", "clients"} | FLOOR,
-    "steps": {"server", "gateway", "engine", "evaluation", "checkpoint"} | FLOOR,
+    "watch": {"evaluation", "checkpoint"} | FLOOR,
+    "steps": {"server", "gateway", "engine", "evaluation", "checkpoint", "watch"} | FLOOR,
     "launcher_scripts.main": set(),
     "launcher": {"checkpoint"} | FLOOR,
 }

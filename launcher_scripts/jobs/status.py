@@ -285,6 +285,7 @@ class Status:
             "status": self.word,
             "state": state.pop("name"),
             **state,
+            "ended": self.state.ended,
             "reason": self.reason,
             "verdict": None if self.badge is None else vars(self.badge),
             "ready": self.serves if self.is_service else None,

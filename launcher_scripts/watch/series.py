@@ -1,0 +1,201 @@
+"""The series of a training's evaluations, as its journal tells it.
+
+The journal has a line of JSON per event and is only appended to, so a killed watch loses nothing:
+the next one reads the lines and continues. A file lock keeps a second watch out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.exit_codes import VERDICTS
+from launcher_scripts.config.watch import OLDEST
+from launcher_scripts.watch.training import SavedCheckpoint
+
+JOURNAL = "journal.jsonl"
+LATEST_GO = "latest-GO"
+GO, NO_GO = VERDICTS[0], VERDICTS[1]
+
+# States of a checkpoint. One that is WRITTEN has not looked the same twice.
+WRITTEN, WAITING, STARTED, JUDGED, FAILED, SKIPPED = (
+    "written",
+    "waiting",
+    "started",
+    "judged",
+    "failed",
+    "skipped",
+)
+ENDED = (JUDGED, FAILED, SKIPPED)
+_CHANGE = "watch.run.results_dir"
+
+
+@dataclass
+class Entry:
+    """A checkpoint of the series.
+
+    version:  1, and one more each time that the training wrote it again
+    number:   of its evaluation in the series, from 1; 0: not evaluated
+    verdict:  GO, NO-GO or INCONCLUSIVE, with the regressions
+    measured: the verdict of its own evaluation
+    metrics:  "<task>.<figure>" -> {value, low, high, percent}
+    reason:   why it failed or was skipped
+    """
+
+    name: str
+    path: Path
+    step: int
+    signature: str
+    state: str = WRITTEN
+    version: int = 1
+    attempts: int = 0
+    number: int = 0
+    verdict: str | None = None
+    measured: str | None = None
+    regressions: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def folder_name(self) -> str:
+        """Its folder of results, without characters that a command line would have to quote."""
+        name = re.sub(r"[^\w.+-]+", "-", self.name, flags=re.ASCII).strip("-.") or "checkpoint"
+        return name if self.version == 1 else f"{name}.{self.version}"
+
+
+class Series:
+    """The entries of one results folder; a context manager that holds the folder's lock."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if another watch uses the folder, or for a corrupt journal."""
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self.last_event = time.time()  # as time.time()
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(folder / JOURNAL, flags, 0o666), "r+b")
+        try:
+            self._lock()
+            self._read()
+        except ConfigError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Series:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def look(self, saved: Iterable[SavedCheckpoint]) -> None:
+        """Note new checkpoints, those that no longer change, and those that have gone."""
+        present = {checkpoint.name: checkpoint for checkpoint in saved}
+        for checkpoint in present.values():
+            entry = self.entries.get(checkpoint.name)
+            if entry is None or entry.signature != checkpoint.signature:
+                again = entry is not None and entry.state in (STARTED, *ENDED)
+                version = (entry.version if entry else 1) + again
+                values = {"path": str(checkpoint.path), "step": checkpoint.step}
+                self.note(
+                    "seen",
+                    checkpoint.name,
+                    signature=checkpoint.signature,
+                    version=version,
+                    **values,
+                )
+            elif entry.state == WRITTEN:
+                self.note("complete", checkpoint.name)
+        for entry in list(self.entries.values()):
+            if entry.name not in present and entry.state in (WRITTEN, WAITING):
+                self.note("skipped", entry.name, reason="deleted by the training")
+
+    def waiting(self, order: str) -> list[Entry]:
+        """Entries to evaluate, the next one first."""
+        entries = [entry for entry in self.entries.values() if entry.state == WAITING]
+        return sorted(entries, key=lambda entry: entry.step, reverse=order != OLDEST)
+
+    def in_state(self, *states: str) -> list[Entry]:
+        """Entries in the order of their steps."""
+        entries = [entry for entry in self.entries.values() if entry.state in states]
+        return sorted(entries, key=lambda entry: entry.step)
+
+    def latest_go(self, before: Entry | None = None) -> Entry | None:
+        """The GO of the highest step, below that of `before`; None if there is none."""
+        entries = [entry for entry in self.in_state(JUDGED) if entry.verdict == GO]
+        if before is not None:
+            entries = [entry for entry in entries if entry.step < before.step]
+        return entries[-1] if entries else None
+
+    def results_of(self, entry: Entry) -> Path:
+        """The folder of an entry's export, server and report."""
+        return self.folder / "checkpoints" / entry.folder_name
+
+    def note(self, event: str, name: str, **values: Any) -> None:
+        """Append an event to the journal; when this returns, it is on the disk."""
+        line = {"event": event, "name": name, "at": round(time.time(), 3), **values}
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._apply(line)
+
+    def link_latest_go(self) -> None:
+        """Point the link `latest-GO` to the results of the latest GO."""
+        entry = self.latest_go()
+        if entry is None:
+            return
+        partial = self.folder / f"{LATEST_GO}.partial"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(self.results_of(entry).relative_to(self.folder))
+        partial.replace(self.folder / LATEST_GO)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            what = f"another watch writes into {self.folder}"
+            raise ConfigError(problem(what, change=_CHANGE)) from None
+
+    def _read(self) -> None:
+        """Apply the journal's lines; a last one that was not written in full is cut off."""
+        end = 0
+        for number, line in enumerate(self._file.read().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            end += len(line)
+            try:
+                self._apply(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                what = f"{self.folder / JOURNAL}: line {number} is corrupt ({error})"
+                raise ConfigError(problem(what, change=_CHANGE)) from error
+        self._file.truncate(end)
+
+    def _apply(self, line: Mapping[str, Any]) -> None:
+        event, name, self.last_event = line["event"], line["name"], float(line["at"])
+        if event == "seen":
+            path, step, signature = Path(line["path"]), int(line["step"]), line["signature"]
+            self.entries[name] = Entry(name, path, step, signature, version=line["version"])
+            return
+        entry = self.entries[name]
+        if event == "complete":
+            entry.state = WAITING
+        elif event == "started":
+            entry.state, entry.attempts, entry.reason = STARTED, line["attempt"], ""
+        elif event == "judged":
+            entry.state = JUDGED
+            for key in ("number", "verdict", "measured", "regressions", "metrics"):
+                setattr(entry, key, line[key])
+        elif event == "retry":
+            entry.state, entry.reason, entry.attempts = WAITING, line["reason"], line["attempts"]
+        elif event in (FAILED, SKIPPED):
+            entry.state, entry.reason = event, line["reason"]
+        else:
+            raise ValueError(f"unknown event {event}")

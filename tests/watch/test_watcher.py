@@ -1,0 +1,251 @@
+"""A watch over a training's folder, with a command that writes reports as evaluations do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.watch import WatchSettings
+from launcher_scripts.steps.watch import watch
+from launcher_scripts.watch.runs import Runs
+from launcher_scripts.watch.series import JOURNAL, Series
+from launcher_scripts.watch.training import SavedCheckpoint
+from launcher_scripts.watch.watcher import Watcher
+from tests.processes import wait_for
+
+# Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.
+COMMAND = """
+import json, os, sys, time
+from pathlib import Path
+
+keys = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+content = json.loads((Path(keys["export.model.checkpoint_path"]) / "x").read_text())
+folder = Path(keys["evaluate.run.results_dir"])
+folder.mkdir(parents=True, exist_ok=True)
+with (folder / "calls").open("a") as calls:
+    calls.write("x")
+if content.get("hangs") and not (folder / "let").exists():
+    (folder / "pid").write_text(str(os.getpid()))
+    time.sleep(600)
+if content.get("error"):
+    sys.exit("error: " + content["error"])
+right = content["right"]
+items = [{"index": index, "correct": index < right} for index in range(100)]
+metric = {"value": right / 100, "low": None, "high": None, "percent": True}
+task = {"metrics": {"accuracy": metric}, "items": items}
+report = {"schema": 1, "model": "tiny", "tasks": {"lambada": task}}
+(folder / "report.json").write_text(json.dumps(report))
+verdict = {"verdict": content.get("verdict", "GO")}
+(folder / "verdict.json").write_text(json.dumps(verdict))
+sys.exit({"GO": 0, "NO-GO": 1, "INCONCLUSIVE": 2}[verdict["verdict"]])
+"""
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    folder = tmp_path / "training"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def save(training: Path) -> Save:
+    """Write a checkpoint as Megatron-LM does."""
+
+    def save(step: int, **content: Any) -> Path:
+        folder = training / f"iter_{step:07d}"
+        folder.mkdir(exist_ok=True)
+        (folder / "x").write_text(json.dumps(content))
+        (training / "latest_checkpointed_iteration.txt").write_text(str(step))
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def settings(tmp_path: Path, training: Path) -> Callable[..., WatchSettings]:
+    command = tmp_path / "command.py"
+    command.write_text(COMMAND)
+
+    def settings(**options: Any) -> WatchSettings:
+        return WatchSettings(
+            training_dir=str(training),
+            results_dir=str(tmp_path / "series"),
+            model_name="tiny",
+            command=(sys.executable, str(command)),
+            folder=str(tmp_path),
+            **{"interval": 0.1, "order": "oldest", "idle_timeout": 0.0, **options},
+        )
+
+    return settings
+
+
+Settings = Callable[..., WatchSettings]
+
+
+def trend(settings: WatchSettings) -> dict[str, Any]:
+    content = json.loads((Path(settings.results_dir) / "trend.json").read_text())
+    return {**content, "checkpoints": {entry["step"]: entry for entry in content["checkpoints"]}}
+
+
+def calls(settings: WatchSettings, step: int) -> int:
+    folder = Path(settings.results_dir) / "checkpoints" / f"iter_{step:07d}" / "evaluation"
+    path = folder / "calls"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_every_checkpoint_is_judged_and_a_drop_is_no_go(settings: Settings, save: Save) -> None:
+    for step, right in ((10, 50), (20, 60), (30, 30), (40, 61)):
+        save(step, right=right)
+    chosen = settings()
+    assert watch(chosen) == 0
+    content = trend(chosen)
+    verdicts = {step: entry["verdict"] for step, entry in content["checkpoints"].items()}
+    assert verdicts == {10: "GO", 20: "GO", 30: "NO-GO", 40: "GO"}
+    third = content["checkpoints"][30]
+    assert third["evaluation"] == "GO"
+    assert third["regressions"][0]["against"] == "the last GO, iter_0000020"
+    assert third["figures"]["lambada.accuracy"]["value"] == 0.3
+    assert content["latest_go"] == "iter_0000040"
+    link = Path(chosen.results_dir) / "latest-GO"
+    assert link.resolve().name == "iter_0000040"
+    page = (link.parent / "trend.html").read_text()
+    assert "lambada&#39;s accuracy dropped by 30 % against the last GO, iter_0000020" in page
+
+
+def test_the_same_command_again_evaluates_nothing_twice(settings: Settings, save: Save) -> None:
+    save(10, right=50)
+    chosen = settings()
+    assert watch(chosen) == 0
+    save(20, right=49, verdict="INCONCLUSIVE")
+    assert watch(chosen) == 2
+    assert watch(chosen) == 2
+    assert [calls(chosen, step) for step in (10, 20)] == [1, 1]
+
+
+def test_newest_first_and_only_so_many(settings: Settings, save: Save) -> None:
+    for step in (10, 20, 30):
+        save(step, right=50)
+    chosen = settings(order="newest", max_checkpoints=1, idle_timeout=None)
+    assert watch(chosen) == 0
+    assert [calls(chosen, step) for step in (10, 20, 30)] == [0, 0, 1]
+
+
+def test_a_failure_is_tried_again_and_named(
+    settings: Settings, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(10, right=50)
+    save(20, error="no such architecture")
+    chosen = settings()
+    assert watch(chosen) == 3
+    entry = trend(chosen)["checkpoints"][20]
+    assert (entry["state"], entry["reason"]) == ("failed", "no such architecture")
+    assert calls(chosen, 20) == 2
+    assert "iter_0000020: failed: no such architecture" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_changes_is_not_read(settings: Settings, save: Save) -> None:
+    save(10, right=50)
+    with Series(Path(settings().results_dir)) as series, Runs(settings(), series) as runs:
+        watcher = Watcher(settings(), series, runs)
+        watcher.look()
+        save(10, right=51, more="still written")
+        watcher.look()
+        (entry,) = series.in_state("written")
+        watcher.look()
+        assert entry.name in [one.name for one in series.in_state("started")]
+    assert trend(settings())["checkpoints"][10]["state"] == "started"
+
+
+def test_a_checkpoint_that_is_saved_again_is_evaluated_again(
+    settings: Settings, save: Save
+) -> None:
+    save(10, right=50)
+    assert watch(settings()) == 0
+    save(10, right=55)
+    assert watch(settings()) == 0
+    assert trend(settings())["checkpoints"][10]["figures"]["lambada.accuracy"]["value"] == 0.55
+    second = Path(settings().results_dir) / "checkpoints" / "iter_0000010.2"
+    assert (second / "evaluation" / "report.json").is_file()
+
+
+def test_deleted_checkpoints_are_skipped(settings: Settings, save: Save) -> None:
+    gone = save(10, right=50)
+    hanging = save(20, hangs=True)
+    chosen = settings(order="newest")
+    with Series(Path(chosen.results_dir)) as series, Runs(chosen, series) as runs:
+        watcher = Watcher(chosen, series, runs)
+        for _ in range(2):
+            watcher.look()
+        pid = Path(chosen.results_dir) / "checkpoints" / hanging.name / "evaluation" / "pid"
+        wait_for(lambda: pid.exists() and pid.read_text() != "")
+        for folder in (gone, hanging):
+            (folder / "x").unlink()
+            folder.rmdir()
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        wait_for(lambda: watcher.look() or not series.in_state("started"))
+    reasons = {step: entry["reason"] for step, entry in trend(chosen)["checkpoints"].items()}
+    assert reasons == {
+        10: "deleted by the training",
+        20: "deleted by the training during its evaluation",
+    }
+
+
+@pytest.fixture
+def killed(settings: Settings, save: Save, tmp_path: Path) -> Iterator[WatchSettings]:
+    """The settings of a watch that was killed during its second evaluation."""
+    save(10, right=50)
+    save(20, right=51, hangs=True)
+    chosen = settings()
+    file = tmp_path / "watch.yaml"
+    file.write_text(
+        yaml.safe_dump({**vars(chosen), "command": list(chosen.command), "successor": []})
+    )
+    step = subprocess.Popen(
+        [sys.executable, "-m", "launcher_scripts.steps.watch", "--settings", str(file)]
+    )
+    folder = Path(chosen.results_dir) / "checkpoints" / "iter_0000020" / "evaluation"
+    try:
+        wait_for(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
+        with pytest.raises(ConfigError, match="another watch"):
+            Series(Path(chosen.results_dir))
+    finally:
+        step.kill()
+        step.wait()
+    (folder / "let").touch()
+    child = int((folder / "pid").read_text())
+    wait_for(lambda: not Path(f"/proc/{child}").exists())
+    yield chosen
+
+
+def test_a_killed_watch_goes_on_where_it_stopped(killed: WatchSettings) -> None:
+    # Half a line, as a full disk or a lost node leaves it.
+    with (Path(killed.results_dir) / JOURNAL).open("ab") as journal:
+        journal.write(b'{"event": "judg')
+    assert watch(killed) == 0
+    assert {step: entry["verdict"] for step, entry in trend(killed)["checkpoints"].items()} == {
+        10: "GO",
+        20: "GO",
+    }
+    assert [calls(killed, step) for step in (10, 20)] == [1, 2]
+
+
+def test_a_corrupt_journal_is_named(tmp_path: Path) -> None:
+    checkpoint = SavedCheckpoint("iter_1", tmp_path, 1, "signature")
+    with Series(tmp_path) as series:
+        series.look([checkpoint])
+    (tmp_path / JOURNAL).write_text('{"event": "seen"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 is corrupt.*watch\.run\.results_dir"):
+        Series(tmp_path)
