@@ -38,6 +38,7 @@ try:
 
     from launcher_scripts.common.errors import ConfigError, LauncherError, VerdictError
     from launcher_scripts.common.exit_codes import ERROR, VERDICTS
+    from launcher_scripts.common.ssh import submit
     from stages.choices import (
         check_choices,
         check_grammar,
@@ -93,6 +94,8 @@ def main(config: DictConfig) -> None:
     """Plan every stage with all of its checks, then submit the jobs in order."""
     sys.stderr = TERMINAL
     try:
+        if config.cluster.get("ssh") is not None:
+            raise Ended(submit(config.cluster.ssh, config.cluster.ssh_python, sys.argv[1:]))
         plan = read(config, HydraConfig.get().overrides.task)
         if plan.dry_run:
             print(plan.preview())

@@ -370,7 +370,7 @@ def _weights_in_bytes() -> list[str]:
             "`benchmarks.decode`: bfloat16 and `quantization` in the same run, milliseconds per",
             "step. In brackets, the share of the read floor, which counts the head and the",
             "embeddings in bfloat16, and how many times as fast as bfloat16 a step is. Accuracy:",
-            "[serving.md](serving.md#quantized-weights).",
+            "[serving.md](serving-options.md#quantized-weights).",
         ),
         joined(tables.quantized_table(report)),
     ]

@@ -136,6 +136,7 @@ def enroot_mount(mount: str) -> str:
 _OWN_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
     *("container_runtime", "image_cache", "overlay", "setup", "sbatch_args"),
+    *("ssh", "ssh_python"),
 )
 # Options of sbatch that the launcher sets itself, or that would end its dialogue with sbatch.
 _REFUSED_ARGS = (
@@ -167,6 +168,7 @@ class SlurmOptions(ClusterOptions):
                the cluster is set up
     container_runtime: what starts the container: pyxis (srun's options), enroot (its commands
                in the script), or none: the steps run on the host
+    ssh, ssh_python: the login node that submits, and its interpreter; see common/ssh.py
     image_cache: folder that all nodes see, for images that enroot fetches from a registry
     """
 
@@ -198,6 +200,8 @@ class SlurmOptions(ClusterOptions):
     requeue: bool | None = False
     container_runtime: str = option("pyxis", "what starts the container", choices=_RUNTIMES)
     image_cache: str | None = None
+    ssh: str | None = None
+    ssh_python: str = "python3"
 
     def _check(self, problems: Problems) -> None:
         super()._check(problems)

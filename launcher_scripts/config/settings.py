@@ -45,6 +45,7 @@ SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 PROMOTIONS = ("after_gate",)
+EXPORTS = ("mlflow",)
 MIN_IDLE_TIMEOUT = 1
 
 
@@ -426,6 +427,7 @@ class EvaluateOptions:
 
     replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself
     policy:   what the report is judged by, or a YAML file of it; None: it is not judged
+    export:   where the results go as well, of EXPORTS
     """
 
     benchmark: BenchmarkSettings | None = None
@@ -440,6 +442,7 @@ class EvaluateOptions:
     grpc_tls: ClientTls | None = None
     resume: bool = option(True, "continue an interrupted evaluation")
     policy: str | PolicySettings | None = None
+    export: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -468,6 +471,8 @@ class EvaluateSettings(EvaluateOptions):
         asked = (self.benchmark, self.twin, self.harness, self.load)
         if not self.tasks and all(block is None for block in asked):
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
+        for name in self.export:
+            problems.check_choice("export", name, EXPORTS, "evaluate.export")
         problems.raise_if_any(ConfigError)
 
 

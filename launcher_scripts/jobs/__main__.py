@@ -13,13 +13,17 @@ status 0: serves, or is done; 1: has failed; 3: not so far; 5: nobody knows; wai
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.ssh import LoginNode
 
 with installed_packages("jobs"):
     from launcher_scripts.jobs.commands import COMMANDS, Request
@@ -27,9 +31,14 @@ with installed_packages("jobs"):
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(argv))
+    ssh, python = options.pop("ssh"), options.pop("ssh_python")
     command = COMMANDS[options.pop("command")]
     options["jobs"] = tuple(options.get("jobs", ()))
     try:
+        if ssh is not None:
+            return _run_over_ssh(
+                LoginNode(ssh, python), options, sys.argv[1:] if argv is None else argv
+            )
         return with_open_output(lambda: command(Request(**options)))
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -38,11 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _run_over_ssh(node: LoginNode, options: dict[str, Any], argv: Sequence[str]) -> int:
+    """The same command on a login node; a tunnel is opened from here."""
+    position = next(number for number, word in enumerate(argv) if word in COMMANDS)
+    words = ["-m", "launcher_scripts.jobs", *argv[position:]]
+    if "via" not in options:
+        return node.run(words)[0]
+    words = [word for word in words if word != "--open"]
+    code, text = node.run([*words, f"--via={options['via'] or node.host}"], capture=True)
+    print(text, end="", flush=True)
+    if code or not options["open"]:
+        return code
+    return subprocess.run(shlex.split(text.partition("\n")[0]), check=False).returncode
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python3 -m launcher_scripts.jobs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ssh", metavar="USER@HOST", help="run the command on this login node of a cluster"
+    )
+    parser.add_argument(
+        "--ssh-python", default="python3", metavar="PATH", help="its interpreter (%(default)s)"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, names, described in (

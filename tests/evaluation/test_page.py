@@ -57,6 +57,17 @@ def test_every_section_may_be_absent_or_alone(example, section):
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_findings_of_the_twin_are_shown(example):
+    text = "The served chat template leaves out the system turn that the original's writes."
+    evidence = {"chat": 2, "served": "<|user|>", "original": "<|system|>"}
+    assert "leaves out" not in html(example)
+    example["twin"]["findings"] = [{"name": "chat_template", "text": text, "evidence": evidence}]
+    page = html(example)
+    assert "The served chat template leaves out the system turn" in page
+    assert "&lt;|system|&gt;" in page
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_without_a_verdict_says_how_to_get_one(example):
     del example["verdict"]
     page = html(example)
