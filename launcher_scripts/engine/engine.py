@@ -193,6 +193,8 @@ class Engine:
         )
         if session is not None:
             row.prompt = prompt_in_session(session, request, prompt)
+            # States that have got a token too many cannot give it back to the session.
+            row.waits_for_tokens |= self.config.has_row_states
         else:
             row.grows = may_grow(request, self.config) and not self.settings.deterministic
             if self.settings.enable_prefix_caching:
@@ -314,6 +316,7 @@ class Engine:
             recorded_tokens=runner.recorded_tokens,
             inter_token_target=self.settings.inter_token_target,
             draft_model=runner.draft is not None,
+            snapshots=runner.decoder.cache.row_states.snapshots,
             stages=stages,
             one_by_one=self.settings.deterministic,
         )

@@ -83,6 +83,65 @@ class Ops(Protocol):
         norms: HeadNorms | None = None,
     ) -> Tensor: ...
 
+    # States of rows; see reference_recurrence.py
+
+    def conv_scan(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tail: Tensor,
+        count: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def conv_step(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mamba2_scan(
+        self,
+        x: Tensor,
+        steps: Tensor,
+        rates: Tensor,
+        b: Tensor,
+        c: Tensor,
+        skip: Tensor,
+        state: Tensor,
+        count: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def mamba2_step(
+        self,
+        x: Tensor,
+        steps: Tensor,
+        rates: Tensor,
+        b: Tensor,
+        c: Tensor,
+        skip: Tensor,
+        states: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def delta_scan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        count: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def delta_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
     # Attention
 
     def context_attention(
@@ -162,7 +221,7 @@ class Ops(Protocol):
     def reorder_beams(
         self,
         pool: Tensor,
-        ids: Tensor,
+        ids: Tensor | None,
         slots: Tensor,
         parents: Tensor,
         columns: BeamColumns,

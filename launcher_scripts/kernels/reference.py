@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.common.quantization import CLAMP, SLOPE
-from launcher_scripts.kernels import reference_attention, reference_sampling
+from launcher_scripts.kernels import reference_attention, reference_recurrence, reference_sampling
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     EmbeddingTables,
@@ -42,6 +42,9 @@ source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
 rank_beams = reference_sampling.rank_beams
 reorder_beams = reference_sampling.reorder_beams
+conv_scan, conv_step = reference_recurrence.conv_scan, reference_recurrence.conv_step
+mamba2_scan, mamba2_step = reference_recurrence.mamba2_scan, reference_recurrence.mamba2_step
+delta_scan, delta_step = reference_recurrence.delta_scan, reference_recurrence.delta_step
 process = reference_sampling.process
 sample = reference_sampling.sample
 

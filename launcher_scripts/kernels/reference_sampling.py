@@ -109,7 +109,7 @@ def continue_beams(
 
 def reorder_beams(
     pool: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     slots: Tensor,
     parents: Tensor,
     columns: BeamColumns,
@@ -118,19 +118,19 @@ def reorder_beams(
 ) -> None:
     """Copy the last `count` generated tokens of the parents to the slots, int64 [G * W] both.
 
-    pool: [layers, 2, heads, cache tokens, head size];  ids: int64 [cache tokens]
+    pool: [layers, parts, heads, cache tokens, width];  ids: int64 [cache tokens], or None
     """
     back = torch.arange(1, count + 1, device=slots.device)
     place = columns.length[slots][:, None] - back  # [B, T]
     inside = place >= columns.prompt_length[slots][:, None]
-    nowhere = ids.shape[0] - 1  # the token that belongs to no row
+    nowhere = pool.shape[3] - 1  # the token that belongs to no row
     source, target = (
         torch.where(inside, columns.start[of][:, None] + place, nowhere) for of in (parents, slots)
     )
     copy_tokens(pool, ids, source, target)
 
 
-def copy_tokens(pool: Tensor, ids: Tensor, source: Tensor, target: Tensor) -> None:
+def copy_tokens(pool: Tensor, ids: Tensor | None, source: Tensor, target: Tensor) -> None:
     """Copy the cache tokens source int64 [B, T] to target [B, T]; see `reorder_beams`.
 
     A column is read before it is written, so its tokens may change places; no token may be in two
@@ -146,7 +146,8 @@ def copy_tokens(pool: Tensor, ids: Tensor, source: Tensor, target: Tensor) -> No
             moves = read != written
             read, written = read[moves], written[moves]
         pool.index_copy_(3, written, pool.index_select(3, read))
-        ids.index_copy_(0, written, ids[read])
+        if ids is not None:
+            ids.index_copy_(0, written, ids[read])
 
 
 def looking_is_free(device: torch.device) -> bool:

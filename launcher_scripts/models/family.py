@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -17,8 +18,13 @@ FORK_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
-REAL_RANGES = {"norm_eps": (1e-30, 1.0)}
+REAL_RANGES = {"norm_eps": (1e-30, 1.0), "mixer_norm_eps": (1e-30, 1.0)}
 Number = TypeVar("Number", int, float)
+# The kinds of a layer's residual branches: those that mix tokens, and those of each token alone.
+MIXERS = ("attention", "mamba2", "gated_delta", "short_conv", "linear")
+BRANCHES = (*MIXERS, "mlp", "moe", "linear_mlp")
+# Of these, the kinds that keep a state of each row which does not grow.
+RECURRENT_KINDS = ("mamba2", "gated_delta", "short_conv")
 _SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
 
 
@@ -64,7 +70,7 @@ class WeightSpec:
                 each of which is split separately (query | key | value)
     sources:    dialect -> Source
     layers:     the attribute that says how many layers the `*` of the name counts
-    experts:    True: only layers with experts have it; False: only the others; None: all
+    kinds:      only layers with a branch of one of these kinds have it; none: all
     prefix:     what the file name starts with, before the canonical name
     required:   whether a checkpoint without it is incomplete
     """
@@ -75,7 +81,7 @@ class WeightSpec:
     blocks: tuple[str, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
     layers: str = "num_layers"
-    experts: bool | None = None
+    kinds: tuple[str, ...] = ()
     prefix: str = "model."
     required: bool = True
 
@@ -88,7 +94,9 @@ class WeightSpec:
         if not self.per_layer:
             return [None]
         layers = range(getattr(config, self.layers))
-        return [n for n in layers if self.experts in (None, config.has_experts(n))]
+        if not self.kinds:
+            return list(layers)
+        return [n for n in layers if any(config.has_branch(n, kind) for kind in self.kinds)]
 
     def shape_on(self, config: ModelConfig, tp_size: int) -> tuple[int, ...]:
         """Shape of one file: the whole tensor, or one rank's part where ranks have their own."""
@@ -121,6 +129,11 @@ def stack_layers(name: str) -> str:
 def layer_list(layers: Iterable[int]) -> str | None:
     """The text by which a configuration names layers: numbers with commas between them."""
     return ",".join(map(str, layers)) or None
+
+
+def branches_text(layers: Iterable[Sequence[Sequence[str]]]) -> str:
+    """layer_branches of layers with such branches."""
+    return ",".join("/".join("+".join(both) for both in layer) or "none" for layer in layers)
 
 
 def numbers_in(
@@ -165,10 +178,13 @@ class ModelConfig(ABC):
     unrotated_layers: str | None = None
     num_experts: int | None = None
     dense_layers: str | None = None
+    layer_branches: str | None = None
+    parallel_residual: bool | None = None
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.title} hyperparameters")
         self.check_fields(problems, _SIZES, {})
+        self._check_branches(problems)
         self.check(problems)
         self._check_layers(problems)
         _check_numbers(problems, self)
@@ -191,6 +207,22 @@ class ModelConfig(ABC):
         if self.sliding_window is not None and self.sliding_window < 1:
             problems.add("sliding_window must be at least 1", got=self.sliding_window)
 
+    def _check_branches(self, problems: Problems) -> None:
+        """Note branches of unknown kinds, and of another number of layers."""
+        if self.layer_branches is None:
+            return
+        layers = self._layer_branches
+        if len(layers) != self.num_layers:
+            problems.add(
+                "layer_branches must name the branches of every layer",
+                got=len(layers),
+                choices=(self.num_layers,),
+            )
+        for kind in sorted(self.branch_kinds):
+            problems.check_choice("layer_branches", kind, BRANCHES)
+        if any(len(both) > 2 for layer in layers for both in layer):
+            problems.add("layer_branches has more than two branches side by side")
+
     def may_list(self, layer: int) -> bool:
         """Whether a list of layers may name it."""
         return 0 <= layer < self.num_layers
@@ -203,9 +235,48 @@ class ModelConfig(ABC):
         """Whether rotary positions turn a layer's queries and keys, if the model has them."""
         return not _lists(self.unrotated_layers, layer)
 
+    def branches(self, layer: int) -> tuple[tuple[str, ...], ...]:
+        """The kinds of a layer's residual branches, one after the other; those of one entry read
+        the same hidden states.
+        """
+        if self.layer_branches is not None:
+            return self._layer_branches[layer]
+        dense = self.num_experts is None or _lists(self.dense_layers, layer)
+        both = ("attention", "mlp" if dense else "moe")
+        return (both,) if self.parallel_residual else tuple((kind,) for kind in both)
+
+    @cached_property
+    def _layer_branches(self) -> list[tuple[tuple[str, ...], ...]]:
+        """layer_branches, layer by layer."""
+        return [
+            tuple(tuple(both.split("+")) for both in layer.split("/") if both != "none")
+            for layer in (self.layer_branches or "").split(",")
+        ]
+
+    @cached_property
+    def branch_kinds(self) -> frozenset[str]:
+        """The kinds of all layers' branches."""
+        layers = self._layer_branches
+        if self.layer_branches is None:
+            layers = [self.branches(layer) for layer in range(self.num_layers)]
+        return frozenset(kind for layer in layers for both in layer for kind in both)
+
+    @property
+    def has_row_states(self) -> bool:
+        """Whether rows have states of a fixed size, besides what is kept of each token."""
+        return not self.branch_kinds.isdisjoint(RECURRENT_KINDS)
+
+    def has_branch(self, layer: int, kind: str) -> bool:
+        """Whether a layer has a branch of a kind of BRANCHES."""
+        return any(kind in both for both in self.branches(layer))
+
     def has_experts(self, layer: int) -> bool:
         """Whether tokens go through some of several MLPs in a layer."""
-        return self.num_experts is not None and not _lists(self.dense_layers, layer)
+        return self.has_branch(layer, "moe")
+
+    def unit_size(self, axis: str) -> int:
+        """Size of the pieces of a split axis that stay together, as heads do."""
+        return int(getattr(self, "head_size", 1)) if axis else 1
 
     @abstractmethod
     def tp_sizes(self) -> list[int]:
@@ -314,6 +385,14 @@ def check_draft_model(
         if hasattr(config, "encoder_only"):
             problems.add(f"a draft model is for decoder-only models; the {name} has an encoder")
             return
+    if draft.has_row_states:
+        problems.add(
+            "a draft model takes tokens back, and layers that keep a state of each row cannot",
+            got=", ".join(sorted(draft.branch_kinds)),
+            choices=["a model whose layers have attention alone"],
+            change=change,
+        )
+        return
     if tp_size != parallelism.tp_size:
         problems.add(
             "the draft model is cut for another number of tensor-parallel ranks",

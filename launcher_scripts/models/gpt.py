@@ -10,8 +10,10 @@ from math import gcd
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
+from launcher_scripts.models import mixers
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
 from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, numbers_in
+from launcher_scripts.models.mixers import MixerSizes
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
@@ -32,7 +34,7 @@ _NEEDED_OF_SCALING = {
 
 
 @dataclass(frozen=True)
-class GPTConfig(AdapterSizes):
+class GPTConfig(AdapterSizes, MixerSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
@@ -63,7 +65,13 @@ class GPTConfig(AdapterSizes):
     MLP of dense_ffn_size instead. Experts are chosen and weighed by router_score_function
     ("softmax" where it is not said), expert_bias, normalized_experts and router_scaling_factor, as
     kernels/operands.py says of a Router, whose linear has a bias with router_bias. mlp_bias is of
-    every expert, too.
+    every expert, too. With moe_latent_size they read and make so many numbers, between two
+    projections that all of a layer share.
+
+    With attention_output_gate what attention gives is multiplied by the sigmoid of one more
+    projection. layer_branches names the branches of every layer, with commas between the layers:
+    MIXERS and BRANCHES have their kinds, / stands between those that come one after the other, +
+    between those that read the same, and none for a layer without any.
     """
 
     title = "GPT"
@@ -112,6 +120,7 @@ class GPTConfig(AdapterSizes):
     logits_bias: bool | None = None
     attention_softcap: float | None = None
     attention_sinks: bool | None = None
+    attention_output_gate: bool | None = None
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
@@ -126,6 +135,8 @@ class GPTConfig(AdapterSizes):
     dense_ffn_size: int | None = None
     shared_expert_size: int | None = None
     shared_expert_gate: bool | None = None
+    moe_latent_size: int | None = None
+    layer_branches: str | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -154,6 +165,8 @@ class GPTConfig(AdapterSizes):
         if self.activation == "clamped_swiglu" and not self.gated:
             problems.add("activation clamped_swiglu needs gated", got=self.gated, choices=(True,))
         self.check_divides(problems, "num_kv_heads", "num_heads")
+        if self.layer_branches is not None and not problems.messages:
+            self._check_branch_kinds(problems)
 
     def _check_rotary_scaling(self, problems: Problems) -> None:
         if self.rotary_scaling is None:
@@ -181,6 +194,24 @@ class GPTConfig(AdapterSizes):
                     got=len(factors),
                 )
 
+    def _check_branch_kinds(self, problems: Problems) -> None:
+        """Note branches that the hyperparameters say nothing of, or cannot have."""
+        mixers.check(self, problems, set(self.branch_kinds))
+        if ("moe" in self.branch_kinds) != (self.num_experts is not None):
+            problems.add("moe in layer_branches and num_experts need each other")
+        if self.norm_placement != "pre" or self.parallel_residual:
+            problems.add(
+                "layer_branches needs norms before the branches, without parallel_residual",
+                got=self.norm_placement,
+                choices=("pre",),
+            )
+        if self.parts.ia3_num_tasks or self.parts.adapter_size:
+            problems.add("IA3 and adapters of models with layer_branches are not supported")
+        if self.parts.lora_targets:
+            problems.add(
+                "LoRA of models with layer_branches can only be merged", got=self.parts.lora_targets
+            )
+
     def _check_experts(self, problems: Problems) -> None:
         if self.num_experts is None:
             if self.dense_layers is not None:
@@ -192,8 +223,11 @@ class GPTConfig(AdapterSizes):
                 got=self.experts_per_token,
                 choices=(f"1-{self.num_experts}",),
             )
-        if (self.dense_layers is None) != (self.dense_ffn_size is None):
-            problems.add("dense_layers and dense_ffn_size need each other")
+        dense = self.dense_layers is not None
+        if self.layer_branches is not None:
+            dense = "mlp" in self.branch_kinds
+        if dense != (self.dense_ffn_size is not None):
+            problems.add("layers without experts and dense_ffn_size need each other")
         if self.dense_ffn_size is not None:
             problems.check_at_least("dense_ffn_size", self.dense_ffn_size, 1)
         if self.router_score_function is not None:
@@ -240,9 +274,19 @@ class GPTConfig(AdapterSizes):
         """How many dimensions of a head rotate."""
         return int(self.head_size * self.rotary_percentage)
 
+    @property
+    def expert_hidden_size(self) -> int:
+        """What the experts read of a token, and add to it."""
+        return self.moe_latent_size or self.hidden_size
+
+    def unit_size(self, axis: str) -> int:
+        if axis in mixers.UNITS:
+            return int(getattr(self, mixers.UNITS[axis]))
+        return self.head_size if axis in ("q_size", "kv_size") else int(getattr(self, axis))
+
     def tp_sizes(self) -> list[int]:
         experts = (self.shared_expert_size or 0, self.dense_ffn_size or 0)
-        sizes = (self.ffn_size, *experts, self.adapter_size)
+        sizes = (self.ffn_size, *experts, self.adapter_size, mixers.tp_numbers(self))
         return divisors(gcd(self.num_heads, *sizes))
 
     def kv_copies(self, tp_size: int) -> int:
@@ -260,4 +304,5 @@ class GPTConfig(AdapterSizes):
             return whole * self.kv_copies(tp_size) // tp_size
         if axis == "qkv_size":
             return self.local_size("q_size", tp_size) + 2 * self.local_size("kv_size", tp_size)
-        return super().local_size(axis, tp_size)
+        mixed = mixers.local_size(self, axis, tp_size)
+        return super().local_size(axis, tp_size) if mixed is None else mixed

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher_scripts.models import adapters, gpt_dialects
-from launcher_scripts.models.family import Partition, WeightSpec
+from launcher_scripts.models import adapters, gpt_dialects, mixers
+from launcher_scripts.models.family import MIXERS, RECURRENT_KINDS, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -36,9 +36,37 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
 
 
 def _layer(config: GPTConfig) -> list[WeightSpec]:
-    before = config.norm_placement != "branch"
-    specs = _norm(config, "layers.*.input_layernorm") if before else []
-    specs += _linear(
+    before, kinds = config.norm_placement != "branch", config.branch_kinds
+    specs = _of(config, MIXERS, _norm(config, "layers.*.input_layernorm") if before else [])
+    if "attention" in kinds:
+        specs += _of(config, ("attention",), _attention(config))
+    for kind in RECURRENT_KINDS:
+        if kind in kinds:
+            specs += _of(config, (kind,), mixers.weights(config, kind, _linear, _spec))
+    if config.norm_placement in ("sandwich", "branch"):
+        specs += _norm(config, "layers.*.attention.output_norm")
+        specs += _norm(config, "layers.*.mlp.output_norm")
+    norm = _norm(config, "layers.*.post_attention_layernorm") if before else []
+    if config.num_experts is None:
+        return specs + _of(config, ("mlp",), norm + _mlp(config, "layers.*.mlp"))
+    if config.dense_ffn_size is not None:
+        dense = [replace(spec, sources=gpt_dialects.dense(spec.sources)) for spec in norm]
+        dense += _mlp(config, "layers.*.mlp", "dense_ffn_size")
+        specs += [replace(spec, kinds=("mlp",)) for spec in dense]
+    norm += _experts(config, config.num_experts)
+    return specs + [replace(spec, kinds=("moe",)) for spec in norm]
+
+
+def _of(config: GPTConfig, kinds: tuple[str, ...], specs: list[WeightSpec]) -> list[WeightSpec]:
+    """Rows of branches of these kinds, where layers differ."""
+    if config.layer_branches is None:
+        return specs
+    there = tuple(kind for kind in kinds if kind in config.branch_kinds)
+    return [replace(spec, kinds=there) for spec in specs] if there else []
+
+
+def _attention(config: GPTConfig) -> list[WeightSpec]:
+    specs = _linear(
         "layers.*.attention.query_key_value",
         ("hidden_size", "qkv_size"),
         Partition.COLUMN_PARALLEL,
@@ -56,24 +84,19 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     if config.attention_sinks:
         parallel = Partition.COLUMN_PARALLEL
         specs.append(_spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",)))
-    specs += _linear(
+    if config.attention_output_gate:
+        specs += _linear(
+            "layers.*.attention.gate",
+            ("hidden_size", "q_size"),
+            Partition.COLUMN_PARALLEL,
+            bias=config.attention_bias,
+        )
+    return specs + _linear(
         "layers.*.attention.dense",
         ("q_size", "hidden_size"),
         Partition.ROW_PARALLEL,
         bias=config.dense_bias,
     )
-    if config.norm_placement in ("sandwich", "branch"):
-        specs += _norm(config, "layers.*.attention.output_norm")
-        specs += _norm(config, "layers.*.mlp.output_norm")
-    mlp = _norm(config, "layers.*.post_attention_layernorm") if before else []
-    if config.num_experts is None:
-        return specs + mlp + _mlp(config, "layers.*.mlp")
-    if config.dense_layers is not None:
-        dense = [replace(spec, sources=gpt_dialects.dense(spec.sources)) for spec in mlp]
-        dense += _mlp(config, "layers.*.mlp", "dense_ffn_size")
-        specs += [replace(spec, experts=False) for spec in dense]
-    mlp += _experts(config, config.num_experts)
-    return specs + [replace(spec, experts=True) for spec in mlp]
 
 
 def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
@@ -86,23 +109,28 @@ def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
         specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
         if config.shared_expert_gate is not False:
             specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
+    if config.moe_latent_size is not None:
+        specs.append(_spec("layers.*.mlp.latent_in.weight", ("hidden_size", "moe_latent_size")))
+        specs.append(_spec("layers.*.mlp.latent_out.weight", ("moe_latent_size", "hidden_size")))
     for expert in range(count):
-        specs += _mlp(config, f"layers.*.mlp.experts.{expert}")
+        specs += _mlp(config, f"layers.*.mlp.experts.{expert}", hidden="expert_hidden_size")
     return specs
 
 
-def _mlp(config: GPTConfig, name: str, size: str = "ffn_size") -> list[WeightSpec]:
+def _mlp(
+    config: GPTConfig, name: str, size: str = "ffn_size", hidden: str = "hidden_size"
+) -> list[WeightSpec]:
     specs = []
     for up in ("dense_h_to_4h", "dense_h_to_4h_2") if config.gated else ("dense_h_to_4h",):
         specs += _linear(
             f"{name}.{up}",
-            ("hidden_size", size),
+            (hidden, size),
             Partition.COLUMN_PARALLEL,
             bias=config.mlp_bias,
         )
     return specs + _linear(
         f"{name}.dense_4h_to_h",
-        (size, "hidden_size"),
+        (size, hidden),
         Partition.ROW_PARALLEL,
         bias=config.mlp_bias,
     )

@@ -14,7 +14,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.model.kv_cache import bytes_per_token
+from launcher_scripts.engine.model.states import LayerStates, TokenState, bytes_per_token
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, load_weights, open_checkpoint
 from launcher_scripts.kernels import reference
@@ -135,8 +135,8 @@ def test_the_same_memory_has_room_for_more_tokens(
     ]
     usual, small = (cache.capacity for cache in caches)
     assert small == times * usual
-    heads = Heads(config.num_heads, config.num_kv_heads, config.head_size)
-    assert small == (64 << 10) // bytes_per_token(range(config.num_layers), heads, FP8)
+    states = LayerStates(TokenState(2, config.num_kv_heads, config.head_size))
+    assert small == (64 << 10) // bytes_per_token([states] * config.num_layers, FP8)
     layer = caches[1].layers[0]
     assert layer.keys.dtype == layer.values.dtype == FP8
     assert layer.keys.untyped_storage().nbytes() <= (64 << 10) * (small + 1) / small

@@ -22,7 +22,7 @@ from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Schedule
 from launcher_scripts.engine.messages.plan import Copy, Plan
 from launcher_scripts.engine.model import kv_cache
 from launcher_scripts.engine.model.kv_cache import ExtentAllocator, KVCache
-from launcher_scripts.kernels.operands import Heads
+from launcher_scripts.engine.model.states import LayerStates, TokenState
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from launcher_scripts.models.family import ModelConfig
@@ -413,8 +413,10 @@ def test_runs_are_copied_in_order_and_over_themselves(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 8)
-    cache = KVCache(range(2), Heads(2, 2, 4), 100, dtype, torch.device("cpu"))
-    cache.pool.copy_(torch.randn(cache.pool.shape))
+    states = {layer: LayerStates(TokenState(2, 2, 4)) for layer in range(2)}
+    cache = KVCache(states, 100, dtype, torch.device("cpu"))
+    (pool,) = cache.pools
+    pool.copy_(torch.randn(pool.shape))
     cache.ids[:] = torch.arange(101)
     before = {layer: pools.keys.clone() for layer, pools in cache.layers.items()}
     cache.copy_runs([Copy(50, 45, 30), Copy(45, 10, 20), Copy(80, 45, 3), Copy(90, 90, 5)])

@@ -18,9 +18,9 @@ from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.messages.plan import Plan
-from launcher_scripts.engine.model.kv_cache import ExtentAllocator, bytes_per_token, plan_capacity
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator, plan_capacity
+from launcher_scripts.engine.model.states import LayerStates, TokenState, bytes_per_token
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
-from launcher_scripts.kernels.operands import Heads
 from tests.engine.small_models import (
     context_logits,
     engine_for,
@@ -407,7 +407,7 @@ def test_extents_never_overlap():
 
 
 def test_the_cache_is_planned_from_memory():
-    heads = Heads(8, 2, 16)
-    assert bytes_per_token(range(3), heads, torch.float16) == 3 * 2 * 2 * 16 * 2
+    states = [LayerStates(TokenState(2, 2, 16))] * 3
+    assert bytes_per_token(states, torch.float16) == 3 * 2 * 2 * 16 * 2
     assert plan_capacity(1000, 10, 5000) == 500
     assert plan_capacity(100, 10, 5000) == 100

@@ -78,7 +78,7 @@ def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
     x = network._decoder.embed(torch.tensor(text), positions)
     rotary, _ = network._tables(positions)
     for layer in network._decoder.layers:
-        attention, mlp = layer.attention, layer.mlp
+        (attention,), (mlp,) = layer.branches
         heads, size = attention.heads, attention.heads.head_size
         cache = LayerCache(
             torch.zeros(heads.num_kv_heads, len(text), size),

@@ -67,12 +67,12 @@ def whole_blocks(spec: WeightSpec, config: ModelConfig, whole: NDArray[Any]) -> 
     columns = sum(int(getattr(config, axis)) for axis in spec.blocks)
     if columns != whole.shape[-1]:
         raise ValueError(f"{columns} columns")
-    head_size = int(getattr(config, "head_size", 1))
     blocks, start = [], 0
     for axis in spec.blocks:
         stop = start + int(getattr(config, axis))
-        heads = range(start, stop, head_size)
-        blocks.append([whole[..., head : head + head_size] for head in heads])
+        size = config.unit_size(axis)
+        units = range(start, stop, size)
+        blocks.append([whole[..., unit : unit + size] for unit in units])
         start = stop
     return blocks
 
@@ -120,6 +120,52 @@ def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     parts = tensor.reshape(CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:]).swapaxes(0, 1)
     query, value, key = (part.reshape(-1, *tensor.shape[1:]) for part in parts)
     return interleaved_heads_side_by_side((query, key, value), config)
+
+
+def gated_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As heads_side_by_side, where each query has its gate behind it."""
+    query, key, value = tensors
+    pairs = query.reshape(config.num_heads, 2, config.head_size, *query.shape[1:])
+    keys, values = heads_side_by_side((key, value), config)
+    return [[head[0].T for head in pairs], keys, values]
+
+
+def conv_taps(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """Weights [channels, 1, taps] of a convolution as [taps, channels]; a bias stays as it is."""
+    (tensor,) = tensors
+    return tensor if tensor.ndim == 1 else tensor.reshape(tensor.shape[0], tensor.shape[2]).T
+
+
+def _in_units(rows: NDArray[Any], size: int) -> list[NDArray[Any]]:
+    """Rows as columns, in units of `size`."""
+    return [rows[first : first + size].T for first in range(0, len(rows), size)]
+
+
+def delta_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """A gated delta net's queries, keys and values in one matrix, then z, b and a: Qwen 3.5's."""
+    mixed, *others = tensors
+    keys, size = config.delta_key_size, config.delta_key_head_size
+    if len(mixed) != config.delta_conv_size:
+        raise ValueError(f"{config.delta_conv_size} rows")
+    query, key, value = mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]
+    rest = [[part.T] for part in (value, *others)]
+    return [_in_units(query, size), _in_units(key, size), *rest]
+
+
+def delta_of_key_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (key head, [query, key, its values, their z]) and (key head, [b, a of its heads]):
+    Qwen3-Next's.
+    """
+    mixed, steps = (
+        tensor.reshape(config.delta_num_key_heads, -1, tensor.shape[1]) for tensor in tensors
+    )
+    size = config.delta_key_head_size
+    values = config.delta_value_size // config.delta_num_key_heads
+    ends = (size, 2 * size, 2 * size + values)
+    query, key, value, gate = np.split(mixed, ends, axis=1)
+    beta, decay = np.split(steps, 2, axis=1)
+    rest = [[np.concatenate(part).T] for part in (value, gate, beta, decay)]
+    return [[head.T for head in part] for part in (query, key)] + rest
 
 
 def part_of_heads(part: int, parts: int) -> Apply:
@@ -337,6 +383,10 @@ LAYOUTS: dict[str, Layout] = {
     "heads_side_by_side": Layout(heads_side_by_side),
     "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
     "codegen_blocks": Layout(codegen_blocks),
+    "gated_heads_side_by_side": Layout(gated_heads_side_by_side),
+    "conv_taps": Layout(conv_taps),
+    "delta_side_by_side": Layout(delta_side_by_side),
+    "delta_of_key_heads": Layout(delta_of_key_heads),
     "flattened": Layout(flattened),
     "flattened_without_padding": Layout(flattened_without_padding),
     "stacked_rows": Layout(stacked_rows),

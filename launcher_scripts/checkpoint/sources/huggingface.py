@@ -46,6 +46,7 @@ from launcher_scripts.checkpoint.sources.huggingface_quantization import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import (
     MULTIMODAL,
+    PREDICTING,
     PREDICTORS,
     RawConfig,
     generation_keys,
@@ -252,7 +253,7 @@ def _state_dict(archive: Archive, file: str) -> dict[str, NDArray[Any]]:
 GENERATION_KEYS = ("forced_bos_token_id",)
 TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
-PREFIXES = ("transformer.", "model.", "gpt_neox.")
+PREFIXES = ("transformer.", "model.", "gpt_neox.", "backbone.")
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
@@ -428,7 +429,8 @@ def _without_predictors(
     """The tensors without those of layers behind the last one that predict further tokens, if
     config.json says that there may be such; and whether there were."""
     layers = raw.get("num_hidden_layers")
-    if not isinstance(layers, int) or not any(raw.get(key) for key in PREDICTORS):
+    promised = raw.get("model_type") in PREDICTING or any(raw.get(key) for key in PREDICTORS)
+    if not isinstance(layers, int) or not promised:
         return tensors, False
     kept = {}
     for name, tensor in tensors.items():

@@ -14,6 +14,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
+from launcher_scripts.checkpoint.sources import huggingface_hybrids as hybrids
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, RawConfig, text_config
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -151,6 +152,24 @@ def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
 
 
+def _hybrid(
+    read: Callable[[RawConfig], ModelConfig],
+    dialect: str,
+    variants: Callable[[RawConfig], Sequence[str]] = lambda _: (),
+    *,
+    inherits: tuple[str, ...] = (),
+    ties: bool = False,
+    table: str = "embed_tokens.weight",
+) -> Architecture:
+    """The row of a hybrid, which no model of another maker is taken for."""
+    more = (*inherits, "llama")
+    return _gpt(read, dialect, table, variants, inherits=more, ties=ties, may_be=lambda _: False)
+
+
+def _dense_granite(raw: RawConfig) -> list[str]:
+    return [] if raw.raw.get("num_local_experts") else ["_dense", *_in_memory(raw)]
+
+
 @dataclass(frozen=True)
 class Obeyed:
     """A row of OBEYED.
@@ -170,7 +189,8 @@ OBEYED = {
         1.0,
         (
             *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
-            *("solar_open", "stablelm"),
+            *("solar_open", "stablelm", "bamba", "qwen3_next", "qwen3_5_text"),
+            "qwen3_5_moe_text",
         ),
     ),
     "attention_bias": Obeyed(
@@ -181,13 +201,15 @@ OBEYED = {
             *("granitemoeshared", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
             *("mellum", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"),
             *("seed_oss", "smollm3", "solar_open", "t5gemma", "vaultgemma"),
+            *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next"),
+            *("qwen3_5_text", "qwen3_5_moe_text"),
         ),
     ),
     "mlp_bias": Obeyed(
         False,
         (
             *("arcee", "cwm", "granite", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
-            *("nemotron", "seed_oss", "smollm3"),
+            *("nemotron", "seed_oss", "smollm3", "bamba", "falcon_h1", "nemotron_h"),
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
@@ -342,6 +364,16 @@ ARCHITECTURES = {
         experts.gpt_oss, "gpt_oss", may_be=lambda config: bool(config.attention_sinks)
     ),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
+    "nemotron_h": _hybrid(hybrids.nemotron_h, "nemotron_h", table="embeddings.weight"),
+    "bamba": _hybrid(hybrids.bamba, "bamba"),
+    "falcon_h1": _hybrid(hybrids.falcon_h1, "bamba"),
+    "granitemoehybrid": _hybrid(
+        hybrids.granitemoehybrid, "granitemoehybrid", _dense_granite, inherits=("granitemoe",)
+    ),
+    "qwen3_next": _hybrid(hybrids.qwen3_next, "qwen3_next", inherits=("qwen_moe",)),
+    "qwen3_5_text": _hybrid(hybrids.qwen3_5, "qwen3_5"),
+    "qwen3_5_moe_text": _hybrid(hybrids.qwen3_5_moe, "qwen3_5", inherits=("qwen_moe",)),
+    "lfm2": _hybrid(hybrids.lfm2, "lfm2", ties=True),
     "gpt_neox": Architecture(
         "gpt",
         decoders.gpt_neox,

@@ -71,16 +71,16 @@ def qwen2_moe(raw: RawConfig) -> GPTConfig:
         attention_bias=raw.flag("qkv_bias", True),
         attention_dense_bias=False,
         shared_expert_size=raw.size("shared_expert_intermediate_size"),
-        **_qwen_experts(raw),
+        **qwen_experts(raw),
         **qwen_windows(raw),
     )
 
 
 def qwen3_moe(raw: RawConfig) -> GPTConfig:
-    return decoder(raw, qk_norm=True, **_qwen_experts(raw), **qwen_windows(raw))
+    return decoder(raw, qk_norm=True, **qwen_experts(raw), **qwen_windows(raw))
 
 
-def _qwen_experts(raw: RawConfig) -> Fields:
+def qwen_experts(raw: RawConfig) -> Fields:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers has it."""
     step, said = raw.size("decoder_sparse_step", default=1), raw("mlp_only_layers", default=[])
     if not isinstance(said, list):

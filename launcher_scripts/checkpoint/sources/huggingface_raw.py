@@ -37,8 +37,11 @@ PREDICTORS = (
     "mtp_transformer_layers",
     "num_mtp_modules",
     "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
     "use_mtp",
 )
+# Model types that may have such layers whatever config.json says.
+PREDICTING = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Why the keys do not matter -> their names, as patterns.
 IRRELEVANT: dict[str, tuple[str, ...]] = {
     "names, versions and tools": (
@@ -373,6 +376,8 @@ MULTIMODAL = {
     "qwen2_vl": Multimodal("qwen2"),
     "qwen2_5_vl": Multimodal("qwen2"),
     "qwen3_vl": Multimodal("qwen3"),
+    "qwen3_5": Multimodal("qwen3_5_text"),
+    "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
 }
 # Keys of the whole model that rule over those of its text_config.
 _SHARED_KEYS = (

@@ -154,7 +154,9 @@ class BeamSearch:
             slots = indices(row.beams, states.device)
             prompt = torch.arange(len(row.ids), device=slots.device)
             source, target = (states.start[of][:, None] + prompt for of in (slots[:1], slots))
-            copy_tokens(cache.pool, cache.ids, source.expand_as(target)[1:], target[1:])
+            for pool, ids in cache.pools_with_ids:
+                copy_tokens(pool, ids, source.expand_as(target)[1:], target[1:])
+            cache.row_states.gather(slots[1:], slots[:1].expand(len(slots) - 1))
             states.set_length(slots, torch.full_like(slots, len(row.ids)))
 
     def step(
@@ -194,11 +196,10 @@ class BeamSearch:
         if parents is None:
             chosen = candidates.choices, candidates.scores
             parents = continue_beams(*chosen, slots, states, shape.width)
-        if reorder:
-            cache = self._cache
-            self._kernels.reorder_beams(
-                cache.pool, cache.ids, slots, parents, states, shape.width, reorder
-            )
+        cache = self._cache
+        cache.row_states.gather(slots, parents)
+        for pool, ids in cache.pools_with_ids if reorder else ():
+            self._kernels.reorder_beams(pool, ids, slots, parents, states, shape.width, reorder)
         return candidates
 
     def _ranked(

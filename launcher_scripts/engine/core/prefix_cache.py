@@ -31,6 +31,7 @@ class Prefix:
     digests:  of the blocks that are there or will be, as far as computed says
     start:    first cache token;  computed: tokens there once everything launched has run
     read:     how many of them are in the draft model's cache, too
+    snapshots: behind how many tokens what is left of a row's states is kept, and where
     """
 
     salt: bytes
@@ -38,6 +39,7 @@ class Prefix:
     start: int = -1
     computed: int = 0
     read: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -56,12 +58,48 @@ class Found(NamedTuple):
 
     coming: how many will be there in a few steps; no fewer than `tokens`
     read:   how many of them are in the draft model's cache, too
+    snapshot: what is left of the states behind them, where rows have such states
     """
 
     start: int = -1
     tokens: int = 0
     coming: int = 0
     read: int = 0
+    snapshot: int = -1
+
+
+class Snapshots:
+    """Room for `count` copies of rows' states, from slot `first` on, of which those that were not
+    used for longest give way. Each is behind some tokens of a prefix, or of a session, which gives
+    it back itself.
+    """
+
+    def __init__(self, first: int, count: int) -> None:
+        self._free = list(range(first, first + count))[::-1]
+        self._used: dict[int, tuple[Prefix, int]] = {}
+
+    def take(self, of: tuple[Prefix, int] | None) -> tuple[int, tuple[Prefix, int] | None] | None:
+        """A copy's place, and what has lost it; None where sessions have all."""
+        before = None
+        if self._free:
+            snapshot = self._free.pop()
+        elif self._used:
+            snapshot = next(iter(self._used))
+            before = self._used.pop(snapshot)
+        else:
+            return None
+        if of is not None:
+            self._used[snapshot] = of
+        return snapshot, before
+
+    def use(self, snapshot: int) -> None:
+        """The snapshot of a prefix counts as used now."""
+        self._used[snapshot] = self._used.pop(snapshot)
+
+    def release(self, snapshot: int) -> None:
+        """Give a place back."""
+        self._used.pop(snapshot, None)
+        self._free.append(snapshot)
 
 
 class PrefixCache(ExtentAllocator):
@@ -69,10 +107,14 @@ class PrefixCache(ExtentAllocator):
 
     The extent of a row that ended is kept as long as nobody needs the room: it counts as free, and
     those that were not used for longest are given up until a gap is long enough.
+
+    snapshots: where rows have states beside those of their tokens, room for copies of them; then a
+               prefix is only found as far as it has one, and what is behind its last is not kept
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, snapshots: Snapshots | None = None) -> None:
         super().__init__(capacity)
+        self.snapshots = snapshots
         self._holders: dict[bytes, dict[Prefix, None]] = {}  # by digest
         self._kept: dict[Prefix, None] = {}  # the least recently used first
         self._kept_tokens = 0
@@ -87,11 +129,17 @@ class PrefixCache(ExtentAllocator):
         for blocks in range(len(digests), 0, -1):
             tokens = BLOCK_TOKENS * blocks
             for prefix in self._holders.get(digests[blocks - 1], ()):
+                snapshot = prefix.snapshots.get(tokens, -1)
+                if self.snapshots is not None and snapshot < 0:
+                    continue
                 coming = coming or tokens
                 if prefix.computed >= tokens:
                     if prefix in self._kept:
                         self._kept[prefix] = self._kept.pop(prefix)
-                    return Found(prefix.start, tokens, coming, min(prefix.read, tokens))
+                    if self.snapshots is not None:
+                        self.snapshots.use(snapshot)
+                    read = min(prefix.read, tokens)
+                    return Found(prefix.start, tokens, coming, read, snapshot)
         return Found(coming=coming)
 
     def add(self, prefix: Prefix) -> None:
@@ -106,12 +154,17 @@ class PrefixCache(ExtentAllocator):
         """
         self._remove(prefix)
         prefix.set_text(ids)
+        if self.snapshots is not None:
+            last = max((n for n in prefix.snapshots if n <= prefix.tokens), default=0)
+            self._drop_snapshots(prefix, beyond=last)
+            del prefix.digests[last // BLOCK_TOKENS :]
         prefix.computed = prefix.tokens
         if self.find(prefix.digests).tokens < prefix.tokens:
             self.add(prefix)
             self._kept[prefix] = None
             self._kept_tokens += prefix.tokens
         else:
+            self._drop_snapshots(prefix)
             prefix.digests.clear()
         if prefix.tokens < length:
             self.free(prefix.start + prefix.tokens, length - prefix.tokens)
@@ -150,7 +203,46 @@ class PrefixCache(ExtentAllocator):
         del self._kept[prefix]
         self._kept_tokens -= prefix.tokens
         self._remove(prefix)
+        self._drop_snapshots(prefix)
         self.free(prefix.start, prefix.tokens)
+
+    def _drop_snapshots(self, prefix: Prefix, beyond: int = -1) -> None:
+        """Give back those behind more than so many tokens."""
+        for tokens in [tokens for tokens in prefix.snapshots if tokens > beyond]:
+            snapshot = prefix.snapshots.pop(tokens)
+            if self.snapshots is not None:
+                self.snapshots.release(snapshot)
+
+    def take_snapshot(self, prefix: Prefix, tokens: int) -> int | None:
+        """Room for what is left of the states behind so many tokens of a prefix; what was not used
+        for longest gives way.
+        """
+        if self.snapshots is None or tokens in prefix.snapshots:
+            return None
+        taken = self.snapshots.take((prefix, tokens))
+        if taken is None:
+            return None
+        snapshot, before = taken
+        if before is not None:
+            self._lose_snapshot(*before)
+        prefix.snapshots[tokens] = snapshot
+        return snapshot
+
+    def pin_snapshot(self) -> int | None:
+        """Room for the states of a session, which nothing else takes until it is given back."""
+        taken = None if self.snapshots is None else self.snapshots.take(None)
+        if taken is None:
+            return None
+        snapshot, before = taken
+        if before is not None:
+            self._lose_snapshot(*before)
+        return snapshot
+
+    def _lose_snapshot(self, prefix: Prefix, tokens: int) -> None:
+        """One of a prefix has given way; without any, nobody finds it."""
+        del prefix.snapshots[tokens]
+        if prefix in self._kept and not prefix.snapshots:
+            self._give_up(prefix)
 
     def _remove(self, prefix: Prefix) -> None:
         for digest in prefix.digests:

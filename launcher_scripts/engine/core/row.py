@@ -75,7 +75,8 @@ class Row:
     lookup makes drafts of tokens, where they are asked for; draft is what a step tries that was
     launched and has not been seen, and the draft model's cache has the row's first `read_by_draft`
     tokens. is_readable: there are no virtual tokens, whose table the draft model does not have.
-    waits_for_tokens: a step depends on the tokens of all before.
+    waits_for_tokens: a step depends on the tokens of all before. borders: behind how many tokens of
+    the prompt its states are kept, where the model has such.
 
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
@@ -118,6 +119,7 @@ class Row:
     waits_for_tokens: bool = field(init=False)
     draft: Draft | None = None
     read_by_draft: int = 0
+    borders: Sequence[int] = ()
     masked: int = 0
     late_since: float = 0.0
     error: RequestError | None = None

@@ -11,10 +11,17 @@ from typing import NamedTuple, TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.guide import new_masks, with_masks
-from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, Prefix, PrefixCache
+from launcher_scripts.engine.core.prefix_cache import (
+    BLOCK_TOKENS,
+    Found,
+    Prefix,
+    PrefixCache,
+    Snapshots,
+)
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.core.session import Session
+from launcher_scripts.engine.core.snapshots import StateCopies
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.core.step_budget import (
     TOKENS_PER_DECODING_ROW,
@@ -68,6 +75,7 @@ class Scheduler:
     draft_model:    whether there is one
     stages:         pipeline stages, which work on different rows at a time
     one_by_one:     whether a pass takes one prompt, and one source
+    snapshots:      copies of rows' states that there is room for; 0: rows have no such states
     """
 
     def __init__(
@@ -82,10 +90,13 @@ class Scheduler:
         draft_model: bool = False,
         stages: int = 1,
         one_by_one: bool = False,
+        snapshots: int = 0,
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._running: dict[int, Row] = {}
-        self._cache = PrefixCache(cache_tokens)
+        kept = Snapshots(slots + 1, snapshots) if snapshots else None
+        self._cache = PrefixCache(cache_tokens, kept)
+        self._states = StateCopies(self._cache)
         self._extents = RowExtents(self._cache, self._running)
         self._prefill_tokens = prefill_tokens
         self._mixes = recorded_tokens is not None
@@ -155,6 +166,7 @@ class Scheduler:
         self._steps += 1
         for row in running:
             self._make_room(row, 1)
+            self._states.save_decoding(row)
             row.launch(self._steps)
         tokens = sum(part.count for part in prefill)
         drafted = [(row, row.slot) for row in drafting]
@@ -178,6 +190,7 @@ class Scheduler:
             longest_source=max((len(row.source) for row in running), default=0),
             moves=tuple(self._moves),
             copies=tuple(self._extents.copies),
+            state_copies=self._states.planned(),
             places=tuple({Place(row.slot, row.start) for row in self._extents.moved if row.slots}),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(new_masks(self._running.values())),
@@ -316,6 +329,8 @@ class Scheduler:
             return False
         if row.placed_at:
             row.resume()
+        if row.session is not None and not self._states.has_room(row.session):
+            return False
         found, moved = self._find(row), len(self._extents.moved)
         start = self._extents.place(row) if row.width <= len(self._free_slots) else None
         if start is None:
@@ -326,6 +341,8 @@ class Scheduler:
         row.start = start + len(row.source)
         self._running[row.slot] = self._reading[row.slot] = row
         self._statistics.admit(row, time.perf_counter())
+        if row.session is not None:
+            self._states.resume(row.session, row)
         self._make_room(row, row.prefill_length)
         starts.append(row)
         self._begin(row, found)
@@ -347,6 +364,7 @@ class Scheduler:
             return
         if found.tokens:
             self._extents.copies.append(Copy(found.start, row.start, found.tokens))
+        self._states.begin(row, found)
         row.prefilled = row.prefix.computed = found.tokens
         if row.num_cached_tokens is None:  # what it had before a preemption is its own
             row.num_cached_tokens = found.tokens
@@ -369,11 +387,13 @@ class Scheduler:
         if session.start is not None and not waiting:
             self._cache.free(session.start, session.extent_tokens)
             session.start = None
+            self._states.close(session)
 
     def _leave_session(self, row: Row, session: Session) -> None:
         """The session keeps what the row has brought into the cache."""
         complete = row.request.output_len == 0 and not row.future.cancelled()
-        if row.tokens or complete:
+        comes = bool(row.tokens) or complete
+        if comes and self._states.keep(session, row):
             session.take_turn(len(row.prompt), row.tokens, row.end_id)
         else:
             session.give_up_turn()
@@ -405,7 +425,8 @@ class Scheduler:
                 row.prefilled = count
                 del self._reading[row.slot]
                 continue
-            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count))
+            saves = self._states.saves(row, row.prefilled + count)
+            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count, saves))
             row.prefilled += count
             if row.prefix is not None:
                 row.prefix.computed = row.prefilled

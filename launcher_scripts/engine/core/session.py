@@ -35,6 +35,7 @@ class Session:
     pending:     the last token chosen, which is not in the cache yet
     said:        what the last request generated; None: nothing of it was kept
     ended:       the end token, after an answer that it ended: the session goes on without it
+    snapshot:    where states that are not of tokens are kept meanwhile, if the model has such
     ia3_task, lora_adapter: of the last request: what is in the cache was computed with them
     """
 
@@ -50,6 +51,7 @@ class Session:
     lora_adapter: int | None = None
     busy: bool = False
     closed: bool = False
+    snapshot: int | None = None
 
     @property
     def window(self) -> int:

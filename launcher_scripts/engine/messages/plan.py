@@ -127,11 +127,15 @@ class RowStart(Record, frozen=True, dict=True):
 
 
 class PrefillPart(Record, frozen=True):
-    """The next `count` prompt tokens of a row, after `past` that the cache already holds."""
+    """The next `count` prompt tokens of a row, after `past` that the cache already holds.
+
+    saves: how many tokens of the row its states are kept behind, ascending, and in which snapshots
+    """
 
     slot: int
     past: int
     count: int
+    saves: tuple[tuple[int, int], ...] = ()
 
 
 class Draft(Record, frozen=True):
@@ -189,6 +193,15 @@ class Copy(Record, frozen=True):
     source: int
     target: int
     count: int
+
+
+class StateCopy(Record, frozen=True):
+    """The states of slot `source` that do not depend on a row's length go to slot `target`: to a
+    snapshot, or from one.
+    """
+
+    source: int
+    target: int
 
 
 class Place(Record, frozen=True):
@@ -249,8 +262,8 @@ class Plan(Message, frozen=True):
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
     between hypotheses of the searches that go on after the step. moves come before everything else,
-    then the copies, in order: one may write where one before it has read. places are those of the
-    rows that have moved.
+    then the copies, in order: one may write where one before it has read; and those of states.
+    places are those of the rows that have moved.
     apart: rows that run one token further, too, but by the general path (see RowStart.general).
     lora: whether any row that runs one token further has a LoRA adapter. longest and
     longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
@@ -278,6 +291,7 @@ class Plan(Message, frozen=True):
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
     copies: tuple[Copy, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()
     places: tuple[Place, ...] = ()
     lora: bool = False
     masks: tuple[TokenMask, ...] = ()
@@ -286,7 +300,7 @@ class Plan(Message, frozen=True):
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
         """What kinds of work the step has, and how many tokens; rows: by their slots."""
-        copied = self.moves or self.copies
+        copied = self.moves or self.copies or self.state_copies
         kinds = (
             copied,
             self.encode,

@@ -19,7 +19,7 @@ from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.forward_context import CacheContext, Stack, StepContext
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.rotary import RotaryTables
-from launcher_scripts.engine.model.weights import LayerWeights, ModelWeights
+from launcher_scripts.engine.model.weights import LayerWeights, ModelWeights, sublayers_of
 from launcher_scripts.kernels.operands import (
     EmbeddingTables,
     Hidden,
@@ -30,6 +30,7 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import EXACT_IDS
+from launcher_scripts.models.family import RECURRENT_KINDS
 from launcher_scripts.models.gpt import GPTConfig
 
 Sublayers = Sequence[Sublayer | ParallelSublayers]
@@ -65,7 +66,7 @@ class DecodeStep:
         self.kernels = kernels
         self.communicator = communicator
         if embedding is None:
-            linear = next(iter(weights.decoder.layers.values())).attention.in_proj
+            linear = next(iter(sublayers_of(weights.decoder.layers.values()))).in_proj
             zeros = linear.weight.new_zeros(1, config.hidden_size, dtype=linear.dtype)
             self._tables = EmbeddingTables(zeros, 0, None)
         else:
@@ -211,6 +212,9 @@ def unsupported_reasons(
             result.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):
             result.append("rotary positions depend on a row's length")
+        if config.has_row_states:
+            recurrent = ", ".join(sorted(config.branch_kinds & {*RECURRENT_KINDS}))
+            result.append(f"layers keep a state of each row ({recurrent})")
     if any(sublayer.adapter is not None for layer in layers for sublayer in layer.sublayers):
         result.append("adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:

@@ -89,7 +89,7 @@ class Encoder:
             ),
             window=config.window(layer),
         )
-        return Layer(attention, MLP(weights.mlp, *shared, config.activation))
+        return Layer(((attention,), (MLP(weights.mlp, *shared, config.activation),)))
 
     def context(self, spans: Spans, positions: Tensor) -> EncodeContext:
         """What a pass over rows with positions [N] shares."""

@@ -10,6 +10,8 @@ from typing import Any
 from launcher_scripts import kernels
 from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeightLoader
+from launcher_scripts.engine.model.recurrent import row_states
+from launcher_scripts.engine.model.states import LayerStates, TokenState
 from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
 from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels import reference
@@ -19,7 +21,7 @@ from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models import family_of
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
-from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.family import RECURRENT_KINDS, ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -49,7 +51,8 @@ class EngineFamily:
 
     loader:        the reader of a rank's weights
     heads:         (config, tp_size) -> the heads of one rank
-    cached_layers: config -> how many layers keep keys and values
+    cached_layers: config -> how many layers may keep something of a row
+    states:        (config, layer, tp_size) -> what a layer keeps on one rank
     depth:         config -> the most pipeline stages there can be
     row_tokens:    (config, rows) -> cache tokens for `rows` rows of the model's full length
     longest:       config -> what a decode step reads of a row of that length at most
@@ -58,6 +61,7 @@ class EngineFamily:
     loader: type[WeightLoader]
     heads: Callable[[Any, int], Heads]
     cached_layers: Callable[[Any], int]
+    states: Callable[[Any, int, int], LayerStates]
     depth: Callable[[Any], int]
     row_tokens: Callable[[Any, int], int]
     longest: Callable[[Any], Bounds]
@@ -76,6 +80,19 @@ def _t5_heads(config: T5Config | BartConfig, tp_size: int) -> Heads:
     """The decoder's."""
     heads, kv_heads = config.num_decoder_heads, config.decoder_kv_heads
     return Heads(heads // tp_size, kv_heads // tp_size, config.decoder_head_size)
+
+
+def _keys_and_values(heads: Heads) -> LayerStates:
+    return LayerStates(TokenState(2, heads.num_kv_heads, heads.head_size))
+
+
+def _gpt_states(config: GPTConfig, layer: int, tp_size: int) -> LayerStates:
+    """Those of the layer's branches."""
+    token = None
+    if config.has_branch(layer, "attention"):
+        token = _keys_and_values(_gpt_heads(config, tp_size)).token
+    kinds = [kind for kind in RECURRENT_KINDS if config.has_branch(layer, kind)]
+    return LayerStates(token, row_states(config, kinds[0], tp_size) if kinds else ())
 
 
 def _gpt_tokens(config: GPTConfig, rows: int) -> int:
@@ -108,6 +125,7 @@ FAMILIES = {
         GPTWeightLoader,
         _gpt_heads,
         lambda config: config.num_layers,
+        _gpt_states,
         lambda config: config.num_layers,
         _gpt_tokens,
         lambda config: Bounds(config.max_positions),
@@ -116,6 +134,7 @@ FAMILIES = {
         T5WeightLoader,
         _t5_heads,
         lambda config: 0 if config.encoder_only else config.num_decoder_layers,
+        lambda config, _, tp_size: _keys_and_values(_t5_heads(config, tp_size)),
         _t5_depth,
         _t5_tokens,
         _t5_longest,
@@ -124,6 +143,7 @@ FAMILIES = {
         BartWeightLoader,
         _t5_heads,
         lambda config: config.num_decoder_layers,
+        lambda config, _, tp_size: _keys_and_values(_t5_heads(config, tp_size)),
         _t5_depth,
         _t5_tokens,
         _t5_longest,
@@ -132,6 +152,7 @@ FAMILIES = {
         AgmWeightLoader,
         _gpt_heads,
         lambda config: config.num_layers,
+        lambda config, _, tp_size: _keys_and_values(_gpt_heads(config, tp_size)),
         lambda config: config.num_layers,
         _agm_tokens,
         lambda _: Bounds(RELATIVE_ROW_TOKENS),

@@ -17,6 +17,7 @@ from launcher_scripts.engine.model.layers import (
     CrossAttention,
     ForwardContext,
     Layer,
+    Recurrent,
     SelfAttention,
     SourceRows,
 )
@@ -190,6 +191,9 @@ class PrefillContext(CacheContext):
         ]
         return torch.cat(outputs)
 
+    def recur(self, projected: Tensor, branch: Recurrent) -> Tensor:
+        return branch.prompts(projected, self.chunks)
+
     def attend_source(self, x: Tensor | Hidden, layer: CrossAttention) -> Tensor:
         parts = layer.query(x).split([chunk.count for chunk in self.chunks])
         outputs = []
@@ -209,6 +213,7 @@ class DecodeContext(CacheContext):
 
     starts, lengths, longest: the rows (see decode_attention);  source: those of the encoder
     positions: [B], of the new tokens; a relative bias counts from them
+    rows: [B], the rows' slots
     """
 
     starts: Tensor
@@ -216,6 +221,12 @@ class DecodeContext(CacheContext):
     longest: int
     positions: Tensor
     source: SourceRows | None
+    rows: Tensor | None = None
+
+    def recur(self, projected: Tensor, branch: Recurrent) -> Tensor:
+        if self.rows is None:
+            raise ValueError("the step says nothing of the rows' slots")
+        return branch.decode(projected, self.rows)
 
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
         return layer.kernels.decode_attention(
@@ -260,6 +271,11 @@ class MixedContext(CacheContext):
         rows = self.decoding.slots.shape[0]
         decoded = self.decoding.attend_stored(query[:rows], layer)
         return torch.cat([decoded, self.prompts.attend_stored(query[rows:], layer)])
+
+    def recur(self, projected: Tensor, branch: Recurrent) -> Tensor:
+        rows = self.decoding.slots.shape[0]
+        decoded = self.decoding.recur(projected[:rows], branch)
+        return torch.cat([decoded, self.prompts.recur(projected[rows:], branch)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.model.recurrent import DeltaWeights, Mamba2Weights, RecurrentWeights
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     Embedding,
@@ -17,9 +19,11 @@ from launcher_scripts.engine.model.weights import (
     ModelWeights,
     SharedExpert,
     StackWeights,
+    SublayerWeights,
     WeightLoader,
     relative_bias,
     scaled_norm,
+    scaled_rows,
 )
 from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
@@ -65,39 +69,131 @@ class GPTWeightLoader(WeightLoader):
         return Linear(table, bias, norm)
 
     def _layer(self, layer: int) -> LayerWeights:
-        config, stem, mlp = self.config, "layers.*.attention", "layers.*.mlp"
-        input_norm = post_attention = None
-        if config.norm_placement != "branch":
-            input_norm = self._norm("layers.*.input_layernorm", layer)
-            post_attention = self._norm("layers.*.post_attention_layernorm", layer)
-        after = config.norm_placement == "post"
-        width = config.local_size("q_size", self.parallelism.tp_size)
-        attention = AttentionWeights(
-            in_proj=self._linear(f"{stem}.query_key_value", layer, None if after else input_norm),
-            out_proj=self._linear(f"{stem}.dense", layer),
+        branches = self.config.branches(layer)
+        return LayerWeights(
+            tuple(tuple(self._branch(kind, layer) for kind in both) for both in branches)
+        )
+
+    def _branch(self, kind: str, layer: int) -> SublayerWeights:
+        """A branch of a kind of BRANCHES."""
+        readers: dict[str, Callable[[int], SublayerWeights]] = {
+            "attention": self._attention,
+            "mlp": self._plain_mlp,
+            "moe": self._experts,
+            "mamba2": self._mamba2,
+            "gated_delta": self._gated_delta,
+            "short_conv": self._short_conv,
+        }
+        return readers[kind](layer)
+
+    def _norms(self, name: str, layer: int) -> tuple[Norm | None, Norm | None]:
+        """A branch's norm as the one before it, or as the one after the sum."""
+        if self.config.norm_placement == "branch":
+            return None, None
+        norm = self._norm(f"layers.*.{name}", layer)
+        return (None, norm) if self.config.norm_placement == "post" else (norm, None)
+
+    def _attention(self, layer: int) -> AttentionWeights:
+        stem = "layers.*.attention"
+        before, after = self._norms("input_layernorm", layer)
+        config, tp_size = self.config, self.parallelism.tp_size
+        width, keys = config.local_size("q_size", tp_size), config.local_size("kv_size", tp_size)
+        return AttentionWeights(
+            in_proj=scaled_rows(
+                self._linear(f"{stem}.query_key_value", layer, before),
+                config.query_key_value_scales,
+                (width, keys, keys),
+            ),
+            out_proj=scaled_rows(
+                self._linear(f"{stem}.dense", layer), config.attention_output_scale
+            ),
             output_norm=self._output_norm(stem, layer),
-            norm=input_norm if after else None,
+            norm=after,
             head_norms=self._head_norms(layer),
             sinks=self._sinks(stem, layer),
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
+            gate=self._linear(f"{stem}.gate", layer, before)
+            if self.config.attention_output_gate
+            else None,
             lora_in=self._lora("attention.query_key_value", layer),
             lora_out=self._lora("attention.dense", layer),
         )
-        if config.num_experts and config.has_experts(layer):
-            return LayerWeights(attention, self._experts(layer, post_attention, config.num_experts))
-        plain = self._mlp(mlp, layer, None if after else post_attention)
-        return LayerWeights(
-            attention,
-            replace(
-                plain,
-                output_norm=self._output_norm(mlp, layer),
-                norm=post_attention if after else None,
-                ia3=self._ia3([mlp], layer),
-                adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
-                lora_in=self._lora_of_up(layer),
-                lora_out=self._lora("mlp.dense_4h_to_h", layer),
-            ),
+
+    def _mamba2(self, layer: int) -> Mamba2Weights:
+        stem, config = "layers.*.mamba", self.config
+        inner, group = (
+            config.local_size(axis, self.parallelism.tp_size)
+            for axis in ("mamba_inner_size", "mamba_group_size")
+        )
+        heads = config.local_size("mamba_num_heads", self.parallelism.tp_size)
+        norm = None
+        if config.mamba_norm != "none":
+            norm = self._tensor(f"{stem}.norm.weight", torch.float32, layer)
+        in_proj, out_proj = self._around(stem, layer)
+        widths = (inner, inner, group, group, heads)
+        return Mamba2Weights(
+            in_proj=scaled_rows(in_proj, config.mamba_input_scales, widths),
+            out_proj=scaled_rows(out_proj, config.mamba_output_scale),
+            conv=self._taps(stem, layer),
+            conv_bias=self._conv_bias(stem, layer),
+            rates=-self._summed(f"{stem}.A_log", layer).exp(),
+            step_bias=self._summed(f"{stem}.dt_bias", layer),
+            skip=self._summed(f"{stem}.D", layer),
+            norm_weight=norm,
+        )
+
+    def _gated_delta(self, layer: int) -> DeltaWeights:
+        stem = "layers.*.delta"
+        in_proj, out_proj = self._around(stem, layer)
+        return DeltaWeights(
+            in_proj=in_proj,
+            out_proj=out_proj,
+            conv=self._taps(stem, layer),
+            conv_bias=self._conv_bias(stem, layer),
+            rates=-self._summed(f"{stem}.A_log", layer).exp(),
+            step_bias=self._summed(f"{stem}.dt_bias", layer),
+            norm_weight=self._tensor(f"{stem}.norm.weight", torch.float32, layer),
+        )
+
+    def _short_conv(self, layer: int) -> RecurrentWeights:
+        stem = "layers.*.short_conv"
+        in_proj, out_proj = self._around(stem, layer)
+        return RecurrentWeights(
+            in_proj=in_proj,
+            out_proj=out_proj,
+            conv=self._taps(stem, layer),
+            conv_bias=self._conv_bias(stem, layer),
+        )
+
+    def _around(self, stem: str, layer: int) -> tuple[Linear, Linear]:
+        """A branch's projections, the first behind the norm of the layer's input."""
+        norm, _ = self._norms("input_layernorm", layer)
+        return self._linear(f"{stem}.in_proj", layer, norm), self._linear(f"{stem}.out_proj", layer)
+
+    def _taps(self, stem: str, layer: int) -> Tensor:
+        """Weights of a convolution as [channels, taps]."""
+        return self._tensor(f"{stem}.conv.weight", self.dtype, layer).t().contiguous()
+
+    def _conv_bias(self, stem: str, layer: int) -> Tensor | None:
+        name = f"{stem}.conv.bias"
+        return self._tensor(name, self.dtype, layer) if name in self._specs else None
+
+    def _summed(self, name: str, layer: int) -> Tensor:
+        """A vector that is stored as rows which sum to it, float32."""
+        return self._tensor(name, torch.float32, layer).sum(0)
+
+    def _plain_mlp(self, layer: int) -> MLPWeights:
+        mlp = "layers.*.mlp"
+        before, after = self._norms("post_attention_layernorm", layer)
+        return replace(
+            self._mlp(mlp, layer, before),
+            output_norm=self._output_norm(mlp, layer),
+            norm=after,
+            ia3=self._ia3([mlp], layer),
+            adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
+            lora_in=self._lora_of_up(layer),
+            lora_out=self._lora("mlp.dense_4h_to_h", layer),
         )
 
     def _lora_of_up(self, layer: int) -> LoRA | None:
@@ -125,10 +221,15 @@ class GPTWeightLoader(WeightLoader):
             gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
         up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
         down = self._linear(f"{name}.dense_4h_to_h", layer)
-        return MLPWeights(in_proj=up, gate=gate, out_proj=down)
+        return MLPWeights(
+            in_proj=scaled_rows(up, self.config.mlp_gate_scale),
+            gate=gate,
+            out_proj=scaled_rows(down, self.config.mlp_output_scale),
+        )
 
-    def _experts(self, layer: int, norm: Norm | None, count: int) -> Experts:
-        config = self.config
+    def _experts(self, layer: int) -> Experts:
+        config, count = self.config, self.config.num_experts or 0
+        norm, _ = self._norms("post_attention_layernorm", layer)
 
         def stacked(name: str, norm: Norm | None = None) -> Linear:
             stem = "layers.*.mlp.experts"
@@ -162,7 +263,14 @@ class GPTWeightLoader(WeightLoader):
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
             out_proj=down,
             shared=shared,
+            latent_in=self._latent("in", layer),
+            latent_out=self._latent("out", layer),
         )
+
+    def _latent(self, side: str, layer: int) -> Linear | None:
+        if self.config.moe_latent_size is None:
+            return None
+        return self._linear(f"layers.*.mlp.latent_{side}", layer)
 
     def _router(self, layer: int) -> Router:
         config, bias = self.config, None
@@ -220,7 +328,7 @@ class AgmWeightLoader(WeightLoader):
         before_mlp = self._norm(f"{stem}.final_layer_norm", layer)
         name = f"{attention}.relative_attention_bias.weight"
         table = self._tensor(name, torch.float32, layer)  # [heads / tp, buckets]
-        return LayerWeights(
+        return LayerWeights.of(
             AttentionWeights(
                 in_proj=self._linear(
                     f"{attention}.qkv", layer, self._norm(f"{attention}_layer_norm", layer)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.messages.plan import Copy, Move
-from launcher_scripts.kernels.operands import Heads, LayerCache
+from launcher_scripts.engine.model.states import RowStatePool, States, TokenState, bytes_per_token
+from launcher_scripts.kernels.operands import LayerCache
 
 COPIED_TOKENS = 4096
 
@@ -91,38 +92,54 @@ class ExtentAllocator:
 
 
 class KVCache:
-    """The pools of one rank's layers, and the ids of the tokens they hold.
+    """The pools of one rank's layers by their kinds of state, and the ids of the tokens they hold.
 
     One more token than `capacity` is kept as a place where padding rows of a step may write.
-    pool: [layers, 2, heads, capacity + 1, head size], what all of them are views of
+    pools: [layers, parts, heads, capacity + 1, width] of all layers with such a TokenState; keys
+           and values are two parts, and `layers` are views of them
+    row_states:  what is kept of rows whatever their length
     dtype: of keys and values;  token_bytes: what one token takes of them
-    rows: the most rows of a step, with its padding
     """
 
     def __init__(
         self,
-        layers: range,
-        heads: Heads,
+        states: States,
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        rows: int = 1,
+        row_states: RowStatePool | None = None,
+        arrivals: int = 1,
     ) -> None:
+        """arrivals: of a layer, see LayerCache"""
         self.capacity = capacity
-        self.token_bytes = bytes_per_token(layers, heads, dtype)
-        arrivals = torch.zeros(rows * heads.num_heads, dtype=torch.int32, device=device)
-        shape = (len(layers), 2, heads.num_kv_heads, capacity + 1, heads.head_size)
-        self.pool = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = {
-            layer: LayerCache(key_value[0], key_value[1], arrivals)
-            for layer, key_value in zip(layers, self.pool, strict=True)
-        }
+        self.token_bytes = bytes_per_token(states.values(), dtype)
+        counted = torch.zeros(arrivals, dtype=torch.int32, device=device)
+        self.pools: list[Tensor] = []
+        self.layers: dict[int, LayerCache] = {}
+        kinds: dict[TokenState, list[int]] = {}
+        for layer, own in states.items():
+            if own.token is not None:
+                kinds.setdefault(own.token, []).append(layer)
+        for kind, layers in kinds.items():
+            shape = (len(layers), kind.parts, kind.heads, capacity + 1, kind.width)
+            pool = torch.empty(shape, dtype=dtype, device=device)
+            self.pools.append(pool)
+            for layer, parts in zip(layers, pool, strict=True):
+                self.layers[layer] = LayerCache(parts[0], parts[-1], counted)
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self.row_states = row_states or RowStatePool({}, 0, 0, dtype, device)
 
     @property
     def scratch(self) -> int:
         """The token that belongs to no row."""
         return self.capacity
+
+    @property
+    def pools_with_ids(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Each pool, and with one of them the ids, for what goes through both."""
+        if not self.pools:
+            return [(self.ids.view(1, 1, 1, -1, 1), None)]
+        return [(self.pools[0], self.ids), *((pool, None) for pool in self.pools[1:])]
 
     def shift(self, moves: Sequence[Move]) -> None:
         """Bring what sessions still attend to to the front of their extents."""
@@ -134,14 +151,9 @@ class KVCache:
             for first in range(0, run.count, COPIED_TOKENS):
                 some = min(COPIED_TOKENS, run.count - first)
                 overlaps = run.source - some < run.target < run.source
-                for pool in (self.pool.movedim(3, 0), self.ids):
+                for pool in (*(pool.movedim(3, 0) for pool in self.pools), self.ids):
                     read = pool[run.source + first :][:some]
                     pool[run.target + first :][:some] = read.clone() if overlaps else read
-
-
-def bytes_per_token(layers: range, heads: Heads, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in all layers of a rank, keys and values."""
-    return len(layers) * 2 * heads.num_kv_heads * heads.head_size * dtype.itemsize
 
 
 def plan_capacity(wanted: int, token_bytes: int, memory: int) -> int:

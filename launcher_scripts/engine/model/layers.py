@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Chunk:
     dropped: earlier tokens of the row that are no longer there, but count as positions
     window: how many tokens attention covers, the token's own included; 0: all
     prompt_end, most: positions of the row after its prompt, and the most it may come to have
+    slot: of the row;  saves: see PrefillPart;  draft: whether the tokens may have to be taken back
     """
 
     start: int
@@ -62,6 +63,9 @@ class Chunk:
     window: int = 0
     prompt_end: int = 0
     most: int = 0
+    slot: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
+    draft: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Rows:
     longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
     factors, lora_adapters [B] the LoRA adapters or NO_TASK. positions [B] are those of the new
     tokens where they are not the lengths; most [B] how many positions a row may come to have.
-    source: where there is an encoder
+    slots [B] are the rows'. source: where there is an encoder
     """
 
     starts: Tensor
@@ -93,11 +97,20 @@ class Rows:
     positions: Tensor | None = None
     lora_adapters: Tensor | None = None
     most: Tensor | None = None
+    slots: Tensor | None = None
 
 
 # What a pass hands from sublayer to sublayer: Tensor on the general path, Hidden on the fused one.
 Stream = TypeVar("Stream", contravariant=True)
 Given = TypeVar("Given", Tensor, Hidden)
+
+
+class Recurrent(Protocol):
+    """A branch that keeps a state of each row; see recurrent.py."""
+
+    def prompts(self, projected: Tensor, chunks: tuple[Chunk, ...], /) -> Tensor: ...
+
+    def decode(self, projected: Tensor, slots: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +134,20 @@ class ForwardContext(ABC, Generic[Stream]):
         """Attention of the new tokens to the encoder's inputs: [N, heads * head_size]."""
         raise ValueError("such a pass has no encoder's inputs")
 
+    def recur(self, _projected: Tensor, _branch: Recurrent, /) -> Tensor:
+        """What out_proj of such a branch reads of the new tokens: float32 [N, its inputs]."""
+        raise ValueError("such a pass knows no states of rows")
+
 
 class Sublayer(ABC):
     """One residual branch: attention or an MLP, with the norms about it.
 
     window: how many tokens attention covers, the token's own included; 0: all
+    fused:  whether fused steps can go through it
     """
 
     window = 0
+    fused = True
 
     def __init__(self, weights: SublayerWeights, kernels: Ops, communicator: Communicator) -> None:
         self.in_proj = weights.in_proj
@@ -265,12 +284,24 @@ class SelfAttention(Attention):
     ) -> None:
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
+        self.gate = weights.gate
         self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
         self.local = local
 
+    def prepare(self) -> None:
+        super().prepare()
+        self.gate = self.gate and self.kernels.prepare(self.gate)
+
     def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
-        return context.attend(x, self)
+        attended = context.attend(x, self)
+        if self.gate is None:
+            return attended
+        if isinstance(x, Hidden):
+            gate = self.kernels.project_hidden(x, self.gate)
+        else:
+            gate = self.kernels.project(x, self.gate)
+        return (attended.float() * gate.float().sigmoid()).to(attended.dtype)
 
     def store(
         self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Tensor | Hidden]
@@ -356,6 +387,7 @@ class MixtureOfExperts(MLP):
         self.router = weights.router
         self.shared = weights.shared
         self.experts = ExpertMLPs(weights.in_proj, weights.gate, weights.out_proj, activation)
+        self.latent_in, self.latent_out = weights.latent_in, weights.latent_out
 
     def prepare(self) -> None:
         """Nothing: the norm of experts is a kernel of its own."""
@@ -364,7 +396,12 @@ class MixtureOfExperts(MLP):
         """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
         kernels, hidden = self.kernels, self._normalized(x)
         chosen, weights = kernels.route(hidden, self.router)
-        parts = kernels.mixture(hidden, chosen, weights, self.experts)
+        if self.latent_in is None or self.latent_out is None:
+            parts = kernels.mixture(hidden, chosen, weights, self.experts)
+        else:
+            latent = kernels.project(hidden, self.latent_in)
+            whole = kernels.mixture(latent, chosen, weights, self.experts).sum(0)
+            parts = kernels.project(whole.to(hidden.dtype), self.latent_out).float()[None]
         if self.shared is None:
             return parts
         mlp, scale = self.shared.mlp, self.shared.scale
@@ -392,49 +429,53 @@ class MixtureOfExperts(MLP):
 
 
 class ParallelSublayers:
-    """Attention and MLP that read the same hidden states, each behind its norm."""
+    """Two branches that read the same hidden states, each behind its norm, as attention and MLP."""
 
-    def __init__(self, attention: SelfAttention, mlp: MLP) -> None:
-        self.input_norm = attention.input_norm
-        self.window = attention.window
-        self.attention = attention
-        self.mlp = mlp
+    def __init__(self, first: Sublayer, second: Sublayer) -> None:
+        self.input_norm = first.input_norm
+        self.window = max(first.window, second.window)
+        self.first = first
+        self.second = second
 
     def prepare(self) -> None:
         """See Sublayer."""
-        self.attention.prepare()
-        self.mlp.prepare()
+        self.first.prepare()
+        self.second.prepare()
 
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
         """See Sublayer."""
-        attended = self.attention.forward(x, context)
-        return self.mlp.add(self.mlp.branch(x, context), attended, context.lora_adapters)
+        added = self.first.forward(x, context)
+        return self.second.add(self.second.branch(x, context), added, context.lora_adapters)
 
     def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
         """See Sublayer."""
-        mlp = self.mlp
-        own = mlp.kernels.hidden(x.exact, mlp.input_norm, x.operand.dtype)
-        inner = mlp.branch(own, context)
-        attended = self.attention.step(x, context, None)
-        return mlp.accumulate(inner, attended, norm_of_next, context.lora_adapters)
+        second = self.second
+        own = second.kernels.hidden(x.exact, second.input_norm, x.operand.dtype)
+        inner = second.branch(own, context)
+        added = self.first.step(x, context, None)
+        return second.accumulate(inner, added, norm_of_next, context.lora_adapters)
+
+
+Branch = TypeVar("Branch", bound=Sublayer)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a decoder or an encoder; parallel: attention and MLP read the same."""
+    """A layer of a decoder or an encoder.
 
-    attention: SelfAttention
-    mlp: MLP
-    cross_attention: CrossAttention | None = None
-    parallel: bool = False
+    branches: one after the other; those of one entry, at most two, read the same hidden states
+    """
+
+    branches: tuple[tuple[Sublayer, ...], ...]
 
     @property
     def sublayers(self) -> list[Sublayer | ParallelSublayers]:
         """In their order."""
-        if self.parallel:
-            return [ParallelSublayers(self.attention, self.mlp)]
-        found = (self.attention, self.cross_attention, self.mlp)
-        return [each for each in found if each is not None]
+        return [ParallelSublayers(*both) if both[1:] else both[0] for both in self.branches]
+
+    def of_kind(self, kind: type[Branch]) -> list[Branch]:
+        """The branches of a kind."""
+        return [each for both in self.branches for each in both if isinstance(each, kind)]
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -34,7 +34,14 @@ from launcher_scripts.engine.model.layers import (
     MixtureOfExperts,
     Rows,
     SelfAttention,
+    Sublayer,
     alibi_slopes,
+)
+from launcher_scripts.engine.model.recurrent import (
+    RECURRENT,
+    RecurrentBranch,
+    RecurrentWeights,
+    recurrence,
 )
 from launcher_scripts.engine.model.rotary import (
     RotaryTables,
@@ -42,7 +49,16 @@ from launcher_scripts.engine.model.rotary import (
     rotary_tables,
     rotates_otherwise,
 )
-from launcher_scripts.engine.model.weights import Experts, LayerWeights, ModelWeights, token_tasks
+from launcher_scripts.engine.model.weights import (
+    AttentionWeights,
+    CrossAttentionWeights,
+    Experts,
+    LayerWeights,
+    MLPWeights,
+    ModelWeights,
+    SublayerWeights,
+    token_tasks,
+)
 from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
@@ -113,12 +129,12 @@ class Network:
         self.heads = engine_family(config).heads(config, communicator.tp_size)
         shared = (kernels, communicator, device)
         self._rotaries = rotaries(config, device)
-        layers = [self._layer(layer, own) for layer, own in weights.decoder.layers.items()]
-        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared)
         self._encoder: Encoder | None = None
         if weights.encoder is not None:
             self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
-        self._readers = [layer.cross_attention for layer in layers if layer.cross_attention]
+        layers = [self._layer(layer, own) for layer, own in weights.decoder.layers.items()]
+        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared)
+        self._readers = [reader for layer in layers for reader in layer.of_kind(CrossAttention)]
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
         )
@@ -130,8 +146,11 @@ class Network:
             embedding = self._encoder.stack.embedding
             if embedding is not None and not self.encode_unsupported_reasons:
                 self.encode_step = EncodeStep(self._encoder, embedding, self._readers)
+        branches = [each for layer in layers for both in layer.branches for each in both]
+        self._recurrent = [each for each in branches if isinstance(each, RecurrentBranch)]
         self.replays_prompts = (
             self._encoder is None
+            and not config.has_row_states
             and not self._rotates_by_row
             and config.head_size <= WIDEST_PROMPT_HEAD
         )
@@ -200,6 +219,13 @@ class Network:
         context = replace(self._decode_context(rows), rotary=rotary)
         return self._forward(ids, positions, context)
 
+    def settle_drafts(self, counts: Tensor) -> None:
+        """Keep what is left of rows' states behind the first counts [R] tokens of their drafts,
+        which ran last.
+        """
+        for branch in self._recurrent:
+            branch.settle_drafts(counts)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
         if self.weights.head is None:
@@ -219,6 +245,7 @@ class Network:
             source=source and replace(source, lengths=source.lengths.clamp(min=1)),
             ia3_tasks=rows.ia3_tasks,
             lora_adapters=rows.lora_adapters,
+            rows=rows.slots,
         )
 
     def _forward(
@@ -232,32 +259,34 @@ class Network:
         return self._decoder.forward(ids, positions, context, rows)
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
+        return Layer(
+            tuple(tuple(self._branch(layer, each) for each in both) for both in weights.branches)
+        )
+
+    def _branch(self, layer: int, weights: SublayerWeights) -> Sublayer:
+        """The branch of a layer that such weights are of: a row for each kind."""
         config, shared = self.weights.config, (self.kernels, self.communicator)
-        window, cross = config.window(layer), weights.cross_attention
-        options = AttentionOptions(
-            self.cache.layers[layer],
-            self.heads,
-            AttentionScores(
-                config.attention_scale if cross is None else config.decoder_attention_scale,
-                config.attention_softcap,
-                self._slopes(layer),
-            ),
-        )
-        attention = SelfAttention(
-            weights.attention,
-            *shared,
-            options,
-            window=window,
-            local=rotates_otherwise(config, layer),
-        )
-        source = None if cross is None else CrossAttention(cross, *shared, options)
-        mlp = weights.mlp
-        if isinstance(mlp, Experts):
-            own: MLP = MixtureOfExperts(mlp, *shared, config.activation)
-        else:
-            own = MLP(mlp, *shared, config.activation)
-        parallel = bool(getattr(config, "parallel_residual", False))
-        return Layer(attention, own, source, parallel)
+        if isinstance(weights, Experts):
+            return MixtureOfExperts(weights, *shared, config.activation)
+        if isinstance(weights, MLPWeights):
+            return MLP(weights, *shared, config.activation)
+        if isinstance(weights, AttentionWeights):
+            window, local = config.window(layer), rotates_otherwise(config, layer)
+            options = self._attention_options(layer)
+            return SelfAttention(weights, *shared, options, window=window, local=local)
+        if isinstance(weights, CrossAttentionWeights):
+            return CrossAttention(weights, *shared, self._attention_options(layer))
+        if isinstance(weights, RecurrentWeights):
+            kind = next(kind for kind in RECURRENT if isinstance(weights, kind))
+            states = self.cache.row_states.layers[layer]
+            return RECURRENT[kind](weights, *shared, recurrence(config, states))
+        raise TypeError(f"no branch has {type(weights).__name__}")
+
+    def _attention_options(self, layer: int) -> AttentionOptions:
+        config = self.weights.config
+        scale = getattr(config, "decoder_attention_scale", config.attention_scale)
+        scores = AttentionScores(scale, config.attention_softcap, self._slopes(layer))
+        return AttentionOptions(self.cache.layers[layer], self.heads, scores)
 
     def _decode_step(self) -> DecodeStep | None:
         if not self.weights.decoder.layers or self.step_unsupported_reasons:

@@ -82,7 +82,7 @@ class T5WeightLoader(WeightLoader):
         names = [f"{stem}.SelfAttention.{part}" for part in "qkv"]
         in_proj = self._joined(names, layer, self._norm(f"{stem}.layer_norm", layer))
         attention = self._attention("encoder", layer, in_proj, relative)
-        return LayerWeights(attention, self._mlp("encoder", 1, layer))
+        return LayerWeights.of(attention, self._mlp("encoder", 1, layer))
 
     def _decoder_layer(
         self, layer: int, relative: RelativeBias | None, source_relative: RelativeBias | None
@@ -92,9 +92,8 @@ class T5WeightLoader(WeightLoader):
         in_proj = self._linear(f"{stem}.0.SelfAttention.qkv", layer, norm)
         source = f"{stem}.1.EncDecAttention"
         source_kv = [f"{source}.{part}" for part in "kv"]
-        return LayerWeights(
+        return LayerWeights.of(
             self._attention("decoder", layer, in_proj, relative),
-            self._mlp("decoder", 2, layer),
             CrossAttentionWeights(
                 in_proj=self._linear(
                     f"{source}.q", layer, self._norm(f"{stem}.1.layer_norm", layer)
@@ -105,6 +104,7 @@ class T5WeightLoader(WeightLoader):
                 relative=source_relative,
                 ia3=self._ia3(source_kv, layer),
             ),
+            self._mlp("decoder", 2, layer),
         )
 
     def _attention(
@@ -213,7 +213,7 @@ class BartWeightLoader(WeightLoader):
         attention = f"{stem}.self_attn"
         before, after = self._norms(f"{attention}_layer_norm", layer)
         names = [f"{attention}.{part}_proj" for part in "qkv"]
-        return LayerWeights(
+        return LayerWeights.of(
             AttentionWeights(
                 in_proj=self._joined(names, layer, before),
                 out_proj=self._linear(f"{attention}.out_proj", layer),
@@ -228,19 +228,19 @@ class BartWeightLoader(WeightLoader):
         before, after = self._norms(f"{own}_layer_norm", layer)
         before_source, after_source = self._norms(f"{source}_layer_norm", layer)
         keys_and_values = [f"{source}.{part}_proj" for part in "kv"]
-        return LayerWeights(
+        return LayerWeights.of(
             AttentionWeights(
                 in_proj=self._linear(f"{own}.qkv", layer, before),
                 out_proj=self._linear(f"{own}.out_proj", layer),
                 norm=after,
             ),
-            self._mlp(stem, layer),
             CrossAttentionWeights(
                 in_proj=self._linear(f"{source}.q_proj", layer, before_source),
                 key_value=self._joined(keys_and_values, layer),
                 out_proj=self._linear(f"{source}.out_proj", layer),
                 norm=after_source,
             ),
+            self._mlp(stem, layer),
         )
 
     def _norms(self, name: str, layer: int) -> tuple[Norm | None, Norm | None]:

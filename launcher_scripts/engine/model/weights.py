@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -131,11 +131,13 @@ class AttentionWeights(SublayerWeights):
     relative:   what a score gains by distance
     sinks:      a score of every head that is of no token, float32 [heads]
     ia3:        of queries (ones), keys and values
+    gate:       reads what in_proj does; its sigmoid multiplies what attention gives
     """
 
     head_norms: HeadNorms | None = None
     sinks: Tensor | None = None
     relative: RelativeBias | None = None
+    gate: Linear | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,26 +171,50 @@ class SharedExpert:
 class Experts(MLPWeights):
     """One rank's parts of a layer's experts: the weights have a first axis of all experts.
 
-    router: reads what the experts do
+    router: reads hidden states
+    latent_in, latent_out: projections before and behind the experts, where they work in a latent
     """
 
     router: Router
     shared: SharedExpert | None = None
+    latent_in: Linear | None = None
+    latent_out: Linear | None = None
+
+
+Kind = TypeVar("Kind", bound=SublayerWeights)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer; cross_attention where it is a decoder's with an encoder."""
+    """One layer: residual branches one after the other, some of them side by side.
 
-    attention: AttentionWeights
-    mlp: MLPWeights
-    cross_attention: CrossAttentionWeights | None = None
+    branches: those of one entry read the same hidden states
+    """
+
+    branches: tuple[tuple[SublayerWeights, ...], ...]
+
+    @classmethod
+    def of(cls, *sublayers: SublayerWeights) -> LayerWeights:
+        """A layer of branches one after the other."""
+        return cls(tuple((sublayer,) for sublayer in sublayers))
 
     @property
     def sublayers(self) -> list[SublayerWeights]:
         """In their order."""
-        found = (self.attention, self.cross_attention, self.mlp)
-        return [each for each in found if each is not None]
+        return [sublayer for group in self.branches for sublayer in group]
+
+    @property
+    def attention(self) -> AttentionWeights:
+        return self._first(AttentionWeights)
+
+    @property
+    def mlp(self) -> MLPWeights:
+        """The MLP, or the experts."""
+        return self._first(MLPWeights)
+
+    def _first(self, kind: type[Kind]) -> Kind:
+        """The branch of a kind that the layer has."""
+        return next(each for each in self.sublayers if isinstance(each, kind))
 
 
 @dataclass(frozen=True)
@@ -393,6 +419,24 @@ def scaled_norm(norm: Norm, scale: float) -> Norm:
     """The norm with its result multiplied."""
     bias = None if norm.bias is None else norm.bias * scale
     return replace(norm, weight=norm.weight * scale, bias=bias)
+
+
+def scaled_rows(linear: Linear, scales: str | float | None, widths: Sequence[int] = ()) -> Linear:
+    """The projection with its outputs multiplied: by a number, or by one for each of the blocks of
+    them, which a text has with commas between.
+    """
+    if scales in (None, 1.0):
+        return linear
+    numbers = [float(number) for number in str(scales).split(",")]
+    factors = torch.tensor(numbers, device=linear.weight.device)
+    if widths:
+        repeats = torch.tensor(widths, device=factors.device)
+        factors = factors.repeat_interleave(repeats)
+    bias = None if linear.bias is None else (linear.bias.float() * factors).to(linear.bias.dtype)
+    if linear.scale is not None:
+        return replace(linear, scale=linear.scale * factors, bias=bias)
+    weight = (linear.weight.float() * factors.view(-1, 1)).to(linear.weight.dtype)
+    return replace(linear, weight=weight, bias=bias)
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

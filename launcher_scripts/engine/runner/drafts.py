@@ -131,6 +131,7 @@ class Drafts:
         slots = indices([draft.slot for draft in drafts], self._device)
         self._states.token.index_copy_(0, slots, chosen.gather(1, right[:, None])[:, 0])
         self._states.set_length(slots, past + 1 + right)
+        self._prefill.settle_drafts(1 + right)
 
     def _chosen(
         self,

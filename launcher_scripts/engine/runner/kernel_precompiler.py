@@ -26,7 +26,7 @@ from launcher_scripts.engine.runner.loading import (
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
-from launcher_scripts.models.family import ModelConfig, WeightSpec, layer_list
+from launcher_scripts.models.family import ModelConfig, WeightSpec, branches_text, layer_list
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
 MAX_THREADS = 8
@@ -134,12 +134,15 @@ def traced_runner(
 
 def _shortened(config: ModelConfig) -> ModelConfig:
     """The model with few layers: the first one, for what it reads no layer has left, and one more
-    of each kind where layers attend or rotate otherwise, or have experts or none.
+    of each kind where layers attend or rotate otherwise, or have other branches.
     """
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
     every = range(max(counts.values()))
-    kinds = [(config.window(n) > 0, config.rotates(n), config.has_experts(n)) for n in every]
+    kinds = [
+        (config.window(n) > 0, config.rotates(n), config.has_experts(n), config.branches(n))
+        for n in every
+    ]
     layers = [kinds[0], *sorted({*kinds}, reverse=True)]
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
     if len(layers) < len(kinds):
@@ -147,4 +150,6 @@ def _shortened(config: ModelConfig) -> ModelConfig:
         for place, name in enumerate(lists):  # each names the layers that lack it
             if getattr(config, name):
                 changes[name] = layer_list(n for n, kind in enumerate(layers) if not kind[place])
+        if config.layer_branches is not None:
+            changes["layer_branches"] = branches_text(kind[3] for kind in layers)
     return replace(config, **changes)

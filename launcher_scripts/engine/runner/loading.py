@@ -29,18 +29,19 @@ from launcher_scripts.engine.distributed.heartbeat import RankProgress, watch_st
 from launcher_scripts.engine.messages.message import Message, RankInfo
 from launcher_scripts.engine.model.families import FAMILIES, engine_family, kernels_for
 from launcher_scripts.engine.model.forward_context import StepGraphs
-from launcher_scripts.engine.model.kv_cache import (
-    KVCache,
-    available_memory,
-    bytes_per_token,
-    plan_capacity,
-)
+from launcher_scripts.engine.model.kv_cache import KVCache, available_memory, plan_capacity
 from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.model.states import (
+    LayerStates,
+    RowStatePool,
+    bytes_per_row,
+    bytes_per_token,
+    plan_snapshots,
+)
 from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.graphs import GraphCache
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import traits_of
-from launcher_scripts.kernels.operands import Heads
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
@@ -374,11 +375,18 @@ def assemble_runner(
     family, both = engine_family(config), [weights] if draft is None else [weights, draft]
     wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
     ranks = 1 if device.type == "cuda" else settings.ranks_per_node
+    rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
+    states = [_states(each.config, settings, communicator) for each in both]
+    memory = available_memory(device, MEMORY_SHARE[device.type] / ranks)
+    row_bytes = bytes_per_row(states[0].values(), DTYPES[settings.data_type])
+    snapshots = 0
+    if config.has_row_states:
+        snapshots = communicator.minimum(plan_snapshots(rows, row_bytes, memory))
     capacity = communicator.minimum(
         plan_capacity(
             wanted,
-            sum(bytes_per_token(*_cached(each.config, settings, communicator)) for each in both),
-            available_memory(device, MEMORY_SHARE[device.type] / ranks),
+            sum(bytes_per_token(each.values(), dtype) for each in states),
+            memory - (rows + 1 + snapshots) * row_bytes,
         )
     )
     if capacity < 2:
@@ -386,12 +394,13 @@ def assemble_runner(
         raise ServerError(f"no memory is left for keys and values beside the model's{what} weights")
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
-    rows, longest = settings.max_batch_size, family.longest(config)
 
     def runner_of(own: Any, draft_runner: Runner | None) -> Runner:
         by = launches or Launches.on(device, communicator.progress)
-        layers, heads, dtype = _cached(own.config, settings, communicator)
-        cache = KVCache(layers, heads, capacity, dtype, device, rows)
+        kept = _states(own.config, settings, communicator)
+        row_states = RowStatePool(kept, rows, snapshots, DTYPES[settings.data_type], device)
+        arrivals = rows * family.heads(own.config, communicator.tp_size).num_heads
+        cache = KVCache(kept, capacity, dtype, device, row_states, arrivals)
         network = Network(own, cache, by.kernels, communicator, device)
         return Runner(
             network,
@@ -407,10 +416,10 @@ def assemble_runner(
     return runner_of(weights, None if draft is None else runner_of(draft, None))
 
 
-def _cached(
+def _states(
     config: ModelConfig, settings: EngineSettings, communicator: Communicator
-) -> tuple[range, Heads, torch.dtype]:
-    """What a rank keeps of a token: of which layers, how many heads, in which type."""
+) -> dict[int, LayerStates]:
+    """What a rank keeps of a row, layer by layer."""
     family = engine_family(config)
     layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
-    return layers, family.heads(config, communicator.tp_size), settings.cache_type
+    return {layer: family.states(config, layer, communicator.tp_size) for layer in layers}

@@ -107,7 +107,7 @@ class Prefill:
         prompts = PackedPrompts(rows, parts, ids=ids)
         sizes = self._bucket(prompts)
         if self._graphs is None or sizes is None:
-            hidden = self._hidden(prompts, prompts.sizes)
+            hidden = self._hidden(prompts, prompts.sizes, drafts=True)
             return self._network.logits(hidden) if self._communicator.is_last_stage else None
         packed = prompts.to_device(self._device, self._nowhere, sizes)
 
@@ -117,6 +117,10 @@ class Prefill:
 
         logits = self._graphs.run(("drafts", sizes), packed, step)
         return None if logits is None else logits[: prompts.tokens]
+
+    def settle_drafts(self, counts: Tensor) -> None:
+        """The first counts [R] tokens of the rows of the last `logits` are theirs."""
+        self._network.settle_drafts(counts)
 
     def shapes_to_record(self) -> list[StepShape]:
         """The passes that requests may need, where they are CUDA graphs; short ones first."""
@@ -179,7 +183,13 @@ class Prefill:
         decoding = None
         if slots.shape[0]:
             adapters = None if prompts.lora_adapters is None else states.lora_adapter[slots]
-            rows = Rows(states.start[slots], states.length[slots], longest, lora_adapters=adapters)
+            rows = Rows(
+                states.start[slots],
+                states.length[slots],
+                longest,
+                lora_adapters=adapters,
+                slots=slots,
+            )
             decoding = states.token[slots], rows
         hidden = self._network.prefill(prompts, decoding)
         states.set_length(prompts.row_slots, prompts.lengths)
@@ -202,10 +212,10 @@ class Prefill:
             made = self._choice.chosen(made[: len(rows)], batch)
         self._choice.give(result, [row.slot for row in rows], made, batch)
 
-    def _hidden(self, prompts: PackedPrompts, sizes: Sizes) -> Tensor:
+    def _hidden(self, prompts: PackedPrompts, sizes: Sizes, *, drafts: bool = False) -> Tensor:
         """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel.
 
-        sizes: what its rows that decode are filled up to
+        sizes: what its rows that decode are filled up to;  drafts: see Chunk
         """
         chunks = tuple(
             Chunk(
@@ -219,6 +229,9 @@ class Prefill:
                 row.window,
                 row.prompt_end,
                 row.most,
+                part.slot,
+                part.saves,
+                drafts,
             )
             for row, part in zip(prompts.rows, prompts.parts, strict=True)
         )

@@ -198,6 +198,7 @@ class Runner:
             self.decoder.cache.shift(plan.moves)
             self.states.slide(plan.moves)
         self.decoder.cache.copy_runs(plan.copies)
+        self.decoder.cache.row_states.copy(plan.state_copies)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
@@ -436,6 +437,7 @@ class Runner:
             positions,
             adapters,
             states.most[slots],
+            slots,
         )
         hidden = self.decoder.decode(states.token[slots], rows)
         states.advance(slots)

@@ -24,7 +24,7 @@ BLOCK = 1024  # logits that a program of the first kernel has
 TILE = 4096  # numbers that a program copies
 NOWHERE = tl.constexpr(0x7FFFFFFF)
 ENDED = tl.constexpr(reference_sampling.ENDED)
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
@@ -260,6 +260,7 @@ def copy_hypotheses(
     AT_ONCE: tl.constexpr,
     SIZE: tl.constexpr,
     HEAD: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """One program: AT_ONCE of the last tokens of a search, of one layer's head's keys or values."""
@@ -282,16 +283,15 @@ def copy_hypotheses(
     mask = own[:, None] & (channel < SIZE)[None, :]
     at = pool + head * tokens * SIZE
     read = tl.load(at + source[:, None] * SIZE + channel[None, :], mask=mask)
-    written = tl.load(ids + source, mask=own)
+    written = tl.load(ids + source, mask=own & (HAS_IDS and head == 0))
     tl.debug_barrier()
     tl.store(at + target[:, None] * SIZE + channel[None, :], read, mask=mask)
-    if head == 0:
-        tl.store(ids + target, written, mask=own)
+    tl.store(ids + target, written, mask=own & (HAS_IDS and head == 0))
 
 
 def reorder_beams(
     pool: Tensor,
-    ids: Tensor,
+    ids: Tensor | None,
     slots: Tensor,
     parents: Tensor,
     columns: BeamColumns,
@@ -305,7 +305,7 @@ def reorder_beams(
     grid = (layers * pair * heads, slots.shape[0] // width, triton.cdiv(count, at_once))
     launcher(copy_hypotheses, grid)(
         pool.view(INTEGERS[pool.element_size()]),
-        ids,
+        slots if ids is None else ids,
         slots,
         parents,
         columns.length,
@@ -318,6 +318,7 @@ def reorder_beams(
         AT_ONCE=at_once,
         SIZE=size,
         HEAD=head,
+        HAS_IDS=ids is not None,
         num_warps=4,
         **pdl_options(pool),
     )

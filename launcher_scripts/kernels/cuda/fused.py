@@ -82,6 +82,11 @@ rotary_table = reference.rotary_table
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 
+# States of rows have no kernels of their own yet.
+conv_scan, conv_step = reference.conv_scan, reference.conv_step
+mamba2_scan, mamba2_step = reference.mamba2_scan, reference.mamba2_step
+delta_scan, delta_step = reference.delta_scan, reference.delta_step
+
 
 def prepare(linear: Linear) -> Linear:
     """See reference.prepare. A norm is folded into its projection for steps of one row."""

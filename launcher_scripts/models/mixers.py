@@ -1,0 +1,263 @@
+"""What mixes a GPT's tokens besides attention, as hyperparameters and rows of weights.
+
+Mamba-2 (arXiv:2405.21060), the gated delta net (arXiv:2412.06464) and gated short convolutions, as
+the hybrids of today have them between layers with attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Protocol
+
+from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.parallelism import divisors
+from launcher_scripts.models.family import Partition
+
+# The gated norm: of what the gate has multiplied, before the gate multiplies, or none.
+GATED_NORMS = ("gated", "before_gate", "none")
+# Rows that sum to the vector; see gpt_dialects.EXPERT_BIAS.
+SUMMANDS = "3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerSizes:
+    """Hyperparameters of the branches of layer_branches that keep a state of a fixed size.
+
+    A convolution over the last conv_kernel tokens comes first, with a bias if conv_bias says so.
+    mamba_num_heads heads of mamba_head_size have states of mamba_state_size columns; the heads of
+    each of mamba_num_groups groups share B and C. Time steps are clamped from mamba_min_step to
+    mamba_max_step, where they are said. mamba_norm is one of GATED_NORMS, over the channels of a
+    group, with mixer_norm_eps where it is not norm_eps; mamba_bias is of both projections.
+
+    delta_num_heads heads of delta_value_head_size share delta_num_key_heads queries and keys of
+    delta_key_head_size.
+
+    The scales multiply what their projections make: of queries, keys and values; of what attention
+    adds; of z, x, B, C and dt; of what Mamba adds; of an MLP's gate, and of what it adds.
+    """
+
+    conv_kernel: int | None = None
+    conv_bias: bool | None = None
+    mamba_num_heads: int | None = None
+    mamba_head_size: int | None = None
+    mamba_state_size: int | None = None
+    mamba_num_groups: int | None = None
+    mamba_min_step: float | None = None
+    mamba_max_step: float | None = None
+    mamba_norm: str | None = None
+    mamba_bias: bool | None = None
+    mixer_norm_eps: float | None = None
+    delta_num_heads: int | None = None
+    delta_num_key_heads: int | None = None
+    delta_key_head_size: int | None = None
+    delta_value_head_size: int | None = None
+    query_key_value_scales: str | None = None
+    attention_output_scale: float | None = None
+    mamba_input_scales: str | None = None
+    mamba_output_scale: float | None = None
+    mlp_gate_scale: float | None = None
+    mlp_output_scale: float | None = None
+
+    @property
+    def mamba_inner_size(self) -> int:
+        return (self.mamba_num_heads or 0) * (self.mamba_head_size or 0)
+
+    @property
+    def mamba_group_size(self) -> int:
+        """B or C of all groups."""
+        return (self.mamba_num_groups or 0) * (self.mamba_state_size or 0)
+
+    @property
+    def mamba_conv_size(self) -> int:
+        return self.mamba_inner_size + 2 * self.mamba_group_size
+
+    @property
+    def mamba_in_size(self) -> int:
+        return self.mamba_inner_size + self.mamba_conv_size + (self.mamba_num_heads or 0)
+
+    @property
+    def delta_key_size(self) -> int:
+        return (self.delta_num_key_heads or 0) * (self.delta_key_head_size or 0)
+
+    @property
+    def delta_value_size(self) -> int:
+        return (self.delta_num_heads or 0) * (self.delta_value_head_size or 0)
+
+    @property
+    def delta_conv_size(self) -> int:
+        return 2 * self.delta_key_size + self.delta_value_size
+
+    @property
+    def delta_in_size(self) -> int:
+        return self.delta_conv_size + self.delta_value_size + 2 * (self.delta_num_heads or 0)
+
+    @property
+    def short_conv_in_size(self) -> int:
+        return 3 * int(getattr(self, "hidden_size", 0))
+
+
+# A split axis that is made of others -> those.
+_SUMS = {
+    "mamba_conv_size": ("mamba_inner_size", "mamba_group_size", "mamba_group_size"),
+    "mamba_in_size": ("mamba_inner_size", "mamba_conv_size", "mamba_num_heads"),
+    "delta_conv_size": ("delta_key_size", "delta_key_size", "delta_value_size"),
+    "delta_in_size": (
+        "delta_conv_size",
+        "delta_value_size",
+        "delta_num_heads",
+        "delta_num_heads",
+    ),
+    "short_conv_in_size": ("hidden_size", "hidden_size", "hidden_size"),
+}
+# A split axis whose units are copied to ranks that outnumber them -> how many units it has, and the
+# heads that share them.
+COPIED = {
+    "mamba_group_size": ("mamba_num_groups", "mamba_num_heads"),
+    "mamba_num_groups": ("mamba_num_groups", "mamba_num_heads"),
+    "delta_key_size": ("delta_num_key_heads", "delta_num_heads"),
+    "delta_num_key_heads": ("delta_num_key_heads", "delta_num_heads"),
+}
+# A split axis -> the size of its units.
+UNITS = {"mamba_group_size": "mamba_state_size", "delta_key_size": "delta_key_head_size"}
+
+
+def local_size(config: Any, axis: str, tp_size: int) -> int | None:
+    """ModelConfig.local_size of an axis of these branches; None for another."""
+    if axis in _SUMS:
+        return sum(int(config.local_size(part, tp_size)) for part in _SUMS[axis])
+    if axis not in COPIED:
+        return None
+    units, heads = (getattr(config, name) for name in COPIED[axis])
+    copies = next(n for n in divisors(heads // units) if units * n % tp_size == 0)
+    return int(getattr(config, axis)) * copies // tp_size
+
+
+def tp_numbers(config: Any) -> int:
+    """A number that the tensor-parallel sizes divide; 0 where any size does."""
+    numbers = [0]
+    if config.mamba_num_heads:
+        numbers.append(config.mamba_num_heads)
+    if config.delta_num_heads:
+        numbers.append(config.delta_num_heads)
+    if "short_conv" in (config.layer_branches or ""):
+        numbers.append(config.hidden_size)
+    return gcd(*numbers)
+
+
+_NEEDED = {
+    "mamba2": (
+        *("conv_kernel", "mamba_num_heads", "mamba_head_size", "mamba_state_size"),
+        "mamba_num_groups",
+    ),
+    "gated_delta": (
+        *("conv_kernel", "delta_num_heads", "delta_num_key_heads", "delta_key_head_size"),
+        "delta_value_head_size",
+    ),
+    "short_conv": ("conv_kernel",),
+}
+SCALES = {"query_key_value_scales": 3, "mamba_input_scales": 5}
+
+
+def check(config: Any, problems: Problems, kinds: set[str]) -> None:
+    """Note sizes that the branches of such kinds need and do not have."""
+    for kind in sorted(kinds & _NEEDED.keys()):
+        for name in _NEEDED[kind]:
+            if (getattr(config, name) or 0) < 1:
+                problems.add(f"{kind} in layer_branches needs {name}", got=getattr(config, name))
+    for part, whole in (
+        ("mamba_num_groups", "mamba_num_heads"),
+        ("delta_num_key_heads", "delta_num_heads"),
+    ):
+        if not problems.messages and getattr(config, part) is not None:
+            config.check_divides(problems, part, whole)
+    if config.mamba_norm is not None:
+        problems.check_choice("mamba_norm", config.mamba_norm, GATED_NORMS)
+    for name, count in SCALES.items():
+        scales = getattr(config, name)
+        if scales is not None and len(scales.split(",")) != count:
+            problems.add(f"{name} must be {count} numbers with commas between them", got=scales)
+
+
+class Linears(Protocol):
+    """Rows of a projection's weight and bias, by name; see gpt.py."""
+
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[str, str],
+        partition: Partition,
+        *,
+        bias: bool,
+        blocks: tuple[str, ...] = (),
+    ) -> list[Any]: ...
+
+
+def weights(config: Any, kind: str, linear: Linears, spec: Any) -> list[Any]:
+    """The rows of a branch's weights."""
+    if kind == "mamba2":
+        return _mamba2(config, linear, spec)
+    return (
+        _gated_delta(linear, spec) if kind == "gated_delta" else _short_conv(config, linear, spec)
+    )
+
+
+def _mamba2(config: Any, linear: Linears, spec: Any) -> list[Any]:
+    stem, column, bias = "layers.*.mamba", Partition.COLUMN_PARALLEL, bool(config.mamba_bias)
+    inner, group, heads = "mamba_inner_size", "mamba_group_size", "mamba_num_heads"
+    conv = (inner, group, group)
+    specs = linear(
+        f"{stem}.in_proj",
+        ("hidden_size", "mamba_in_size"),
+        column,
+        bias=bias,
+        blocks=(inner, *conv, heads),
+    )
+    specs += linear(
+        f"{stem}.conv",
+        ("conv_kernel", "mamba_conv_size"),
+        column,
+        bias=bool(config.conv_bias),
+        blocks=conv,
+    )
+    for name in ("dt_bias", "A_log", "D"):
+        specs.append(spec(f"{stem}.{name}", (SUMMANDS, heads), column))
+    if config.mamba_norm != "none":
+        specs.append(spec(f"{stem}.norm.weight", (inner,), column))
+    return specs + linear(
+        f"{stem}.out_proj", (inner, "hidden_size"), Partition.ROW_PARALLEL, bias=bias
+    )
+
+
+def _gated_delta(linear: Linears, spec: Any) -> list[Any]:
+    stem, column = "layers.*.delta", Partition.COLUMN_PARALLEL
+    key, value, heads = "delta_key_size", "delta_value_size", "delta_num_heads"
+    conv = (key, key, value)
+    specs = linear(
+        f"{stem}.in_proj",
+        ("hidden_size", "delta_in_size"),
+        column,
+        bias=False,
+        blocks=(*conv, value, heads, heads),
+    )
+    shape = ("conv_kernel", "delta_conv_size")
+    specs += linear(f"{stem}.conv", shape, column, bias=False, blocks=conv)
+    specs += [spec(f"{stem}.{name}", (SUMMANDS, heads), column) for name in ("dt_bias", "A_log")]
+    specs.append(spec(f"{stem}.norm.weight", ("delta_value_head_size",)))
+    return specs + linear(
+        f"{stem}.out_proj", (value, "hidden_size"), Partition.ROW_PARALLEL, bias=False
+    )
+
+
+def _short_conv(config: Any, linear: Linears, _spec: Any) -> list[Any]:
+    stem, column, bias = "layers.*.short_conv", Partition.COLUMN_PARALLEL, bool(config.conv_bias)
+    hidden = "hidden_size"
+    specs = linear(
+        f"{stem}.in_proj",
+        (hidden, "short_conv_in_size"),
+        column,
+        bias=bias,
+        blocks=(hidden, hidden, hidden),
+    )
+    specs += linear(f"{stem}.conv", ("conv_kernel", hidden), column, bias=bias)
+    return specs + linear(f"{stem}.out_proj", (hidden, hidden), Partition.ROW_PARALLEL, bias=bias)
