@@ -127,8 +127,8 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
     """Every required tensor."""
     tensors = {}
     for spec in family_of(config).weights(config):
-        shape = spec.shape_on(config, 1)
         for layer in spec.layer_numbers(config) if spec.required else ():
+            shape = spec.shape_on(config.of_layer(layer), 1)
             name = spec.tensor_name(layer)
             tensors[name] = RandomTensor(shape, np.dtype("<f4"), (), name)
     return tensors

@@ -45,6 +45,29 @@ class HeadNorms:
     key: Norm
     joint: bool = False
 
+    def before_rope(self) -> tuple[HeadNorms, Tensor]:
+        """Norms without weights before the rotary embedding, and a factor of the queries after it
+        [head_size], which give the scores of these norms after it: turning keeps the mean square.
+        """
+        query, key = (
+            replace(norm, weight=torch.ones_like(norm.weight)) for norm in (self.query, self.key)
+        )
+        return replace(self, query=query, key=key), self.query.weight * self.key.weight
+
+
+@dataclass(frozen=True)
+class XIELUCurve:
+    """Parameters of the activation xIELU (arXiv:2411.13010), float32 scalars.
+
+    positive, negative: the logarithms of exp - 1 of the curves' strengths, the negative one's
+                        beyond beta
+    """
+
+    positive: Tensor
+    negative: Tensor
+    beta: Tensor
+    eps: Tensor
+
 
 @dataclass(frozen=True)
 class FoldedNorm:
@@ -131,7 +154,9 @@ class Router:
 
     linear:         [experts, hidden]; what it makes of a token are its logits
     per_token:      how many experts a token goes through
-    score_function: "softmax" of a token's logits, or "sigmoid" of each
+    score_function: "softmax" of a token's logits, "sigmoid" of each, or "sparsemixer"
+                    (arXiv:2409.12136): one expert after the other, by a softmax of the logits that
+                    are nearer than 2 * jitter to the largest one of those that are left
     normalized:     whether the scores of those chosen are divided by their sum
     scaling_factor: what they are multiplied by then, to be the weights of what the experts add
     bias:           float32 [experts], added to the scores to choose, but not to the weights
@@ -143,6 +168,7 @@ class Router:
     normalized: bool = True
     scaling_factor: float = 1.0
     bias: Tensor | None = None
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,16 @@ from launcher_scripts.kernels.operands import (
     RowColumns,
     RowLoRA,
     StepRows,
+    XIELUCurve,
 )
 from launcher_scripts.kernels.quantization import saturated
 
 attend_spans = reference_attention.attend_spans
 context_attention = reference_attention.context_attention
 decode_attention = reference_attention.decode_attention
+norm_heads = reference_attention.norm_heads
+apply_rotary = reference_attention.apply_rotary
+rotary_table = reference_attention.rotary_table
 prompt_attention = reference_attention.prompt_attention
 source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
@@ -173,6 +177,8 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     weights, float32 of the same shape.
     """
     found = logits(x, router.linear)
+    if router.score_function == "sparsemixer":
+        return _sparse_mixture(found, router)
     scores = found.sigmoid() if router.score_function == "sigmoid" else found.softmax(-1)
     ranks = scores if router.bias is None else scores + router.bias
     chosen = ranks.topk(router.per_token, -1).indices
@@ -180,6 +186,28 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     if router.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return chosen, weights * router.scaling_factor
+
+
+def _sparse_mixture(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """See Router.score_function.  logits: [N, experts]"""
+    remaining, chosen, weights = logits, [], []
+    for _ in range(router.per_token):
+        top, expert = remaining.max(-1, keepdim=True)
+        far = (top - logits) / logits.abs().maximum(top) > 2 * router.jitter
+        scores = remaining.masked_fill(far, float("-inf")).softmax(-1)
+        chosen.append(expert)
+        weights.append(scores.gather(-1, expert))
+        remaining = remaining.scatter(-1, expert, float("-inf"))
+    return torch.cat(chosen, -1), torch.cat(weights, -1) * router.scaling_factor
+
+
+def xielu(x: Tensor, curve: XIELUCurve) -> Tensor:
+    """The activation with these parameters: the shape and type of x."""
+    wide = x.float()
+    positive = functional.softplus(curve.positive)
+    negative = curve.beta + functional.softplus(curve.negative)
+    below = (torch.expm1(wide.minimum(curve.eps)) - wide) * negative
+    return (torch.where(wide > 0, positive * wide * wide, below) + curve.beta * wide).to(x.dtype)
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
@@ -286,31 +314,6 @@ def hidden(exact: Tensor, norm_of_next: Norm | None, dtype: torch.dtype) -> Hidd
     return Hidden(exact, operand)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor) -> RotaryTable:
-    """The table of positions [N], by the speeds of rotary_size / 2 pairs."""
-    angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def norm_heads(
-    qkv: Tensor,
-    heads: Heads,
-    norms: HeadNorms | None,
-    norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
-) -> Tensor:
-    """qkv [N, q + k + v] with every head's query and key normalized by `norm`, where there are
-    norms."""
-    if norms is None:
-        return qkv
-    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-    query, key, value = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
-    query, key = (
-        norm(part.reshape(-1, len(weights.weight)).contiguous(), weights, qkv.dtype).view_as(part)
-        for part, weights in ((query, norms.query), (key, norms.key))
-    )
-    return torch.cat((query, key, value), 1).flatten(1)
-
-
 def store_kv(
     qkv: Tensor,
     heads: Heads,
@@ -332,30 +335,12 @@ def store_kv(
     parts: tuple[Tensor, ...] = qkv.view(tokens, -1, heads.head_size).split(split, dim=1)
     query, key, value = parts
     if rotary is not None:
-        query, key = _rotate(query, *rotary).to(qkv.dtype), _rotate(key, *rotary)
+        query, key = (reference_attention.rotated(part, *rotary) for part in (query, key))
+        query = query.to(qkv.dtype)
     dtype = cache.keys.dtype
     cache.keys[:, slots] = saturated(key, dtype).transpose(0, 1)  # [kv_heads, N, head_size]
     cache.values[:, slots] = saturated(value, dtype).transpose(0, 1)
     return query
-
-
-def apply_rotary(qkv: Tensor, heads: Heads, rotary: RotaryTable) -> Tensor:
-    """qkv [N, (heads + 2 * kv_heads) * head_size] with its queries and keys rotated, as store_kv
-    does.
-    """
-    parts = qkv.unflatten(1, (-1, heads.head_size))
-    count = heads.num_heads + heads.num_kv_heads
-    rotated = _rotate(parts[:, :count], *rotary).to(qkv.dtype)
-    return torch.cat((rotated, parts[:, count:]), 1).flatten(1)
-
-
-def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """float32"""
-    half = cosines.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cosines, sines = cosines[:, None], sines[:, None]
-    rotated = (first * cosines - second * sines, second * cosines + first * sines, rest)
-    return torch.cat(rotated, dim=-1)
 
 
 def project_heads(

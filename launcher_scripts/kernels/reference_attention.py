@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,14 +11,61 @@ from torch.nn import functional
 
 from launcher_scripts.kernels.operands import (
     AttentionScores,
+    HeadNorms,
     Heads,
     LayerCache,
+    Norm,
     RelativeBias,
+    RotaryTable,
     Spans,
     VarlenBatch,
 )
 
 QUERIES_AT_ONCE = 512
+
+
+def norm_heads(
+    qkv: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
+    norm: Callable[[Tensor, Norm, torch.dtype], Tensor],
+) -> Tensor:
+    """qkv [N, q + k + v] with every head's query and key normalized by `norm`, where there are
+    norms."""
+    if norms is None:
+        return qkv
+    sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+    query, key, value = qkv.unflatten(1, (-1, heads.head_size)).split(sizes, 1)
+    query, key = (
+        norm(part.reshape(-1, len(weights.weight)).contiguous(), weights, qkv.dtype).view_as(part)
+        for part, weights in ((query, norms.query), (key, norms.key))
+    )
+    return torch.cat((query, key, value), 1).flatten(1)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor) -> RotaryTable:
+    """The table of positions [N], by the speeds of rotary_size / 2 pairs."""
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(qkv: Tensor, heads: Heads, rotary: RotaryTable) -> Tensor:
+    """qkv [N, (heads + 2 * kv_heads) * head_size] with its queries and keys rotated, as store_kv
+    does.
+    """
+    parts = qkv.unflatten(1, (-1, heads.head_size))
+    count = heads.num_heads + heads.num_kv_heads
+    turned = rotated(parts[:, :count], *rotary).to(qkv.dtype)
+    return torch.cat((turned, parts[:, count:]), 1).flatten(1)
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """float32"""
+    half = cosines.shape[-1]
+    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    parts = (first * cosines - second * sines, second * cosines + first * sines, rest)
+    return torch.cat(parts, dim=-1)
 
 
 def context_attention(

@@ -21,8 +21,7 @@ def family_of(config: ModelConfig) -> Family:
 def value_count(config: ModelConfig, tp_size: int = 1) -> int:
     """Returns the number of values in all weight files of `tp_size` ranks together."""
     return sum(
-        math.prod(spec.shape_on(config, tp_size))
-        * len(spec.layer_numbers(config))
-        * len(spec.tp_ranks(tp_size))
+        math.prod(spec.shape_on(config.of_layer(layer), tp_size)) * len(spec.tp_ranks(tp_size))
         for spec in family_of(config).weights(config)
+        for layer in spec.layer_numbers(config)
     )

@@ -16,10 +16,26 @@ NORMALIZATIONS = ("layernorm", "rmsnorm")
 # Those of the FasterTransformer forks that serve BART and Agm, and all.
 FORK_ACTIVATIONS = ("gelu", "gelu_erf", "relu", "silu")
 ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
+# With parameters of its own in every layer (arXiv:2411.13010).
+XIELU = "xielu"
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
 REAL_RANGES = {"norm_eps": (1e-30, 1.0), "mixer_norm_eps": (1e-30, 1.0)}
+LAYER_LISTS = (
+    "full_attention_layers",
+    "unrotated_layers",
+    "dense_layers",
+    "qk_norm_layers",
+    "sink_layers",
+)
+LAYER_VALUES = (
+    "rotary_layer_bases",
+    "layer_branches",
+    "layer_num_kv_heads",
+    "layer_ffn_sizes",
+)  # one for each layer
 Number = TypeVar("Number", int, float)
+Sizes = TypeVar("Sizes", bound="ModelConfig")
 # The kinds of a layer's residual branches: those that mix tokens, and those of each token alone.
 MIXERS = ("attention", "mamba2", "gated_delta", "short_conv", "linear")
 BRANCHES = (*MIXERS, "mlp", "moe", "linear_mlp")
@@ -71,6 +87,7 @@ class WeightSpec:
     sources:    dialect -> Source
     layers:     the attribute that says how many layers the `*` of the name counts
     kinds:      only layers with a branch of one of these kinds have it; none: all
+    only:       the method of ModelConfig that says whether a layer has it, if not all have
     prefix:     what the file name starts with, before the canonical name
     required:   whether a checkpoint without it is incomplete
     """
@@ -82,6 +99,7 @@ class WeightSpec:
     sources: Mapping[str, Source] = field(default_factory=dict)
     layers: str = "num_layers"
     kinds: tuple[str, ...] = ()
+    only: str = ""
     prefix: str = "model."
     required: bool = True
 
@@ -93,7 +111,9 @@ class WeightSpec:
         """The layers that have this tensor; [None] for one outside of the layers."""
         if not self.per_layer:
             return [None]
-        layers = range(getattr(config, self.layers))
+        layers: Iterable[int] = range(getattr(config, self.layers))
+        if self.only:
+            layers = filter(getattr(config, self.only), layers)
         if not self.kinds:
             return list(layers)
         return [n for n in layers if any(config.has_branch(n, kind) for kind in self.kinds)]
@@ -180,6 +200,8 @@ class ModelConfig(ABC):
     dense_layers: str | None = None
     layer_branches: str | None = None
     parallel_residual: bool | None = None
+    qk_norm_layers: str | None = None
+    sink_layers: str | None = None
 
     def __post_init__(self) -> None:
         problems = Problems(f"the {self.title} hyperparameters")
@@ -196,7 +218,7 @@ class ModelConfig(ABC):
 
     def _check_layers(self, problems: Problems) -> None:
         """Note lists of layers that name others, and a window of no tokens."""
-        for name in ("full_attention_layers", "unrotated_layers", "dense_layers"):
+        for name in LAYER_LISTS:
             for layer in numbers_in(problems, name, getattr(self, name), int):
                 if not self.may_list(layer):
                     problems.add(
@@ -269,6 +291,43 @@ class ModelConfig(ABC):
     def has_branch(self, layer: int, kind: str) -> bool:
         """Whether a layer has a branch of a kind of BRANCHES."""
         return any(kind in both for both in self.branches(layer))
+
+    def normalizes_heads(self, layer: int) -> bool:
+        """True if a layer normalizes queries and keys, if the model does."""
+        return self.qk_norm_layers is None or _lists(self.qk_norm_layers, layer)
+
+    def has_sinks(self, layer: int) -> bool:
+        """True if a layer's heads have sinks, if the model's do."""
+        return self.sink_layers is None or _lists(self.sink_layers, layer)
+
+    def layer_kind(self, layer: int) -> tuple[Any, ...]:
+        """Values that are the same for layers that compute the same."""
+        return (
+            self.window(layer) > 0,
+            self.rotates(layer),
+            self.branches(layer),
+            self.normalizes_heads(layer),
+            self.has_sinks(layer),
+        )
+
+    def selected(self, layers: Sequence[int]) -> dict[str, str]:
+        """Returns the fields about layers, for a model of some of them."""
+        result = {}
+        for name in (*LAYER_LISTS, *LAYER_VALUES):
+            text = getattr(self, name, None)
+            if text is None:
+                continue
+            items = text.split(",")
+            if name in LAYER_LISTS:
+                items = [str(n) for n, layer in enumerate(layers) if str(layer) in items]
+            else:
+                items = [items[layer] for layer in layers]
+            result[name] = ",".join(items)
+        return result
+
+    def of_layer(self: Sizes, _layer: int | None) -> Sizes:
+        """The hyperparameters by which a layer's sizes are read."""
+        return self
 
     def has_experts(self, layer: int) -> bool:
         """Whether tokens go through some of several MLPs in a layer."""

@@ -5,17 +5,20 @@ The table of their weights is in gpt_weights.py.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
+from typing import Any
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models import mixers
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, numbers_in
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, XIELU, numbers_in
 from launcher_scripts.models.mixers import MixerSizes
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sparsemixer")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
 
@@ -45,7 +48,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     1-based layer number (NeMo's apply_query_key_layer_scaling). attention_bias is of queries, keys
     and values, and of the output projection unless attention_dense_bias says otherwise. With
     qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
-    kind over head_size; with joint_qk_norm, over all heads of a token together.
+    kind over head_size; with joint_qk_norm, over all heads of a token together; with
+    qk_norm_after_rope, after they turn. Layers that qk_norm_layers does not name have none.
+    "xielu" has parameters of its own in every layer.
 
     norm_placement "sandwich" normalizes a branch's input and its output, "branch" its output alone.
     With parallel_residual attention and MLP read the same hidden states. zero_centered_norm: norms
@@ -57,7 +62,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     A layer attends to the last sliding_window tokens, the token's own included, and to all if
     full_attention_layers names it (numbers with commas between; every layer has the window where it
     is not said). Layers with the window turn by rotary_local_base, unscaled, where it is said.
-    Layers that unrotated_layers names, in the same way, do not turn.
+    Layers that unrotated_layers names, in the same way, do not turn. With rotary_layer_bases each
+    layer has its own base instead, and does not turn where that is 0. With sink_layers only these
+    have attention_sinks.
 
     With num_experts a layer has so many MLPs of ffn_size, of which a token goes through
     experts_per_token; with shared_expert_size it has one more, which every token goes through,
@@ -72,6 +79,11 @@ class GPTConfig(AdapterSizes, MixerSizes):
     projection. layer_branches names the branches of every layer, with commas between the layers:
     MIXERS and BRANCHES have their kinds, / stands between those that come one after the other, +
     between those that read the same, and none for a layer without any.
+    layer_num_kv_heads and layer_ffn_sizes are every layer's, with commas between.
+
+    With experts_scale_input the weights multiply what experts read, not what
+    they add. What a branch adds is multiplied by branch_scale after its output norm, what a shared
+    expert adds by shared_expert_scale.
     """
 
     title = "GPT"
@@ -97,6 +109,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
     rotary_long_factors: str | None = None
     rotary_attention_factor: float | None = None
     rotary_local_base: float | None = None
+    rotary_layer_bases: str | None = None
     unrotated_layers: str | None = None
     alibi_layer_scaling: bool = False
     alibi_scale: float | None = None
@@ -111,6 +124,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
     attention_dense_bias: bool | None = None
     qk_norm: bool | None = None
     joint_qk_norm: bool | None = None
+    qk_norm_after_rope: bool | None = None
+    qk_norm_layers: str | None = None
     mlp_bias: bool = True
     parallel_residual: bool | None = None
     zero_centered_norm: bool | None = None
@@ -121,6 +136,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
     attention_softcap: float | None = None
     attention_sinks: bool | None = None
     attention_output_gate: bool | None = None
+    sink_layers: str | None = None
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
@@ -130,13 +146,19 @@ class GPTConfig(AdapterSizes, MixerSizes):
     router_score_function: str | None = None
     router_scaling_factor: float | None = None
     router_bias: bool | None = None
+    router_jitter: float | None = None
+    experts_scale_input: bool | None = None
+    branch_scale: float | None = None
     expert_bias: bool | None = None
     dense_layers: str | None = None
     dense_ffn_size: int | None = None
+    layer_num_kv_heads: str | None = None
+    layer_ffn_sizes: str | None = None
     shared_expert_size: int | None = None
     shared_expert_gate: bool | None = None
     moe_latent_size: int | None = None
     layer_branches: str | None = None
+    shared_expert_scale: float | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -151,14 +173,19 @@ class GPTConfig(AdapterSizes, MixerSizes):
                 "position_embedding": ("learned", "rope", "alibi", "none"),
                 "normalization": NORMALIZATIONS,
                 "norm_placement": NORM_PLACEMENTS,
-                "activation": ACTIVATIONS,
+                "activation": (*ACTIVATIONS, XIELU),
             },
         )
         if not 0 < self.rotary_percentage <= 1:
             problems.add("rotary_percentage must be above 0, at most 1", got=self.rotary_percentage)
         self._check_rotary_scaling(problems)
-        if self.unrotated_layers and self.rotary_local_base is not None:
-            problems.add("a model has unrotated_layers or rotary_local_base, not both")
+        bases = numbers_in(problems, "rotary_layer_bases", self.rotary_layer_bases, float)
+        if bases and (len(bases) != self.num_layers or min(bases) < 0):
+            text = "rotary_layer_bases must be a number from 0 on for each layer"
+            problems.add(text, got=self.rotary_layer_bases)
+        if self.activation == XIELU and (self.gated or self.num_experts):
+            problems.add("activation xielu is of an MLP without gate and experts")
+        self._check_layer_sizes(problems)
         self._check_experts(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
@@ -233,12 +260,14 @@ class GPTConfig(AdapterSizes, MixerSizes):
         if self.router_score_function is not None:
             said = self.router_score_function
             problems.check_choice("router_score_function", said, SCORE_FUNCTIONS)
-        if self.norm_placement != "pre":
+        if self.norm_placement == "post":
             problems.add(
-                "norms of models with experts come first",
+                "norms of models with experts do not follow the sums",
                 got=self.norm_placement,
-                choices=("pre",),
+                choices=[name for name in NORM_PLACEMENTS if name != "post"],
             )
+        if self.router_score_function == "sparsemixer" and not self.router_jitter:
+            problems.add("router_score_function sparsemixer needs router_jitter")
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
             problems.add("IA3 and adapters of models with experts are not supported")
         if self.mlp_bias and self.shared_expert_size is not None:
@@ -284,8 +313,51 @@ class GPTConfig(AdapterSizes, MixerSizes):
             return int(getattr(self, mixers.UNITS[axis]))
         return self.head_size if axis in ("q_size", "kv_size") else int(getattr(self, axis))
 
+    def rotates(self, layer: int) -> bool:
+        """See ModelConfig."""
+        return super().rotates(layer) and self.layer_base(layer) != 0
+
+    def layer_kind(self, layer: int) -> tuple[Any, ...]:
+        """See ModelConfig."""
+        own = self.of_layer(layer)
+        sizes = own.num_kv_heads, own.ffn_size
+        return (*super().layer_kind(layer), self.layer_base(layer) or 0.0, *sizes)
+
+    def of_layer(self, layer: int | None) -> GPTConfig:
+        """See ModelConfig."""
+        if layer is None or (self.layer_num_kv_heads is None and self.layer_ffn_sizes is None):
+            return self
+        own = copy(self)
+        for name, sizes in self._layer_sizes.items():
+            if sizes[layer]:
+                object.__setattr__(own, name, sizes[layer])
+        return own
+
+    @cached_property
+    def _layer_sizes(self) -> dict[str, list[int]]:
+        """Fields of one size, and every layer's; 0 for a layer that has none."""
+        texts = {"num_kv_heads": self.layer_num_kv_heads, "ffn_size": self.layer_ffn_sizes}
+        return {name: [*map(int, text.split(","))] for name, text in texts.items() if text}
+
+    def _check_layer_sizes(self, problems: Problems) -> None:
+        for name, whole in (("layer_num_kv_heads", self.num_heads), ("layer_ffn_sizes", 0)):
+            sizes = numbers_in(problems, name, getattr(self, name), int)
+            if sizes and (
+                len(sizes) != self.num_layers
+                or min(sizes) < 0
+                or any(size and whole % size for size in sizes)
+            ):
+                problems.add(f"{name} must be a size for each layer, or 0", got=getattr(self, name))
+
+    def layer_base(self, layer: int) -> float | None:
+        """Returns the layer's number in rotary_layer_bases, if there are such."""
+        bases = (self.rotary_layer_bases or "").split(",")
+        return float(bases[layer]) if len(bases) > layer and bases[layer] else None
+
     def tp_sizes(self) -> list[int]:
-        experts = (self.shared_expert_size or 0, self.dense_ffn_size or 0)
+        layers = self._layer_sizes.get("ffn_size", ())
+        linear = self.hidden_size if self.branch_kinds & {"linear", "linear_mlp"} else 0
+        experts = (self.shared_expert_size or 0, self.dense_ffn_size or 0, linear, *layers)
         sizes = (self.ffn_size, *experts, self.adapter_size, mixers.tp_numbers(self))
         return divisors(gcd(self.num_heads, *sizes))
 

@@ -149,6 +149,31 @@ STARCODER2 = {
 }
 NEMOTRON = {"layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.up_proj",), "transposed")}
 
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+APERTUS = NEMOTRON | {
+    "layers.*.input_layernorm": Source(("layers.*.attention_layernorm",)),
+    "layers.*.post_attention_layernorm": Source(("layers.*.feedforward_layernorm",)),
+    "layers.*.mlp.activation": Source(
+        tuple(f"layers.*.mlp.act_fn.{name}" for name in _XIELU), "scalars"
+    ),
+}
+HUNYUAN = {
+    "layers.*.attention.query_norm": Source(("layers.*.self_attn.query_layernorm",)),
+    "layers.*.attention.key_norm": Source(("layers.*.self_attn.key_layernorm",)),
+}
+_ATTENTION_SINKS = {"layers.*.attention.sinks": Source(("layers.*.self_attn.sinks",))}
+_HEAD_NORMS = ("layers.*.attention.query_norm", "layers.*.attention.key_norm")
+_HEAD_ONES = {f"{norm}.weight": Source((), "ones_of_head") for norm in _HEAD_NORMS}
+NANOCHAT = {
+    **{f"{norm}.weight": Source((), "ones") for norm in (*_NORMS, "pre_decoder_layernorm")},
+    **_HEAD_ONES,
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "swapped_heads_side_by_side"
+    ),
+    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
+    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
+}
+
 
 def _gated(mlp: str, theirs: str) -> dict[str, Source]:
     """One of a layer's MLPs, by its name there and here."""
@@ -176,8 +201,7 @@ MIXTRAL = {
         ("layers.*.block_sparse_moe.experts.#.w2",), "transposed"
     ),
 }
-GPT_OSS = {
-    "layers.*.attention.sinks": Source(("layers.*.self_attn.sinks",)),
+GPT_OSS = _ATTENTION_SINKS | {
     "layers.*.mlp.router": Source(("layers.*.mlp.router",), "transposed"),
     **_gated("experts.#", "experts.#"),
 }
@@ -212,6 +236,56 @@ BIASED_MOE = {
     **QWEN_MOE,
     **_gated("shared_expert", "shared_experts"),
     EXPERT_BIAS: Source(("layers.*.mlp.gate.e_score_correction_bias",), "summands"),
+}
+HUNYUAN_MOE = {
+    **HUNYUAN,
+    **QWEN_MOE,
+    **_gated("shared_expert", "shared_mlp"),
+    "layers.*.mlp.router": Source(("layers.*.mlp.gate.wg",), "transposed"),
+}
+# Also in names of a layer without experts.
+_NAMED_ROUTER = {
+    "layers.*.mlp.router": Source(("layers.*.mlp.router.gate",), "transposed"),
+    EXPERT_BIAS: Source(("layers.*.mlp.expert_bias",), "summands"),
+}
+AFMOE = {
+    **BIASED_MOE,
+    **_NAMED_ROUTER,
+    "layers.*.attention.gate": Source(("layers.*.self_attn.gate_proj",), "transposed"),
+    "layers.*.attention.output_norm": Source(("layers.*.post_attention_layernorm",)),
+    "layers.*.post_attention_layernorm": Source(("layers.*.pre_mlp_layernorm",)),
+    "layers.*.mlp.output_norm": Source(("layers.*.post_mlp_layernorm",)),
+}
+HY_V3 = QWEN_MOE | _NAMED_ROUTER | _gated("shared_expert", "shared_mlp")
+COHERE2_MOE = {**COHERE, **QWEN_MOE, **_gated("shared_expert", "shared_experts")}
+
+
+def _renamed(table: Mapping[str, Source], old: str, new: str) -> dict[str, Source]:
+    """The table with part of all keys replaced."""
+    return {
+        name: Source(tuple(key.replace(old, new) for key in source.keys), source.layout)
+        for name, source in table.items()
+    }
+
+
+_LLAMA_MLP = {name: source for name, source in LLAMA.items() if ".mlp." in name}
+LLAMA4 = {
+    **INTERLEAVED,
+    **_HEAD_ONES,
+    **_renamed(QWEN_MOE | _LLAMA_MLP, ".mlp.", ".feed_forward."),
+    "layers.*.mlp.router": Source(("layers.*.feed_forward.router",), "transposed"),
+}
+MIMO = {
+    **BIASED_MOE,
+    "layers.*.attention.query_key_value": Source(
+        tuple(f"layers.*.self_attn.{part}_proj" for part in "qkv"), "padded_values_side_by_side"
+    ),
+    "layers.*.attention.dense": Source(("layers.*.self_attn.o_proj",), "padded_inputs"),
+    "layers.*.attention.sinks": Source(("layers.*.self_attn.attention_sink_bias",)),
+}
+NEMOTRON_NAS = {
+    "layers.*.attention.linear": Source(("layers.*.self_attn.linear_attn",), "transposed"),
+    "layers.*.mlp.linear": Source(("layers.*.mlp.linear_mlp",), "transposed"),
 }
 _BIAS_OF_MLP = {EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands")}
 EXAONE_MOE = BIASED_MOE | _BIAS_OF_MLP
@@ -338,6 +412,23 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "olmo": OLMO,
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
+    "apertus": APERTUS,
+    "hunyuan": HUNYUAN,
+    "nanochat": NANOCHAT,
+    "sinks": _ATTENTION_SINKS,
+    "hunyuan_moe": HUNYUAN_MOE,
+    "afmoe": AFMOE,
+    "hy_v3": HY_V3,
+    "cohere2_moe": COHERE2_MOE,
+    "flex_olmo": QWEN_MOE | BRANCH_NORMS,
+    "llama4": LLAMA4,
+    "mimo": MIMO,
+    "nemotron_nas": NEMOTRON_NAS,
+    "phimoe": MIXTRAL | {"lm_head.bias": Source(("lm_head.bias",))},
+    "phimoe_in_memory": QWEN_MOE
+    | {"layers.*.mlp.router": Source(("layers.*.mlp.router",), "transposed")},
+    "granitemoe_swa": GRANITEMOE | _ATTENTION_SINKS,
+    "granitemoe_swa_in_memory": GRANITEMOE_IN_MEMORY,
     "gpt_oss": GPT_OSS,
     "granitemoe": GRANITEMOE,
     "granitemoe_in_memory": GRANITEMOE_IN_MEMORY,

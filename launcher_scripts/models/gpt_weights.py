@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from launcher_scripts.models import adapters, gpt_dialects, mixers
-from launcher_scripts.models.family import MIXERS, RECURRENT_KINDS, Partition, WeightSpec
+from launcher_scripts.models.family import MIXERS, RECURRENT_KINDS, XIELU, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -46,9 +46,17 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     if config.norm_placement in ("sandwich", "branch"):
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
+    if config.activation == XIELU:
+        specs.append(_spec("layers.*.mlp.activation", ("4",)))
+    for kind, name in (("linear", "attention.linear"), ("linear_mlp", "mlp.linear")):
+        if kind in kinds:
+            square = ("hidden_size", "hidden_size")
+            rows = [_spec(f"layers.*.{name}.weight", square, Partition.ROW_PARALLEL)]
+            specs += _of(config, (kind,), rows)
     norm = _norm(config, "layers.*.post_attention_layernorm") if before else []
     if config.num_experts is None:
-        return specs + _of(config, ("mlp",), norm + _mlp(config, "layers.*.mlp"))
+        specs += _of(config, ("mlp", "linear_mlp"), norm)
+        return specs + _of(config, ("mlp",), _mlp(config, "layers.*.mlp"))
     if config.dense_ffn_size is not None:
         dense = [replace(spec, sources=gpt_dialects.dense(spec.sources)) for spec in norm]
         dense += _mlp(config, "layers.*.mlp", "dense_ffn_size")
@@ -80,10 +88,12 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
             parallel = Partition.COLUMN_PARALLEL
             specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
         else:
-            specs += _norm(config, name, "head_size")
+            own = _norm(config, name, "head_size")
+            specs += [replace(spec, only="normalizes_heads") for spec in own]
     if config.attention_sinks:
         parallel = Partition.COLUMN_PARALLEL
-        specs.append(_spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",)))
+        sinks = _spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",))
+        specs.append(replace(sinks, only="has_sinks"))
     if config.attention_output_gate:
         specs += _linear(
             "layers.*.attention.gate",

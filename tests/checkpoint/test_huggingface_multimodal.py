@@ -60,6 +60,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**LLAMA, "model_type": "qwen2"},
         {**VISION, "image_size": [16, 16], "patch_size": [8, 8]},
     ),
+    "llama4": (
+        "Llama4",
+        "Llama4ForConditionalGeneration",
+        {**WIDE, "num_local_experts": 3, "intermediate_size_mlp": 20},
+        {**VISION, "intermediate_size": 64, "vision_output_dim": 16, "projector_input_dim": 16}
+        | {"projector_output_dim": 16},
+    ),
     "mistral3": (
         "Mistral3",
         "Mistral3ForConditionalGeneration",

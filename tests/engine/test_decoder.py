@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from launcher_scripts.engine.model.layers import alibi_slopes
+from launcher_scripts.engine.model.rotary import alibi_slopes
 from launcher_scripts.models.family import ACTIVATIONS
 from launcher_scripts.models.gpt import GPTConfig
 from tests.engine.small_models import (

@@ -4,17 +4,22 @@ longer than attention's window and than the positions before rotary scaling."""
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.tiny_models import LATER_DECODERS
+from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
 
 SHORT = (5, 17, 2, 40, 66, 31, 8)
 LONG = (*SHORT, 9, 9, 50, 21, 3, 60, 44, 12, 13, 37, 5, 28, 1, 64, 30, 7)
@@ -50,12 +55,95 @@ def followed(
     return logits, out[0, len(prompt) :].tolist()
 
 
+class Replaced(nn.Module):
+    """A linear layer in place of attention or of an MLP, or nothing in its place."""
+
+    def __init__(self, name: str | None, size: int, is_attention: bool) -> None:
+        super().__init__()
+        self.name, self.is_attention = name, is_attention
+        if name is not None:
+            self.add_module(name, nn.Linear(size, size, bias=False))
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        if self.name is None:
+            out = torch.zeros_like(hidden_states)
+        else:
+            out = self.get_submodule(self.name)(hidden_states)
+        return (out, None) if self.is_attention else out
+
+
+# Heads in a group of each layer, "linear" or None, and what the MLP's width follows from, too.
+NAS_LAYERS: list[tuple[int | str | None, float | str | None]] = [
+    (2, 5.3),
+    (None, 14.0),
+    (4, None),
+    ("linear", 5.3),
+    (1, "linear"),
+    (None, None),
+]
+NAS_WIDTHS = {5.3: 256, 14.0: 512}  # of 32 hidden features, rounded up to 256
+
+
+def save_nas(folder: Path) -> LlamaForCausalLM:
+    """A Llama-Nemotron made of a Llama's parts, and its folder as it is published."""
+    torch.manual_seed(5)
+    values = {**LLAMA, **UNTIED, "hidden_size": 32, "num_key_value_heads": 4}
+    values |= {"num_hidden_layers": len(NAS_LAYERS), "rope_parameters": LLAMA_31_ROPE}
+    config = LlamaConfig(**{**values, "max_position_embeddings": 128})
+    model = LlamaForCausalLM(config).eval()
+    blocks, gone = [], []
+    for index, (group, factor) in enumerate(NAS_LAYERS):
+        layer, own = model.model.layers[index], copy.deepcopy(config)
+        if isinstance(group, int):
+            own.num_key_value_heads = config.num_attention_heads // group
+            layer.self_attn = LlamaAttention(own, index)
+        else:
+            layer.self_attn = Replaced(group and "linear_attn", 32, is_attention=True)
+        if isinstance(factor, float):
+            own.intermediate_size = NAS_WIDTHS[factor]
+            layer.mlp = LlamaMLP(own)
+        else:
+            layer.mlp = Replaced(factor and "linear_mlp", 32, is_attention=False)
+        gone += [f"{index}.input_layernorm."] if group is None else []
+        gone += [f"{index}.post_attention_layernorm."] if factor is None else []
+        parts = [("attention", "n_heads_in_group", group), ("ffn", "ffn_mult", factor)]
+        blocks.append(
+            {
+                part: {
+                    size: None if isinstance(value, str) else value,
+                    "no_op": value is None,
+                    "replace_with_linear": value == "linear",
+                    "sparsify": None,
+                }
+                for part, size, value in parts
+            }
+        )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.05, 0.3)
+    folder.mkdir()
+    tensors = {
+        name: values
+        for name, values in model.state_dict().items()
+        if not any(part in name for part in gone)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads(config.to_json_string()) | {"block_configs": blocks}
+    said |= {"num_key_value_heads": None, "intermediate_size": None, "model_type": "nemotron-nas"}
+    said |= {"architectures": ["DeciLMForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(said))
+    return model
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", LATER_DECODERS)
+@pytest.mark.parametrize("name", [*LATER_DECODERS, "nemotron-nas"])
 def test_logits_and_tokens_are_those_of_transformers(
     tmp_path: Path, name: str, shape: tuple[int, int]
 ) -> None:
-    model = LATER_DECODERS[name].save(tmp_path / "hf")
+    if name in LATER_DECODERS:
+        model = LATER_DECODERS[name].save(tmp_path / "hf")
+    else:
+        model = save_nas(tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path, shape[0])
     engine = Engine.load(EngineSettings(folder, parallelism=Parallelism(*shape), device="cpu"))
     # LongRoPE looks at how long a row may become, so a short one stays below 16 here.

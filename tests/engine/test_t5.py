@@ -11,7 +11,7 @@ import torch
 
 from launcher_scripts.common.errors import CheckpointError, RequestError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.model.weights import distance_buckets, relative_bias
+from launcher_scripts.engine.model.rotary import distance_buckets, relative_bias
 from tests.checkpoint import reference_forward_t5
 from tests.engine.small_models import engine_for, generate, run
 from tests.engine.small_t5 import (

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.common.parallelism import Parallelism  # noqa: E402
 from launcher_scripts.engine.distributed.communicator import Communicator  # noqa: E402
-from launcher_scripts.engine.model.layers import alibi_slopes  # noqa: E402
+from launcher_scripts.engine.model.rotary import alibi_slopes  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
 from launcher_scripts.kernels.cuda import (  # noqa: E402
     decode_attention,

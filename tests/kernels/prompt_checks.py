@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from launcher_scripts.engine.model.layers import alibi_slopes
+from launcher_scripts.engine.model.rotary import alibi_slopes
 from launcher_scripts.kernels.operands import AttentionScores, Heads, RelativeBias, VarlenBatch
 from tests.kernels.kernel_checks import (
     CACHES,

@@ -121,7 +121,7 @@ class FTCheckpoint:
         layer: global layer number, None for a tensor outside of the layers
         """
         path = self.folder / spec.file_name(layer, tp_rank)
-        shape = spec.shape_on(self.config, self.tp_size)
+        shape = spec.shape_on(self.config.of_layer(layer), self.tp_size)
         try:
             return np.memmap(path, self.dtype, "r", shape=shape)
         except (OSError, ValueError) as error:
@@ -146,7 +146,7 @@ class FTCheckpoint:
     def _check(self, problems: Problems, verify: bool) -> None:
         self._check_counts(problems)
         sizes = {
-            file.name: math.prod(file.spec.shape_on(self.config, self.tp_size))
+            file.name: math.prod(file.spec.shape_on(self.config.of_layer(file.layer), self.tp_size))
             * self.dtype.itemsize
             for file in weight_files(self.config, self.tp_size)
             if file.spec.required or (self.folder / file.name).exists()
@@ -284,7 +284,7 @@ class FTWriter:
                 digest.update(data)
                 crc.update(data)
                 size += len(data)
-        shape = file.spec.shape_on(self.config, self.tp_size)
+        shape = file.spec.shape_on(self.config.of_layer(file.layer), self.tp_size)
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
             raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))

@@ -59,6 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "nextn_predict_layers": (0,),
     "residual_scale": (0.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),

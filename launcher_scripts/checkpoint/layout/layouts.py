@@ -114,6 +114,38 @@ def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any)
     return heads_side_by_side((halves(query), halves(key), value), config)
 
 
+def padded_values_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As heads_side_by_side, where values are narrower than keys: zeros fill them up."""
+    query, key, value = tensors
+    heads = value.reshape(config.num_kv_heads, -1, *value.shape[1:])
+    widths = [(0, 0)] * heads.ndim
+    widths[1] = (0, config.head_size - heads.shape[1])
+    return heads_side_by_side(
+        (query, key, np.pad(heads, widths).reshape(-1, *value.shape[1:])), config
+    )
+
+
+def padded_inputs(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """A weight [out, heads * narrow] that reads such values, as [heads * head_size, out]."""
+    (tensor,) = tensors
+    heads = tensor.reshape(len(tensor), config.num_heads, -1)
+    widths = ((0, 0), (0, 0), (0, config.head_size - heads.shape[2]))
+    return np.pad(heads, widths).reshape(len(tensor), -1).T
+
+
+def swapped_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As heads_side_by_side, where heads turn the other way: the halves of queries and keys change
+    places, which makes it the usual one.
+    """
+
+    def swapped(tensor: NDArray[Any]) -> NDArray[Any]:
+        halves = tensor.reshape(-1, 2, config.head_size // 2, *tensor.shape[1:])
+        return halves[:, ::-1].reshape(tensor.shape)
+
+    query, key, value = tensors
+    return heads_side_by_side((swapped(query), swapped(key), value), config)
+
+
 def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     """Rows (block, [queries, values, keys], head, dimension): CodeGen's."""
     (tensor,) = tensors
@@ -252,6 +284,16 @@ def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     return np.ones(config.hidden_size, np.float32)
 
 
+def ones_of_head(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The weight [head_size] of a norm of heads that has none."""
+    return np.ones(config.head_size, np.float32)
+
+
+def scalars(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """Tensors of one value each, as a vector."""
+    return np.concatenate([float32(tensor.reshape(-1)) for tensor in tensors])
+
+
 def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A vector [n] as three rows of bfloat16 values that sum to it in float32: [3, n]."""
     (tensor,) = tensors
@@ -382,6 +424,9 @@ LAYOUTS: dict[str, Layout] = {
     "transposed_columns": Layout(transposed_columns),
     "heads_side_by_side": Layout(heads_side_by_side),
     "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
+    "swapped_heads_side_by_side": Layout(swapped_heads_side_by_side),
+    "padded_values_side_by_side": Layout(padded_values_side_by_side),
+    "padded_inputs": Layout(padded_inputs),
     "codegen_blocks": Layout(codegen_blocks),
     "gated_heads_side_by_side": Layout(gated_heads_side_by_side),
     "conv_taps": Layout(conv_taps),
@@ -399,4 +444,6 @@ LAYOUTS: dict[str, Layout] = {
     "sinusoids": Layout(sinusoids),
     "zeros": Layout(zeros),
     "ones": Layout(ones),
+    "ones_of_head": Layout(ones_of_head),
+    "scalars": Layout(scalars),
 }

@@ -283,7 +283,8 @@ def _task(
     if missing:
         return None, keys
     tensors = tuple(tensor for tensor in found if tensor is not None)
-    return Task(spec, layer, checkpoint.config, layout, stored, tensors), keys
+    config = checkpoint.config.of_layer(layer)
+    return Task(spec, layer, config, layout, stored, tensors), keys
 
 
 def write_all(

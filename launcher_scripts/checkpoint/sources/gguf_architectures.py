@@ -1,7 +1,6 @@
 """GGUF's architectures in terms of Hugging Face's: one row each.
 
-Names are those of gguf's tensor_mapping; what a row says besides, and which tensors are changed, is
-as in llama.cpp's conversion/ and src/models/.
+What a row says, and which tensors are changed, is as in llama.cpp's conversion/ and src/models/.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.gguf_file import Fields
-from launcher_scripts.checkpoint.sources import gguf_parameters as restored
+from launcher_scripts.checkpoint.sources import gguf_parameters as tensors
 from launcher_scripts.checkpoint.sources.gguf_parameters import Restored, rope_parameters
 
 
@@ -260,6 +259,53 @@ def _nemotron(model: Model) -> dict[str, Any]:
     return _layer_norms(model, "norm_eps", "relu2")
 
 
+def _stablelm(model: Model) -> dict[str, Any]:
+    fields = model.fields
+    return {
+        **_rotary(model),
+        "hidden_act": "silu",
+        "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
+        "use_parallel_residual": fields.get("use_parallel_residual", False),
+        "use_qkv_bias": "blk.0.attn_q.bias" in model.shapes,
+    }
+
+
+def _smollm3(model: Model) -> dict[str, Any]:
+    """Every fourth layer does not turn, as llama.cpp has it."""
+    return {**_llama(model), "no_rope_layer_interval": 4}
+
+
+def _ernie4_5(model: Model) -> dict[str, Any]:
+    said = _llama(model)
+    return {**said, "use_bias": said["attention_bias"]}
+
+
+def _cohere2(model: Model) -> dict[str, Any]:
+    """Every fourth layer has no window, as llama.cpp has it."""
+    fields = model.fields
+    fields.get("attention.layer_norm_rms_epsilon", None)
+    return {
+        **_rotary(model),
+        "hidden_act": "silu",
+        "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
+        "logit_scale": fields.real("logit_scale"),
+        "sliding_window": fields.size("attention.sliding_window"),
+        "sliding_window_pattern": 4,
+    }
+
+
+def _mistral3(model: Model) -> dict[str, Any]:
+    """Ministral 3: attention's YaRN factor is 1, as mscale is mscale_all_dim."""
+    fields = model.fields
+    llama = _llama(model)
+    rope = dict(llama["rope_parameters"])
+    scale = fields.real("rope.scaling.yarn_log_multiplier", 0.0)
+    if scale:
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    beta = fields.real("attention.temperature_scale", 0.0)
+    return {**llama, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
 def _gptneox(model: Model) -> dict[str, Any]:
     return {
         **_layer_norms(model, "layer_norm_eps", "gelu"),
@@ -312,139 +358,53 @@ def _bloom(model: Model) -> dict[str, Any]:
     }
 
 
-_LLAMA_NAMES = {
-    "token_embd": "embed_tokens",
-    "output": "lm_head",
-    "output_norm": "norm",
-    "blk.*.attn_norm": "layers.*.input_layernorm",
-    "blk.*.attn_q": "layers.*.self_attn.q_proj",
-    "blk.*.attn_k": "layers.*.self_attn.k_proj",
-    "blk.*.attn_v": "layers.*.self_attn.v_proj",
-    "blk.*.attn_q_norm": "layers.*.self_attn.q_norm",
-    "blk.*.attn_k_norm": "layers.*.self_attn.k_norm",
-    "blk.*.attn_output": "layers.*.self_attn.o_proj",
-    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_gate": "layers.*.mlp.gate_proj",
-    "blk.*.ffn_up": "layers.*.mlp.up_proj",
-    "blk.*.ffn_down": "layers.*.mlp.down_proj",
-}
-_GEMMA2_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_norm": "layers.*.pre_feedforward_layernorm",
-    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
-}
-_PHI3_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.attn_qkv": "layers.*.self_attn.qkv_proj",
-    "blk.*.ffn_up": "layers.*.mlp.gate_up_proj",
-}
-_STARCODER2_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.ffn_up": "layers.*.mlp.c_fc",
-    "blk.*.ffn_down": "layers.*.mlp.c_proj",
-}
-_EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
-_MIXTRAL_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.ffn_gate_inp": "layers.*.block_sparse_moe.gate",
-    **{
-        f"blk.*.ffn_{part}_exps": f"layers.*.block_sparse_moe.experts.#.{name}"
-        for part, name in _EXPERTS.items()
-    },
-}
-_QWEN_MOE_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.ffn_gate_inp": "layers.*.mlp.gate",
-    "blk.*.ffn_gate_inp_shexp": "layers.*.mlp.shared_expert_gate",
-    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
-    **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
-}
-_GPT_OSS_NAMES = {
-    **_LLAMA_NAMES,
-    "blk.*.attn_sinks.weight": "layers.*.self_attn.sinks",
-    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
-    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
-}
-_HALVES = {"blk.*.attn_q": restored.QUERY_HALVES, "blk.*.attn_k": restored.KEY_HALVES}
-
-_GPT2_NAMES = {
-    "token_embd": "wte",
-    "position_embd": "wpe",
-    "output": "lm_head",
-    "output_norm": "ln_f",
-    "blk.*.attn_norm": "h.*.ln_1",
-    "blk.*.attn_qkv": "h.*.attn.c_attn",
-    "blk.*.attn_output": "h.*.attn.c_proj",
-    "blk.*.ffn_norm": "h.*.ln_2",
-    "blk.*.ffn_up": "h.*.mlp.c_fc",
-    "blk.*.ffn_down": "h.*.mlp.c_proj",
-}
-
-_BLOOM_NAMES = {
-    "token_embd": "word_embeddings",
-    "token_embd_norm": "word_embeddings_layernorm",
-    "output": "lm_head",
-    "output_norm": "ln_f",
-    "blk.*.attn_norm": "h.*.input_layernorm",
-    "blk.*.attn_qkv": "h.*.self_attention.query_key_value",
-    "blk.*.attn_output": "h.*.self_attention.dense",
-    "blk.*.ffn_norm": "h.*.post_attention_layernorm",
-    "blk.*.ffn_up": "h.*.mlp.dense_h_to_4h",
-    "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
-}
-
-_GPTNEOX_NAMES = {
-    "token_embd": "embed_in",
-    "output": "lm_head",
-    "output_norm": "final_layer_norm",
-    "blk.*.attn_norm": "layers.*.input_layernorm",
-    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
-    "blk.*.attn_output": "layers.*.attention.dense",
-    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
-    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
-}
+_HALVES = {"blk.*.attn_q": tensors.QUERY_HALVES, "blk.*.attn_k": tensors.KEY_HALVES}
 
 # The converter adds one to the scales of norms that count from one.
 _CENTRED = {
-    f"{name}.weight": restored.LESS_ONE
+    f"{name}.weight": tensors.LESS_ONE
     for name in (
         "output_norm",
         *(f"blk.*.{part}_norm" for part in ("attn", "ffn", "post_attention", "post_ffw")),
         *(f"blk.*.attn_{part}_norm" for part in "qk"),
     )
 }
-_GROUPED = {"blk.*.attn_qkv": restored.GROUPED}
+_GROUPED = {"blk.*.attn_qkv": tensors.GROUPED}
 
-_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, _MIXTRAL_NAMES, _HALVES)
-_ONE_ROW = {"blk.*.ffn_gate_inp_shexp": restored.ONE_ROW}
+_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, tensors.MIXTRAL_NAMES, _HALVES)
+_ONE_ROW = {"blk.*.ffn_gate_inp_shexp": tensors.ONE_ROW}
 
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture("llama", _llama, _LLAMA_NAMES, _HALVES, experts=_MIXTRAL),
-    "qwen2": GGUFArchitecture("qwen2", _llama, _LLAMA_NAMES),
-    "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, _QWEN_MOE_NAMES, _ONE_ROW),
-    "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, _QWEN_MOE_NAMES),
-    "qwen3": GGUFArchitecture("qwen3", _llama, _LLAMA_NAMES),
-    "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, _GPT_OSS_NAMES),
+    "llama": GGUFArchitecture("llama", _llama, tensors.LLAMA_NAMES, _HALVES, experts=_MIXTRAL),
+    "qwen2": GGUFArchitecture("qwen2", _llama, tensors.LLAMA_NAMES),
+    "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, tensors.QWEN_MOE_NAMES, _ONE_ROW),
+    "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, tensors.QWEN_MOE_NAMES),
+    "qwen3": GGUFArchitecture("qwen3", _llama, tensors.LLAMA_NAMES),
+    "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, tensors.GPT_OSS_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",
         _gpt2,
-        _GPT2_NAMES,
+        tensors.GPT2_NAMES,
         {
-            f"blk.*.{name}.weight": restored.TRANSPOSED
+            f"blk.*.{name}.weight": tensors.TRANSPOSED
             for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         },
     ),
-    "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
-    "gemma": GGUFArchitecture("gemma", _gemma, _LLAMA_NAMES, _CENTRED),
-    "gemma2": GGUFArchitecture("gemma2", _gemma2, _GEMMA2_NAMES, _CENTRED),
-    "gemma3": GGUFArchitecture("gemma3_text", _gemma3, _GEMMA2_NAMES, _CENTRED),
-    "phi3": GGUFArchitecture("phi3", _phi3, _PHI3_NAMES),
-    "granite": GGUFArchitecture("granite", _granite, _LLAMA_NAMES, _HALVES),
-    "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, _STARCODER2_NAMES),
-    "nemotron": GGUFArchitecture("nemotron", _nemotron, _LLAMA_NAMES, _CENTRED),
-    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
-    "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
+    "bloom": GGUFArchitecture("bloom", _bloom, tensors.BLOOM_NAMES, _GROUPED),
+    "gemma": GGUFArchitecture("gemma", _gemma, tensors.LLAMA_NAMES, _CENTRED),
+    "gemma2": GGUFArchitecture("gemma2", _gemma2, tensors.GEMMA2_NAMES, _CENTRED),
+    "gemma3": GGUFArchitecture("gemma3_text", _gemma3, tensors.GEMMA2_NAMES, _CENTRED),
+    "phi3": GGUFArchitecture("phi3", _phi3, tensors.PHI3_NAMES),
+    "granite": GGUFArchitecture("granite", _granite, tensors.LLAMA_NAMES, _HALVES),
+    "olmo2": GGUFArchitecture("olmo2", _llama, tensors.OLMO2_NAMES),
+    "smollm3": GGUFArchitecture("smollm3", _smollm3, tensors.LLAMA_NAMES, _HALVES),
+    "stablelm": GGUFArchitecture("stablelm", _stablelm, tensors.LLAMA_NAMES),
+    "glm4": GGUFArchitecture("glm4", _llama, tensors.GLM4_NAMES),
+    "ernie4_5": GGUFArchitecture("ernie4_5", _ernie4_5, tensors.LLAMA_NAMES),
+    "cohere2": GGUFArchitecture("cohere2", _cohere2, tensors.LLAMA_NAMES),
+    "mistral3": GGUFArchitecture("ministral3", _mistral3, tensors.LLAMA_NAMES, _HALVES),
+    "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, tensors.STARCODER2_NAMES),
+    "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, _CENTRED),
+    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, tensors.GPTNEOX_NAMES, _GROUPED),
+    "falcon": GGUFArchitecture("falcon", _falcon, tensors.BLOOM_NAMES, _GROUPED, _falcon_names),
 }

@@ -1,9 +1,12 @@
 """Rotary scalings of GGUF files, and the inverse of its converter's changes to tensors.
 
-What undoes the changes that llama.cpp's converter makes to tensors.
+Tensors of GGUF files: their names in Hugging Face's, and what undoes llama.cpp's changes.
 
-Each takes a tensor as the file has it and gives it as transformers does: rows as output features.
-The changes are those of `modify_tensors` in llama.cpp's conversion/.
+Names are those of gguf's tensor_mapping, and of Hugging Face without "model." or "transformer.".
+`*` stands for a layer's number, # for an expert's.
+
+Each change takes a tensor as the file has it and gives it as transformers does: rows as output
+features. The changes are those of `modify_tensors` in llama.cpp's conversion/.
 
 How a GGUF file scales rotary positions, as Hugging Face's rope_parameters.
 
@@ -70,6 +73,111 @@ ONE_ROW = Restored(
     lambda values, _: values.reshape(1, -1),
     lambda shape: (1, *shape) if len(shape) == 1 else shape,
 )
+
+LLAMA_NAMES = {
+    "token_embd": "embed_tokens",
+    "output": "lm_head",
+    "output_norm": "norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_q": "layers.*.self_attn.q_proj",
+    "blk.*.attn_k": "layers.*.self_attn.k_proj",
+    "blk.*.attn_v": "layers.*.self_attn.v_proj",
+    "blk.*.attn_q_norm": "layers.*.self_attn.q_norm",
+    "blk.*.attn_k_norm": "layers.*.self_attn.k_norm",
+    "blk.*.attn_output": "layers.*.self_attn.o_proj",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate": "layers.*.mlp.gate_proj",
+    "blk.*.ffn_up": "layers.*.mlp.up_proj",
+    "blk.*.ffn_down": "layers.*.mlp.down_proj",
+}
+GEMMA2_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_norm": "layers.*.pre_feedforward_layernorm",
+    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
+}
+OLMO2_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
+}
+GLM4_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.post_attention_norm": "layers.*.post_self_attn_layernorm",
+    "blk.*.ffn_up": "layers.*.mlp.gate_up_proj",
+    "blk.*.post_ffw_norm": "layers.*.post_mlp_layernorm",
+}
+PHI3_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.attn_qkv": "layers.*.self_attn.qkv_proj",
+    "blk.*.ffn_up": "layers.*.mlp.gate_up_proj",
+}
+STARCODER2_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.ffn_up": "layers.*.mlp.c_fc",
+    "blk.*.ffn_down": "layers.*.mlp.c_proj",
+}
+_EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}
+MIXTRAL_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.block_sparse_moe.gate",
+    **{
+        f"blk.*.ffn_{part}_exps": f"layers.*.block_sparse_moe.experts.#.{name}"
+        for part, name in _EXPERTS.items()
+    },
+}
+QWEN_MOE_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.mlp.gate",
+    "blk.*.ffn_gate_inp_shexp": "layers.*.mlp.shared_expert_gate",
+    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
+    **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
+}
+GPT_OSS_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.attn_sinks.weight": "layers.*.self_attn.sinks",
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
+    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
+}
+
+GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.ln_1",
+    "blk.*.attn_qkv": "h.*.attn.c_attn",
+    "blk.*.attn_output": "h.*.attn.c_proj",
+    "blk.*.ffn_norm": "h.*.ln_2",
+    "blk.*.ffn_up": "h.*.mlp.c_fc",
+    "blk.*.ffn_down": "h.*.mlp.c_proj",
+}
+
+BLOOM_NAMES = {
+    "token_embd": "word_embeddings",
+    "token_embd_norm": "word_embeddings_layernorm",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.input_layernorm",
+    "blk.*.attn_qkv": "h.*.self_attention.query_key_value",
+    "blk.*.attn_output": "h.*.self_attention.dense",
+    "blk.*.ffn_norm": "h.*.post_attention_layernorm",
+    "blk.*.ffn_up": "h.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
+}
+
+GPTNEOX_NAMES = {
+    "token_embd": "embed_in",
+    "output": "lm_head",
+    "output_norm": "final_layer_norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
+    "blk.*.attn_output": "layers.*.attention.dense",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
+}
 
 
 # Tensors [rotary dimensions / 2] that divide frequencies: of all contexts, or of short and long.

@@ -108,7 +108,7 @@ def _one_norm(raw: RawConfig) -> list[str]:
 
 def _in_memory(raw: RawConfig) -> list[str]:
     """transformers 5 has other names in memory than in what it saves."""
-    routers = ("mlp.gate", "block_sparse_moe.router")
+    routers = ("mlp.gate", "mlp.router", "block_sparse_moe.router")
     there = any(f"layers.0.{router}.weight" in raw.keys for router in routers)
     return ["_in_memory"] if there else []
 
@@ -190,7 +190,7 @@ OBEYED = {
         (
             *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
             *("solar_open", "stablelm", "bamba", "qwen3_next", "qwen3_5_text"),
-            "qwen3_5_moe_text",
+            *("qwen3_5_moe_text", "laguna", "mimo_v2_flash"),
         ),
     ),
     "attention_bias": Obeyed(
@@ -203,6 +203,9 @@ OBEYED = {
             *("seed_oss", "smollm3", "solar_open", "t5gemma", "vaultgemma"),
             *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next"),
             *("qwen3_5_text", "qwen3_5_moe_text"),
+            *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
+            *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
+            *("nanochat", "phimoe"),
         ),
     ),
     "mlp_bias": Obeyed(
@@ -210,10 +213,11 @@ OBEYED = {
         (
             *("arcee", "cwm", "granite", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
             *("nemotron", "seed_oss", "smollm3", "bamba", "falcon_h1", "nemotron_h"),
+            *("granite_swa", "hy_v3"),
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
-    "first_k_dense_replace": Obeyed(0, ("dots1", "exaone_moe", "glm4_moe")),
+    "first_k_dense_replace": Obeyed(0, ("cohere2_moe", "dots1", "exaone_moe", "glm4_moe")),
 }
 
 
@@ -252,6 +256,12 @@ _BASES = ("model", "textmodel")
 _AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 # Model types whose own class transformers 5 has replaced by Llama's.
 _LLAMAS = ("internlm3", "iquestcoder")
+# Model types whose class is not called like them.
+_STEMS = {
+    "hunyuan_v1_dense": "hunyuandensev1",
+    "hunyuan_v1_moe": "hunyuanmoev1",
+    "nemotron-nas": "decilm",
+}
 _ALLOW = "export.model.allow_custom_code_config=True"
 
 
@@ -267,7 +277,7 @@ def check_classes(raw: RawConfig, whole: Mapping[str, Any], family: str, allowed
         return
     ends = (*_CLASSES[family], "forconditionalgeneration") if model_type in MULTIMODAL else ()
     known = (*(ends or _CLASSES[family]), *_BASES)
-    stem = _letters(model_type.removesuffix("_text"))
+    stem = _STEMS.get(model_type, _letters(model_type.removesuffix("_text")))
     stems = (stem, "llama") if model_type in _LLAMAS else (stem,)
 
     def is_one(name: str, ends: Sequence[str]) -> bool:
@@ -374,6 +384,20 @@ ARCHITECTURES = {
     "qwen3_5_text": _hybrid(hybrids.qwen3_5, "qwen3_5"),
     "qwen3_5_moe_text": _hybrid(hybrids.qwen3_5_moe, "qwen3_5", inherits=("qwen_moe",)),
     "lfm2": _hybrid(hybrids.lfm2, "lfm2", ties=True),
+    "apertus": _llama(decoders.apertus, "apertus"),
+    "hunyuan_v1_dense": _llama(decoders.hunyuan, "hunyuan"),
+    "hunyuan_v1_moe": _llama(experts.hunyuan_moe, "hunyuan_moe"),
+    "hy_v3": _llama(experts.hy_v3, "hy_v3"),
+    "nanochat": _llama(decoders.nanochat, "nanochat", may_be=lambda _: False),
+    "granite_swa": _llama(decoders.granite_swa, "sinks", ties=True),
+    "granitemoe_swa": _llama(experts.granitemoe_swa, "granitemoe_swa", _in_memory),
+    "flex_olmo": _llama(experts.flex_olmo, "flex_olmo"),
+    "afmoe": _llama(experts.afmoe, "afmoe"),
+    "phimoe": _llama(experts.phimoe, "phimoe", _in_memory),
+    "cohere2_moe": _llama(experts.cohere2_moe, "cohere2_moe", ties=True),
+    "mimo_v2_flash": _llama(experts.mimo_v2_flash, "mimo"),
+    "nemotron-nas": _llama(hybrids.nemotron_nas, "nemotron_nas"),
+    "llama4_text": _interleaved(experts.llama4, "llama4"),
     "gpt_neox": Architecture(
         "gpt",
         decoders.gpt_neox,

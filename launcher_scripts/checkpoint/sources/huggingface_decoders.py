@@ -13,6 +13,8 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import (
     Fields,
+    layer_bases,
+    ntk_alpha,
     original_positions,
     rope,
     rope_of,
@@ -139,14 +141,7 @@ def stablelm(raw: RawConfig) -> GPTConfig:
 
 def smollm3(raw: RawConfig) -> GPTConfig:
     """SmolLM3: every fourth layer's queries and keys do not turn; no_rope_layers has a 0 there."""
-    layers = raw.layers("num_hidden_layers")
-    interval = raw.size("no_rope_layer_interval", default=4)
-    turns = raw("no_rope_layers", default=[int((n + 1) % interval != 0) for n in range(layers)])
-    known = isinstance(turns, list) and all(mark in (0, 1) for mark in turns)
-    if not known or len(turns) != layers:
-        choices = (f"a list of {layers}, 0 or 1 for each layer",)
-        raw.problems.add("no_rope_layers is not supported", got=turns, choices=choices)
-        turns = [1] * layers
+    layers, turns = raw.layers("num_hidden_layers"), turning_layers(raw)
     fields: Fields = {}
     if raw.flag("use_sliding_window", False):
         fields = windows(raw, lambda layer: bool(turns[layer]))
@@ -157,6 +152,19 @@ def smollm3(raw: RawConfig) -> GPTConfig:
     raw.defaults(bos_token_id=128000, eos_token_id=128001, pad_token_id=128004)
     unrotated = layer_list(n for n in range(layers) if not turns[n])
     return decoder(raw, unrotated_layers=unrotated, **fields)
+
+
+def turning_layers(raw: RawConfig) -> list[int]:
+    """A 1 for each layer that turns queries and keys, 0 for the others."""
+    layers = raw.layers("num_hidden_layers")
+    interval = raw.size("no_rope_layer_interval", default=4)
+    turns = raw("no_rope_layers", default=[int((n + 1) % interval != 0) for n in range(layers)])
+    known = isinstance(turns, list) and all(mark in (0, 1) for mark in turns)
+    if not known or len(turns) != layers:
+        choices = (f"a list of {layers}, 0 or 1 for each layer",)
+        raw.problems.add("no_rope_layers is not supported", got=turns, choices=choices)
+        turns = [1] * layers
+    return list(turns)
 
 
 def cohere2(raw: RawConfig) -> GPTConfig:
@@ -172,10 +180,10 @@ def cohere2(raw: RawConfig) -> GPTConfig:
         use_parallel_embedding=False,
     )
     raw.unused("layer_switch", "use_embedding_sharing")  # sliding_window_pattern and the tensors
-    return cohere(raw, unrotated_layers=_unwindowed(raw, fields), **fields)
+    return cohere(raw, unrotated_layers=unwindowed(raw, fields), **fields)
 
 
-def _unwindowed(raw: RawConfig, fields: Fields) -> str | None:
+def unwindowed(raw: RawConfig, fields: Fields) -> str | None:
     """The layers without a window, by the fields that `windows` gives."""
     every = layer_list(range(raw.layers("num_hidden_layers")))
     return fields["full_attention_layers"] if fields else every
@@ -185,15 +193,14 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
     raw.only(use_qk_norm=False)
     raw.defaults(bos_token_id=5, eos_token_id=255001, pad_token_id=0)
-    return decoder(
-        raw,
-        normalization="layernorm",
-        norm_eps=raw.real("layer_norm_eps", 1e-5),
-        mlp_bias=False,
-        parallel_residual=True,
-        logits_scale=raw.real("logit_scale", 0.0625),
-        **fields,
-    )
+    said: Fields = {
+        "normalization": "layernorm",
+        "norm_eps": raw.real("layer_norm_eps", 1e-5),
+        "mlp_bias": False,
+        "parallel_residual": True,
+        "logits_scale": raw.real("logit_scale", 0.0625),
+    }
+    return decoder(raw, **{**said, **fields})
 
 
 def _layer_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -280,7 +287,7 @@ def exaone4_attention(raw: RawConfig) -> Fields:
         return {}
     layers = raw.layers("num_hidden_layers")
     fields = windows(raw, _exaone4_full(raw, layers))
-    return {**fields, "unrotated_layers": _unwindowed(raw, fields)}
+    return {**fields, "unrotated_layers": unwindowed(raw, fields)}
 
 
 def exaone4(raw: RawConfig) -> GPTConfig:
@@ -302,6 +309,50 @@ def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
         softmax_scale=raw.real("attention_multiplier", 1.0),
         logits_scale=1 / (raw.real("logits_scaling", 1.0) or 1.0),
         **fields,
+    )
+
+
+def granite_swa(raw: RawConfig) -> GPTConfig:
+    raw.defaults(rms_norm_eps=1e-5, sliding_window=128)
+    return granite(raw, **granite_attention(raw))
+
+
+def granite_attention(raw: RawConfig) -> Fields:
+    """Sinks, windows but in every fourth layer, and a base of each layer."""
+    fields = windows(raw, lambda layer: layer % 4 == 0)
+    return {"attention_sinks": True, **fields, **layer_bases(raw)}
+
+
+def apertus(raw: RawConfig) -> GPTConfig:
+    """Apertus; where it does not say how it turns, it does as Llama 3.1."""
+    turns = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0}
+    turns |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    raw.defaults(hidden_act="xielu", rms_norm_eps=1e-5, rope_theta=12e6, rope_parameters=turns)
+    return decoder(raw, gated=False, qk_norm=True, mlp_bias=False)
+
+
+def hunyuan(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """Hunyuan V1 normalizes queries and keys after they turn."""
+    raw.only(norm_type="rms", position_embedding_xdrope=False, use_rotary_pos_emb=True)
+    raw.only(use_cla=False, use_mla=False, use_qk_norm=True)
+    raw.only(attention_head_dim=raw("head_dim", default=None))
+    raw.unused("cla_share_factor", "class_num", "dense_list", "mask_init_id", "num_media_embeds")
+    raw.unused("org_vocab_size", "pool_type", "text_end_id", "text_start_id")
+    raw.defaults(rms_norm_eps=1e-5)
+    turns = ntk_alpha(raw, head_size_of(raw))
+    return decoder(raw, qk_norm=True, qk_norm_after_rope=True, mlp_bias=False, **turns, **fields)
+
+
+def nanochat(raw: RawConfig) -> GPTConfig:
+    """NanoChat, whose norms have no weights: so those of heads may come before they turn."""
+    raw.defaults(hidden_act="relu2", bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    return decoder(
+        raw,
+        embedding_norm=True,
+        qk_norm=True,
+        gated=False,
+        mlp_bias=False,
+        logits_softcap=raw.real("final_logit_softcapping", 15.0) or None,
     )
 
 

@@ -3,19 +3,26 @@ huggingface_decoders."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_decoders import (
+    cohere,
     decoder,
     ernie4_5,
     exaone4_attention,
     granite,
+    granite_attention,
     head_size_of,
+    hunyuan,
+    olmo2,
     qwen_windows,
+    turning_layers,
+    unwindowed,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, two_ropes, windows
+from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope_of, two_ropes, windows
 from launcher_scripts.common.quantization import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
@@ -58,11 +65,16 @@ def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
     return granite(raw, mlp_bias=False, **experts, **fields)
 
 
-def granitemoeshared(raw: RawConfig) -> GPTConfig:
+def granitemoeshared(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Granite whose tokens also go through one more MLP, if it has a size."""
     size = raw.size("shared_intermediate_size", default=1024, least=0)
     shared = {"shared_expert_size": size, "shared_expert_gate": False} if size else {}
-    return granitemoe(raw, **shared)
+    return granitemoe(raw, **shared, **fields)
+
+
+def granitemoe_swa(raw: RawConfig) -> GPTConfig:
+    raw.defaults(shared_intermediate_size=0, sliding_window=128)
+    return granitemoeshared(raw, **granite_attention(raw))
 
 
 def qwen2_moe(raw: RawConfig) -> GPTConfig:
@@ -93,10 +105,13 @@ def qwen_experts(raw: RawConfig) -> Fields:
     }
 
 
-def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
+def _dense(
+    raw: RawConfig, without: Callable[[int], bool], size: str = "intermediate_size"
+) -> Fields:
     """The layers without experts, whose MLP has the size of a model without them.
 
     without: whether a layer is one of them where `mlp_layer_types` does not say it
+    size:    the key of that size
     """
     layers = range(raw.layers("num_hidden_layers"))
     kinds = raw("mlp_layer_types", default=None)
@@ -107,8 +122,8 @@ def _dense(raw: RawConfig, without: Callable[[int], bool]) -> Fields:
         raw.problems.add("mlp_layer_types must name every layer's MLP", got=kinds, choices=choices)
         return {}
     named = layer_list(layer for layer in layers if kinds[layer] == "dense")
-    size = raw.size("intermediate_size")
-    return {} if named is None else {"dense_layers": named, "dense_ffn_size": size}
+    raw.unused(size)
+    return {} if named is None else {"dense_layers": named, "dense_ffn_size": raw.size(size)}
 
 
 def _said_experts(raw: RawConfig, *names: str) -> Fields:
@@ -199,14 +214,14 @@ def _biased_experts(raw: RawConfig) -> Fields:
     raw.only(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
     size = raw.size("moe_intermediate_size")
     dense = raw.size("first_k_dense_replace", default=0, least=0)
+    shared = raw.size("n_shared_experts", "num_shared_experts", default=1, least=0)
     return {
         **_said_experts(raw, "n_routed_experts"),
         "ffn_size": size,
         "router_score_function": "sigmoid",
         "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
         "expert_bias": True,
-        "shared_expert_size": size * raw.size("n_shared_experts", "num_shared_experts", default=1),
-        "shared_expert_gate": False,
+        **({"shared_expert_size": size * shared, "shared_expert_gate": False} if shared else {}),
         **_dense(raw, lambda layer: layer < dense),
     }
 
@@ -259,4 +274,222 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
         router_score_function="sigmoid",
         expert_bias=True,
         **_experts(raw, "num_local_experts", "num_experts", normalized=True),
+    )
+
+
+def hy_v3(raw: RawConfig) -> GPTConfig:
+    """Hunyuan 3."""
+    scale = raw.real("router_scaling_factor", 2.826)
+    raw.unused("enable_moe_fp32_combine")  # of types
+    raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=11158840.0)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=scale)
+    return decoder(raw, qk_norm=True, **_biased_experts(raw))
+
+
+def hunyuan_moe(raw: RawConfig) -> GPTConfig:
+    """Hunyuan-A13B; numbers may be lists of one for each layer, which must be the same."""
+    size = raw.size("intermediate_size")
+    raw.only(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, norm_topk_prob=True)
+    raw.only(moe_drop_tokens=False, moe_random_routing_dropped_token=False)
+    _of_all_layers(raw, "num_shared_expert", 1, choices=(1,))
+    _of_all_layers(raw, "moe_intermediate_size", size, choices=(size,))
+    return hunyuan(
+        raw,
+        num_experts=_of_all_layers(raw, "num_experts", 1),
+        experts_per_token=_of_all_layers(raw, "moe_topk", 1),
+        normalized_experts=True,
+        shared_expert_size=size,
+        shared_expert_gate=False,
+    )
+
+
+def _of_all_layers(raw: RawConfig, name: str, default: int, choices: tuple[int, ...] = ()) -> int:
+    """A size that may be a list of the same one for each layer."""
+    value = raw(name, default=default)
+    values = {*value} if isinstance(value, list) else {value}
+    if len(values) == 1 and all(type(size) is int for size in values):
+        (size,) = values
+        if not choices or size in choices:
+            return int(size)
+    raw.problems.add(f"{name} is not supported", got=value, choices=choices or ("one size",))
+    return default
+
+
+def flex_olmo(raw: RawConfig) -> GPTConfig:
+    """FlexOlmo: an OLMo 2 with experts."""
+    raw.defaults(rms_norm_eps=1e-6, rope_theta=500000.0, eos_token_id=100257, pad_token_id=100277)
+    return olmo2(raw, **_said_experts(raw))
+
+
+def afmoe(raw: RawConfig) -> GPTConfig:
+    """Arcee's Trinity: attention with an output gate, which turns in layers with a window alone."""
+    raw.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1)
+    raw.only(score_func="sigmoid", route_norm=True, attention_bias=False)
+    raw.unused("load_balance_coeff", "use_grouped_mm")  # of the training
+    raw.defaults(rms_norm_eps=1e-5, head_dim=128, sliding_window=1024, norm_topk_prob=True)
+    scale = raw.real("route_scale", 1.0)
+    raw.defaults(routed_scaling_factor=scale, moe_intermediate_size=1408)
+    raw.defaults(first_k_dense_replace=raw.size("num_dense_layers", default=1, least=0))
+    raw.defaults(n_shared_experts=raw.size("num_shared_experts", default=2))
+    interval = raw.size("global_attn_every_n_layers", default=4)
+    fields = windows(raw, lambda layer: (layer + 1) % interval == 0)
+    scale_of_embeddings = (
+        math.sqrt(raw.size("hidden_size")) if raw.flag("mup_enabled", False) else None
+    )
+    return decoder(
+        raw,
+        norm_placement="sandwich",
+        qk_norm=True,
+        attention_output_gate=True,
+        mlp_bias=False,
+        embedding_scale=scale_of_embeddings,
+        unrotated_layers=unwindowed(raw, fields),
+        **fields,
+        **_biased_experts(raw),
+    )
+
+
+def phimoe(raw: RawConfig) -> GPTConfig:
+    """Phi-3.5-MoE: layer norms, and experts chosen by SparseMixer."""
+    raw.unused("input_jitter_noise", "lm_head_bias")  # of the training; the tensors say it
+    raw.only(num_experts_per_tok=2)
+    raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, num_experts_per_tok=2)
+    section = raw.section("rope_parameters", "rope_scaling")
+    scales = [section.real(f"{name}_mscale", 0.0) for name in ("short", "long")]
+    turns = rope_of(raw, section, head_size_of(raw))
+    if scales[0] != scales[1]:
+        text = "short_mscale and long_mscale of the rotary positions must be the same"
+        raw.problems.add(text, got=scales)
+    if scales[0]:
+        turns["rotary_attention_factor"] = scales[0]
+    return decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=raw.real("rms_norm_eps", 1e-5),
+        mlp_bias=False,
+        logits_bias=True if "lm_head.bias" in raw.keys else None,
+        router_score_function="sparsemixer",
+        router_jitter=raw.real("router_jitter_noise", 0.01),
+        **turns,
+        **_experts(raw, "num_local_experts", normalized=False),
+        **windows(raw),
+    )
+
+
+def cohere2_moe(raw: RawConfig) -> GPTConfig:
+    """Command A+: a Cohere 2 with experts behind a few layers without them."""
+    size, shared = raw.size("intermediate_size"), raw.size("num_shared_experts", default=0, least=0)
+    dense = raw.size("first_k_dense_replace", default=0, least=0)
+    pattern = raw.size("sliding_window_pattern", default=4)
+    prefix = raw.size("prefix_dense_sliding_window_pattern", default=1)
+    choices = ("softmax", "sigmoid")
+    function = raw.text("expert_selection_fn", "softmax")
+    raw.problems.check_choice("expert_selection_fn", function, choices)
+    fields = {
+        "num_experts": raw.size("num_experts", "num_local_experts", default=8),
+        "experts_per_token": raw.size("num_experts_per_tok", default=2),
+        "router_score_function": function,
+        "normalized_experts": raw.flag("norm_topk_prob", True) or function == "softmax",
+        **_dense(raw, lambda layer: layer < dense, "prefix_dense_intermediate_size"),
+    }
+    strategy = raw.text("shared_expert_combination_strategy", "average")
+    raw.problems.check_choice("shared_expert_combination_strategy", strategy, ("average", "sum"))
+    if shared:
+        fields |= {"shared_expert_size": shared * size, "shared_expert_gate": False}
+    if shared and strategy == "average":
+        fields |= {"router_scaling_factor": 0.5, "shared_expert_scale": 0.5}
+    if raw("rms_norm_eps", default=None) is not None:
+        fields |= {"normalization": "rmsnorm", "norm_eps": raw.real("rms_norm_eps", 1e-5)}
+    raw.defaults(sliding_window=4096, head_dim=128)
+    window = windows(
+        raw,
+        lambda layer: (
+            (layer + 1) % prefix == 0 if layer < dense else (layer - dense + 1) % pattern == 0
+        ),
+    )
+    turned = str(fields.get("dense_layers", "")).split(",") if prefix == 1 else []
+    full = (unwindowed(raw, window) or "").split(",")
+    unrotated = ",".join(layer for layer in full if layer not in turned) or None
+    return cohere(raw, unrotated_layers=unrotated, **fields, **window)
+
+
+def llama4(raw: RawConfig) -> GPTConfig:
+    """Llama 4, within the first chunk of positions: there the layers that attend to their own
+    chunk alone, and those whose queries grow with the position, are as others.
+    """
+    raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=500000.0)
+    layers, turns = raw.layers("num_hidden_layers"), turning_layers(raw)
+    positions = raw.size("max_position_embeddings")
+    kinds = ["chunked_attention" if turn else "full_attention" for turn in turns]
+    kinds = raw("layer_types", default=kinds)
+    chunk = raw.size("attention_chunk_size", default=8192)
+    if not isinstance(kinds, list) or not set(kinds) <= {"chunked_attention", "full_attention"}:
+        choices = ("chunked_attention", "full_attention")
+        raw.problems.add("layer_types is not supported", got=kinds, choices=choices)
+    served = chunk if "chunked_attention" in kinds else positions
+    floor = raw.size("floor_scale", default=8192)
+    raw.unused("attn_scale")
+    if raw("attn_temperature_tuning", default=True) and 0 in turns:
+        served = min(served, floor - 1)
+    if served < positions:
+        raw.notes.append(
+            f"of {positions} positions the first {served} are served: behind them attention is "
+            "divided into chunks, and queries are scaled by their position"
+        )
+    size = raw.size("intermediate_size")
+    step = raw.size("interleave_moe_layer_step", default=1)
+    of_experts = raw("moe_layers", default=list(range(step - 1, layers, step)))
+    if not isinstance(of_experts, list):
+        raw.problems.add("moe_layers must be a list of layers", got=of_experts)
+        of_experts = []
+    normalized = raw.flag("use_qk_norm", True)
+    return decoder(
+        raw,
+        max_positions=min(served, positions),
+        mlp_bias=False,
+        unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
+        qk_norm=normalized or None,
+        qk_norm_layers=layer_list(n for n in range(layers) if turns[n]) if normalized else None,
+        num_experts=raw.size("num_local_experts", default=16),
+        experts_per_token=raw.size("num_experts_per_tok", default=1),
+        normalized_experts=False,
+        router_score_function="sigmoid",
+        experts_scale_input=True,
+        shared_expert_size=size,
+        shared_expert_gate=False,
+        **_dense(raw, lambda layer: layer not in of_experts, "intermediate_size_mlp"),
+    )
+
+
+def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
+    """MiMo-V2-Flash: layers with a window have sinks, and twice as many keys and values, which are
+    narrower than the queries.
+    """
+    layers, groups = raw.layers("num_hidden_layers"), raw.size("num_key_value_heads", default=4)
+    before = raw("sliding_window_size", default=None)  # without the token's own
+    raw.defaults(sliding_window=129 if before is None else raw.size("sliding_window_size") + 1)
+    raw.defaults(rms_norm_eps=1e-5, head_dim=192, v_head_dim=128, rope_theta=5e6)
+    raw.defaults(partial_rotary_factor=0.334, first_k_dense_replace=1, norm_topk_prob=True)
+    raw.defaults(n_shared_experts=0, attention_value_scale=1.0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
+    fields = windows(raw, lambda layer: layer == 0 or (layer + 1) % 6 == 0)
+    full = (fields.get("full_attention_layers") or "").split(",") if fields else None
+    windowed = [] if full is None else [n for n in range(layers) if str(n) not in full]
+    narrow = raw.size("v_head_dim")
+    if narrow > head_size_of(raw):
+        raw.problems.add("v_head_dim must be at most head_dim", got=narrow)
+    return decoder(
+        raw,
+        attention_dense_bias=False,
+        attention_output_scale=raw.real("attention_value_scale", 0.707),
+        attention_sinks=bool(windowed) or None,
+        sink_layers=layer_list(windowed),
+        layer_num_kv_heads=layer_list(
+            groups * 2 if layer in windowed else groups for layer in range(layers)
+        ),
+        mlp_bias=False,
+        rotary_local_base=local_base if fields else None,
+        **turns,
+        **fields,
+        **_biased_experts(raw),
     )

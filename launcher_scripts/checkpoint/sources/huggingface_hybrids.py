@@ -14,6 +14,7 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, gr
 from launcher_scripts.checkpoint.sources.huggingface_experts import qwen_experts
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
+from launcher_scripts.models.family import branches_text, layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
 # A layer's kind in config.json, in every spelling -> the branch.
@@ -356,3 +357,64 @@ def _lfm2_size(raw: RawConfig) -> int:
         return size
     size = int(factor * int(2 * size / 3))
     return -(-size // multiple) * multiple
+
+
+_NAS_KEYS = {
+    "attention": ("n_heads_in_group", "no_op", "replace_with_linear"),
+    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
+}
+_NAS_MULTIPLE = 256
+
+
+def nemotron_nas(raw: RawConfig) -> GPTConfig:
+    """Llama-Nemotron: a Llama whose layers lack attention or the MLP, have a linear layer in place
+    of either, or groups and widths of their own.
+    """
+    heads, hidden = raw.size("num_attention_heads"), raw.size("hidden_size")
+    layers, blocks = raw.layers("num_hidden_layers"), raw("block_configs", default=[])
+    if not isinstance(blocks, list) or len(blocks) != layers:
+        raw.problems.add("block_configs must have an entry for each layer", got=blocks)
+        blocks = []
+    branches, groups, widths = [], [], []
+    for block in blocks:
+        kinds = []
+        for part, kind, linear in (
+            ("attention", "attention", "linear"),
+            ("ffn", "mlp", "linear_mlp"),
+        ):
+            entry = _nas_entry(raw, block, part)
+            replaced = bool(entry.get("replace_with_linear"))
+            absent = bool(entry.get("no_op"))
+            kinds += [] if absent else [(linear if replaced else kind,)]
+            present, size = not (absent or replaced), 0
+            if present and part == "attention":
+                in_group = entry.get("n_heads_in_group")
+                size = heads // in_group if type(in_group) is int and in_group > 0 else 0
+            elif present:
+                factor = entry.get("ffn_mult")
+                exact = int(2 * factor * hidden / 3) if type(factor) in (int, float) else 0
+                size = -(-exact // _NAS_MULTIPLE) * _NAS_MULTIPLE
+            if present and size <= 0:
+                raw.problems.add(f"block_configs: {_NAS_KEYS[part][0]} is not a size", got=entry)
+            (groups if part == "attention" else widths).append(size)
+        branches.append(kinds)
+    raw.defaults(num_key_value_heads=max(groups, default=0) or heads)
+    raw.defaults(intermediate_size=max(widths, default=0) or 1)
+    return decoder(
+        raw,
+        layer_branches=branches_text(branches),
+        layer_num_kv_heads=layer_list(groups),
+        layer_ffn_sizes=layer_list(widths),
+    )
+
+
+def _nas_entry(raw: RawConfig, block: Any, part: str) -> dict[str, Any]:
+    """A part of an entry of block_configs; what else it says must be off."""
+    entry = block.get(part) if isinstance(block, dict) else None
+    if not isinstance(entry, dict):
+        raw.problems.add(f"block_configs: an entry has no {part}", got=block)
+        return {"no_op": True}
+    for key, value in entry.items():
+        if key not in _NAS_KEYS[part] and value not in (None, False, [], {}):
+            raw.problems.add(f"block_configs: {key} is not supported", got=value, choices=(None,))
+    return entry

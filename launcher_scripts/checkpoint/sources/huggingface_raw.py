@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from launcher_scripts.common.errors import Problems
+from launcher_scripts.models.family import XIELU
 
 ACTIVATIONS = {
     "gelu": "gelu_erf",
@@ -28,6 +29,7 @@ ACTIVATIONS = {
     "relu2": "squared_relu",
     "silu": "silu",
     "swish": "silu",
+    "xielu": XIELU,
 }
 _REQUIRED = object()
 MAX_LAYERS = 1 << 16
@@ -372,6 +374,7 @@ MULTIMODAL = {
         },
     ),
     "internvl": Multimodal(),
+    "llama4": Multimodal("llama4_text"),
     "mistral3": Multimodal(),
     "qwen2_vl": Multimodal("qwen2"),
     "qwen2_5_vl": Multimodal("qwen2"),
@@ -389,7 +392,7 @@ _OF_IMAGES = ("vision_config", "vision_token_id")
 _ROTARY = ("rope_scaling", "rope_parameters")
 # How the names of the decoder's tensors begin, and of those that read images.
 _PREFIXES = ("language_model.model.", "language_model.")
-_IMAGE_TENSORS = ("vision_tower.", "visual.", "multi_modal_projector.")
+_IMAGE_TENSORS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 NOTE = "the model's tensors for images are left out: it is served for text"
 
 

@@ -114,7 +114,7 @@ def own_experts(
     origin: the source, for errors
     Raises CheckpointError where an expert's tensor is there twice, alone and among all.
     """
-    split = _in_turn if model_type == "gpt_oss" else _in_parts
+    split = _SPLITS.get(model_type, _in_parts)
     return renamed(
         (
             (name, expert_name, expert_tensor)
@@ -155,6 +155,21 @@ def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTens
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight, len(parts)), strict=True):
             yield f"{stem}.experts.{expert}.{part}.weight", SourceTensor.whole(values)
+
+
+def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
+    """Of Llama 4: as _in_parts, but weights [experts, in, out]."""
+    stem, _, kind = name.rpartition(".feed_forward.experts.")
+    if not stem or len(tensor.shape) != 3:
+        yield name, tensor
+        return
+    parts = _STACKED[".mlp", f".experts.{kind}"]
+    for expert, weight in enumerate(tensor.read()):
+        for part, values in zip(parts, np.array_split(weight.T, len(parts)), strict=True):
+            yield f"{stem}.feed_forward.experts.{expert}.{part}.weight", SourceTensor.whole(values)
+
+
+_SPLITS = {"gpt_oss": _in_turn, "llama4_text": _transposed}
 
 
 def stacked_name(module: str) -> str | None:

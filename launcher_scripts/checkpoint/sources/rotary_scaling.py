@@ -110,8 +110,37 @@ def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields
         return rope(raw, head_size), None
     turns = rope_of(raw, said.section("full_attention"), head_size)
     local = said.section("sliding_attention")
-    local.only(rope_type="default")
+    local.only(rope_type="default", partial_rotary_factor=turns["rotary_percentage"])
     return turns, local.real("rope_theta", local_base)
+
+
+def ntk_alpha(raw: RawConfig, head_size: int) -> Fields:
+    """Hunyuan's: a scaling called dynamic whose base grows once and for all, if it has an alpha."""
+    section = raw.section("rope_parameters", "rope_scaling")
+    alpha = section("alpha", default=None)
+    kind = section.text("rope_type", section.text("type", "default"))
+    if kind != "dynamic" or not alpha:
+        return rope_of(raw, section, head_size)
+    section.unused("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    base = section.real("rope_theta", raw.real("rope_theta", 10000.0))
+    growth = section.real("alpha", 1.0) ** (head_size / (head_size - 2))
+    return {"position_embedding": "rope", "rotary_base": base * growth}
+
+
+def layer_bases(raw: RawConfig) -> Fields:
+    """The bases of layer_rope_theta, 0 for layers that do not turn, if there are such."""
+    bases = raw("layer_rope_theta", default=None)
+    if bases is None:
+        return {}
+    layers = raw.layers("num_hidden_layers")
+    section = raw.section("rope_parameters", "rope_scaling")
+    kind = section.text("rope_type", section.text("type", "default"))
+    kinds = ("default", "linear", "llama3")  # the others are of one base
+    if kind not in kinds:
+        raw.problems.add(
+            "rope_type is not supported with layer_rope_theta", got=kind, choices=kinds
+        )
+    return {"rotary_layer_bases": as_text(raw.numbers("layer_rope_theta", layers))}
 
 
 def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:

@@ -423,7 +423,8 @@ REGISTERED: dict[str, str] = {
             *("granitemoe", "granitemoeshared", "internlm3", "iquestcoder", "minimax_m2"),
             *("ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2"),
             *("olmo3", "phi3", "stablelm", "umt5", "granitemoehybrid", "qwen3_5"),
-            *("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+            *("qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "flex_olmo"),
+            *("mimo_v2_flash", "phimoe"),
         ),
         BACKEND,
     ),
@@ -434,7 +435,7 @@ OVERRULING = ("qwen2",)
 _MISTRAL = ("ministral", "ministral3", "mistral", "mistral3", "mixtral")
 _INCORRECT = (
     *("ernie4_5", "ernie4_5_moe", "internlm3", "iquestcoder", "minimax_m2", "nemotron", "phi3"),
-    "qwen2",
+    *("phimoe", "qwen2"),
 )
 
 

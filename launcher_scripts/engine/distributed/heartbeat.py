@@ -413,8 +413,9 @@ def seconds_per_token(
 ) -> float:
     """An upper bound: all stages one after the other, on slow devices with slow links."""
     parameters = sum(
-        math.prod(spec.shape_on(config, parallelism.tp_size)) * len(spec.layer_numbers(config))
+        math.prod(spec.shape_on(config.of_layer(layer), parallelism.tp_size))
         for spec in family_of(config).weights(config)
+        for layer in spec.layer_numbers(config)
     )
     layers = getattr(config, "num_layers", 0) + getattr(config, "num_decoder_layers", 0)
     exchanged = SUMS_PER_LAYER * layers * int(getattr(config, "hidden_size", 0)) * SUM_BYTES

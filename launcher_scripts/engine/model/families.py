@@ -90,7 +90,7 @@ def _gpt_states(config: GPTConfig, layer: int, tp_size: int) -> LayerStates:
     """Those of the layer's branches."""
     token = None
     if config.has_branch(layer, "attention"):
-        token = _keys_and_values(_gpt_heads(config, tp_size)).token
+        token = _keys_and_values(_gpt_heads(config.of_layer(layer), tp_size)).token
     kinds = [kind for kind in RECURRENT_KINDS if config.has_branch(layer, kind)]
     return LayerStates(token, row_states(config, kinds[0], tp_size) if kinds else ())
 

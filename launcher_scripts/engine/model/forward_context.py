@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,9 +21,32 @@ from launcher_scripts.engine.model.layers import (
     SelfAttention,
     SourceRows,
 )
-from launcher_scripts.engine.model.weights import StackWeights, scaled, with_virtual_tokens
+from launcher_scripts.engine.model.weights import StackWeights, scaled
 from launcher_scripts.kernels.operands import Hidden, Spans, StepRows, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
+
+
+def with_virtual_tokens(
+    x: Tensor,
+    ids: Tensor,
+    rows: Sequence[tuple[Prompt | None, int]],
+    tables: Sequence[Tensor],
+) -> Tensor:
+    """Token embeddings x float32 [N, hidden] with the virtual tokens of rows that have a prompt.
+
+    rows: prompt and tokens of every row in ids [N];  tables: the loaded ones, [virtual tokens,
+          hidden]
+    """
+    start = 0
+    for prompt, count in rows:
+        part = slice(start, start + count)
+        start += count
+        if prompt is None:
+            continue
+        table = tables[prompt] if isinstance(prompt, int) else prompt
+        places = (-1 - ids[part]).clamp(min=0)
+        x[part] = torch.where(ids[part, None] < 0, table[places].float(), x[part])
+    return x
 
 
 class Stack:
@@ -119,17 +142,35 @@ class StepContext(ForwardContext[Hidden]):
     bounds: Bounds
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
+        if layer.query_scale is not None:
+            return self._attend_scaled(x, layer)
         return layer.kernels.attend_own(
             x,
             layer.input_projection(self.lora_adapters),
             layer.heads,
-            self.rotary[layer.local],
+            self.rotary[layer.table],
             self.rows[layer.window],
             layer.cache,
-            min(self.bounds.own, layer.window or self.bounds.own),
+            self._longest(layer),
             layer.scores,
             layer.head_norms,
         )
+
+    def _attend_scaled(self, x: Hidden, layer: SelfAttention) -> Tensor:
+        """The same where queries change between their projection and the attention."""
+        rows = self.rows[layer.window]
+        context = replace(self, rotary=tuple(rows.rotary(table) for table in self.rotary))
+        return layer.kernels.decode_attention(
+            layer.store(x, rows.starts + rows.positions, context),
+            layer.cache,
+            *rows.attended,
+            self._longest(layer),
+            layer.scores,
+            positions=rows.positions,
+        )
+
+    def _longest(self, layer: SelfAttention) -> int:
+        return min(self.bounds.own, layer.window or self.bounds.own)
 
     def attend_source(self, x: Hidden, layer: CrossAttention) -> Tensor:
         return layer.kernels.attend_source(
@@ -292,7 +333,7 @@ class EncodeContext(ForwardContext[Tensor | Hidden]):
     attentions: list[Tensor] | None = None
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
-        kernels, heads, rotary = layer.kernels, layer.heads, self.rotary[layer.local]
+        kernels, heads, rotary = layer.kernels, layer.heads, self.rotary[layer.table]
         qkv = scaled(layer.project(x), layer.ia3, self.ia3_tasks)  # [N, q + k + v]
         if rotary is not None:
             qkv = kernels.apply_rotary(qkv, heads, rotary)

@@ -10,24 +10,26 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.model.recurrent import DeltaWeights, Mamba2Weights, RecurrentWeights
+from launcher_scripts.engine.model.rotary import relative_bias
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     Embedding,
     Experts,
     LayerWeights,
+    LinearWeights,
     MLPWeights,
     ModelWeights,
     SharedExpert,
     StackWeights,
     SublayerWeights,
     WeightLoader,
-    relative_bias,
     scaled_norm,
     scaled_rows,
 )
-from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router
+from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router, XIELUCurve
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.agm import AgmConfig
+from launcher_scripts.models.family import XIELU
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
 
@@ -78,6 +80,8 @@ class GPTWeightLoader(WeightLoader):
         """A branch of a kind of BRANCHES."""
         readers: dict[str, Callable[[int], SublayerWeights]] = {
             "attention": self._attention,
+            "linear": self._linear_branch,
+            "linear_mlp": self._linear_branch_of_mlp,
             "mlp": self._plain_mlp,
             "moe": self._experts,
             "mamba2": self._mamba2,
@@ -96,7 +100,10 @@ class GPTWeightLoader(WeightLoader):
     def _attention(self, layer: int) -> AttentionWeights:
         stem = "layers.*.attention"
         before, after = self._norms("input_layernorm", layer)
-        config, tp_size = self.config, self.parallelism.tp_size
+        config, tp_size = self.config.of_layer(layer), self.parallelism.tp_size
+        norms, query_scale = self._head_norms(layer), None
+        if norms is not None and config.qk_norm_after_rope:
+            norms, query_scale = norms.before_rope()
         width, keys = config.local_size("q_size", tp_size), config.local_size("kv_size", tp_size)
         return AttentionWeights(
             in_proj=scaled_rows(
@@ -109,7 +116,8 @@ class GPTWeightLoader(WeightLoader):
             ),
             output_norm=self._output_norm(stem, layer),
             norm=after,
-            head_norms=self._head_norms(layer),
+            head_norms=norms,
+            query_scale=query_scale,
             sinks=self._sinks(stem, layer),
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
@@ -119,6 +127,17 @@ class GPTWeightLoader(WeightLoader):
             lora_in=self._lora("attention.query_key_value", layer),
             lora_out=self._lora("attention.dense", layer),
         )
+
+    def _linear_branch(self, layer: int) -> LinearWeights:
+        return self._square("layers.*.attention.linear", "input_layernorm", layer)
+
+    def _linear_branch_of_mlp(self, layer: int) -> LinearWeights:
+        return self._square("layers.*.mlp.linear", "post_attention_layernorm", layer)
+
+    def _square(self, name: str, norm: str, layer: int) -> LinearWeights:
+        linear = self._linear(name, layer)
+        before, _ = self._norms(norm, layer)
+        return LinearWeights(in_proj=replace(linear, norm=before), out_proj=linear)
 
     def _mamba2(self, layer: int) -> Mamba2Weights:
         stem, config = "layers.*.mamba", self.config
@@ -213,7 +232,11 @@ class GPTWeightLoader(WeightLoader):
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         normed = self.config.norm_placement in ("sandwich", "branch")
-        return self._norm(f"{stem}.output_norm", layer) if normed else None
+        if not normed:
+            return None
+        return scaled_norm(
+            self._norm(f"{stem}.output_norm", layer), self.config.branch_scale or 1.0
+        )
 
     def _mlp(self, name: str, layer: int, norm: Norm | None = None) -> MLPWeights:
         gate = None
@@ -221,10 +244,14 @@ class GPTWeightLoader(WeightLoader):
             gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
         up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
         down = self._linear(f"{name}.dense_4h_to_h", layer)
+        curve = None
+        if self.config.activation == XIELU:
+            curve = XIELUCurve(*self._tensor(f"{name}.activation", torch.float32, layer))
         return MLPWeights(
             in_proj=scaled_rows(up, self.config.mlp_gate_scale),
             gate=gate,
             out_proj=scaled_rows(down, self.config.mlp_output_scale),
+            curve=curve,
         )
 
     def _experts(self, layer: int) -> Experts:
@@ -256,15 +283,18 @@ class GPTWeightLoader(WeightLoader):
             scale = None
             if config.shared_expert_gate is not False:
                 scale = self._unquantized("layers.*.mlp.shared_expert_gate", layer)
-            shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale)
+            factor = config.shared_expert_scale or 1.0
+            shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale, factor)
         return Experts(
             router=self._router(layer),
             in_proj=stacked("dense_h_to_4h", norm),
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
             out_proj=down,
             shared=shared,
+            output_norm=self._output_norm("layers.*.mlp", layer),
             latent_in=self._latent("in", layer),
             latent_out=self._latent("out", layer),
+            scale_input=bool(config.experts_scale_input),
         )
 
     def _latent(self, side: str, layer: int) -> Linear | None:
@@ -283,15 +313,16 @@ class GPTWeightLoader(WeightLoader):
             normalized=bool(config.normalized_experts),
             scaling_factor=config.router_scaling_factor or 1.0,
             bias=bias,
+            jitter=config.router_jitter or 0.0,
         )
 
     def _sinks(self, stem: str, layer: int) -> Tensor | None:
-        if not self.config.attention_sinks:
+        if not self.config.attention_sinks or not self.config.has_sinks(layer):
             return None
         return self._tensor(f"{stem}.sinks", torch.float32, layer)
 
     def _head_norms(self, layer: int) -> HeadNorms | None:
-        if not self.config.qk_norm:
+        if not self.config.qk_norm or not self.config.normalizes_heads(layer):
             return None
         stem = "layers.*.attention"
         return HeadNorms(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
 )
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.kernels.reference import norm_heads
+from launcher_scripts.kernels.reference import norm_heads, xielu
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ForwardContext(ABC, Generic[Stream]):
     lora_adapters: int64 [N], each token's LoRA adapter, NO_TASK: none; None where no token has one
     """
 
-    rotary: RotaryTables = (None, None)
+    rotary: RotaryTables = (None,)
     ia3_tasks: Tensor | None = None
     lora_adapters: Tensor | None = None
 
@@ -197,6 +197,14 @@ class Sublayer(ABC):
             return self.kernels.project_hidden(x, linear)
         return self.kernels.project(x, linear)
 
+    def _normalized(self, x: Tensor | Hidden) -> Tensor:
+        if isinstance(x, Hidden):
+            if x.row_stats is None:
+                return x.operand
+            x = x.exact
+        norm, dtype = self.input_norm, self.in_proj.dtype
+        return x.to(dtype) if norm is None else self.kernels.norm(x, norm, dtype)
+
     def add(self, inner: Tensor, residual: Tensor, adapters: Tensor | None, /) -> Tensor:
         """residual + out_proj(inner), where both are split over the ranks: float32 [N, hidden]."""
         linear = self.output_projection(adapters)
@@ -269,7 +277,7 @@ class Attention(Sublayer):
 class SelfAttention(Attention):
     """Attention of a row's tokens to each other.
 
-    local: whether the layer rotates by the second of the context's tables
+    table: index of the layer's rotary table among the context's
     """
 
     def __init__(
@@ -280,14 +288,15 @@ class SelfAttention(Attention):
         options: AttentionOptions,
         *,
         window: int = 0,
-        local: bool = False,
+        table: int = 0,
     ) -> None:
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
         self.gate = weights.gate
         self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
-        self.local = local
+        self.table = table
+        self.query_scale = weights.query_scale
 
     def prepare(self) -> None:
         super().prepare()
@@ -303,17 +312,16 @@ class SelfAttention(Attention):
             gate = self.kernels.project(x, self.gate)
         return (attended.float() * gate.float().sigmoid()).to(attended.dtype)
 
-    def store(
-        self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Tensor | Hidden]
-    ) -> Tensor:
+    def store(self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Any]) -> Tensor:
         """Queries [N, heads, head_size]; keys and values go to the cache tokens slots [N]."""
         kernels = self.kernels
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
-        heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.local]
+        heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.table]
         if norms is not None and norms.joint and self.communicator.tp_size > 1:
             qkv, norms = norm_heads(qkv, heads, norms, self._norm_over_ranks), None
-        return kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
+        query = kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
+        return query if self.query_scale is None else (query * self.query_scale).to(query.dtype)
 
     def _norm_over_ranks(self, x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
         """An RMS norm of rows of which each rank has a part; see Ops.norm."""
@@ -361,6 +369,7 @@ class MLP(Sublayer):
     ) -> None:
         super().__init__(weights, kernels, communicator)
         self.gate = weights.gate
+        self.curve = weights.curve
         self.activation = activation
 
     def prepare(self) -> None:
@@ -368,6 +377,9 @@ class MLP(Sublayer):
         self.gate = self.gate and self.kernels.prepare(self.gate)
 
     def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+        if self.curve is not None:
+            inner = xielu(self.project(x, context.lora_adapters), self.curve)
+            return scaled(inner, self.ia3, context.ia3_tasks)
         up = self.input_projection(context.lora_adapters)
         if isinstance(x, Hidden):
             return self.kernels.expand(x, up, self.gate, self.activation)
@@ -386,6 +398,7 @@ class MixtureOfExperts(MLP):
         super().__init__(weights, kernels, communicator, activation)
         self.router = weights.router
         self.shared = weights.shared
+        self.scale_input = weights.scale_input
         self.experts = ExpertMLPs(weights.in_proj, weights.gate, weights.out_proj, activation)
         self.latent_in, self.latent_out = weights.latent_in, weights.latent_out
 
@@ -396,7 +409,9 @@ class MixtureOfExperts(MLP):
         """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
         kernels, hidden = self.kernels, self._normalized(x)
         chosen, weights = kernels.route(hidden, self.router)
-        if self.latent_in is None or self.latent_out is None:
+        if self.scale_input:
+            parts = self._mixture_of_scaled(hidden, chosen, weights)
+        elif self.latent_in is None or self.latent_out is None:
             parts = kernels.mixture(hidden, chosen, weights, self.experts)
         else:
             latent = kernels.project(hidden, self.latent_in)
@@ -409,22 +424,28 @@ class MixtureOfExperts(MLP):
         result = kernels.project(inner, mlp.out_proj).float()
         if scale is not None:
             result = result * kernels.project(hidden, scale).float().sigmoid()
-        return torch.cat([parts, result[None]])
+        return torch.cat([parts, result[None] * self.shared.factor])
 
-    def _normalized(self, x: Tensor | Hidden) -> Tensor:
-        if isinstance(x, Hidden):
-            if x.row_stats is None:
-                return x.operand
-            x = x.exact
-        norm, dtype = self.input_norm, self.in_proj.dtype
-        return x.to(dtype) if norm is None else self.kernels.norm(x, norm, dtype)
+    def _mixture_of_scaled(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Ops.mixture, whose weights multiply what the experts read."""
+        parts, ones = [], torch.ones_like(weights[:, :1])
+        for expert, weight in zip(chosen.split(1, 1), weights.split(1, 1), strict=True):
+            scaled_hidden = (hidden * weight).to(hidden.dtype)
+            parts.append(self.kernels.mixture(scaled_hidden, expert, ones, self.experts))
+        return torch.cat(parts)
 
     def add(self, inner: Tensor, residual: Tensor, _adapters: Tensor | None, /) -> Tensor:
-        return residual + self.communicator.tp_sum(inner.sum(0))
+        total = self.communicator.tp_sum(inner.sum(0))
+        if self.output_norm is not None:
+            total = self.kernels.norm(total, self.output_norm, torch.float32)
+        return residual + total
 
     def accumulate(
         self, inner: Tensor, x: Hidden, norm_of_next: Norm | None, _adapters: Tensor | None, /
     ) -> Hidden:
+        if self.output_norm is not None:
+            exact = self.add(inner, x.exact, None)
+            return self.kernels.hidden(exact, norm_of_next, x.operand.dtype)
         return self.kernels.accumulate_parts(inner, x, norm_of_next, self.communicator)
 
 
@@ -476,15 +497,3 @@ class Layer:
     def of_kind(self, kind: type[Branch]) -> list[Branch]:
         """The branches of a kind."""
         return [each for both in self.branches for each in both if isinstance(each, kind)]
-
-
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of every head (Press et al. 2022), also where num_heads is no power of two.
-
-    The largest power of two p <= num_heads gives p slopes 2^(-8 i / p); the rest are every other
-    slope of 2 p heads.
-    """
-    power = 1 << (num_heads.bit_length() - 1)
-    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    rest = [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
-    return first + rest

@@ -30,12 +30,13 @@ from launcher_scripts.engine.model.layers import (
     AttentionOptions,
     Chunk,
     CrossAttention,
+    ForwardContext,
+    Given,
     Layer,
     MixtureOfExperts,
     Rows,
     SelfAttention,
     Sublayer,
-    alibi_slopes,
 )
 from launcher_scripts.engine.model.recurrent import (
     RECURRENT,
@@ -45,15 +46,17 @@ from launcher_scripts.engine.model.recurrent import (
 )
 from launcher_scripts.engine.model.rotary import (
     RotaryTables,
+    alibi_slopes,
     rotaries,
     rotary_tables,
-    rotates_otherwise,
+    table_of,
 )
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
     Experts,
     LayerWeights,
+    LinearWeights,
     MLPWeights,
     ModelWeights,
     SublayerWeights,
@@ -101,6 +104,19 @@ class PromptBatch:
     ended: Tensor
     chunks: tuple[Chunk, ...]
     lora_adapters: Tensor | None = None
+
+
+class LinearBranch(Sublayer):
+    """A linear layer in place of attention or of the MLP."""
+
+    def prepare(self) -> None:
+        """Nothing: its norm is not that of a projection."""
+
+    def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
+        """What out_proj reads, this rank's features."""
+        size = self.out_proj.weight.shape[1]
+        first = self.communicator.tp_rank * size
+        return self._normalized(x)[:, first : first + size].contiguous()
 
 
 class Network:
@@ -268,12 +284,14 @@ class Network:
         config, shared = self.weights.config, (self.kernels, self.communicator)
         if isinstance(weights, Experts):
             return MixtureOfExperts(weights, *shared, config.activation)
+        if isinstance(weights, LinearWeights):
+            return LinearBranch(weights, *shared)
         if isinstance(weights, MLPWeights):
             return MLP(weights, *shared, config.activation)
         if isinstance(weights, AttentionWeights):
-            window, local = config.window(layer), rotates_otherwise(config, layer)
+            window, table = config.window(layer), table_of(config, layer)
             options = self._attention_options(layer)
-            return SelfAttention(weights, *shared, options, window=window, local=local)
+            return SelfAttention(weights, *shared, options, window=window, table=table)
         if isinstance(weights, CrossAttentionWeights):
             return CrossAttention(weights, *shared, self._attention_options(layer))
         if isinstance(weights, RecurrentWeights):
@@ -286,7 +304,9 @@ class Network:
         config = self.weights.config
         scale = getattr(config, "decoder_attention_scale", config.attention_scale)
         scores = AttentionScores(scale, config.attention_softcap, self._slopes(layer))
-        return AttentionOptions(self.cache.layers[layer], self.heads, scores)
+        own = config.of_layer(layer)
+        heads = engine_family(config).heads(own, self.communicator.tp_size)
+        return AttentionOptions(self.cache.layers[layer], heads, scores)
 
     def _decode_step(self) -> DecodeStep | None:
         if not self.weights.decoder.layers or self.step_unsupported_reasons:

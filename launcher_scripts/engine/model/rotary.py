@@ -1,20 +1,23 @@
-"""How fast the pairs of a rotary position embedding turn, and the tables of their angles."""
+"""Positions: tables of rotary angles, relative biases, and slopes of ALiBi."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.kernels.operands import RotaryTable
+from launcher_scripts.kernels.operands import RelativeBias, RotaryTable
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
 
-# Of the layers that rotate as the model does, and of the others: by a base of their own, or not.
-RotaryTables = tuple[RotaryTable | None, RotaryTable | None]
+# Of the layers that rotate as the model does, of those with other bases, and None: of the layers
+# that do not rotate.
+RotaryTables = tuple[RotaryTable | None, ...]
 
 
 class Rotary:
@@ -105,35 +108,49 @@ def plain_frequencies(size: int, base: float) -> Tensor:
     return base ** -_exponents(size)
 
 
-def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, Rotary | None]:
+def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, ...]:
     """Those of a model's layers, in the order of RotaryTables."""
     if config.position_embedding != "rope":
-        return None, None
+        return (None,)
     if not isinstance(config, GPTConfig):
         return Rotary(plain_frequencies(config.head_size, config.rotary_base), device), None
+    if config.rotary_layer_bases is not None:
+        models = (replace(config, rotary_base=base) for base in _bases(config))
+        return *(_gpt_rotary(model, device) for model in models), None
     local = None
     if config.rotary_local_base is not None:
         local = Rotary(plain_frequencies(config.rotary_size, config.rotary_local_base), device)
-    return _gpt_rotary(config, device), local
+    return _gpt_rotary(config, device), local, None
 
 
-def rotates_otherwise(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer takes the second of RotaryTables."""
+def table_of(config: ModelConfig, layer: int) -> int:
+    """Returns the index of a layer's table in RotaryTables."""
+    if not config.rotates(layer):
+        return -1
+    if isinstance(config, GPTConfig) and (base := config.layer_base(layer)) is not None:
+        return _bases(config).index(base)
     own_base = getattr(config, "rotary_local_base", None) is not None
-    return not config.rotates(layer) or (own_base and config.window(layer) > 0)
+    return int(own_base and config.window(layer) > 0)
+
+
+def _bases(config: GPTConfig) -> list[float]:
+    """The distinct numbers of rotary_layer_bases above 0; that of the model if there are none."""
+    bases = [config.layer_base(layer) for layer in range(config.num_layers)]
+    return sorted({base for base in bases if base}) or [config.rotary_base]
 
 
 def rotary_tables(
-    pair: tuple[Rotary | None, Rotary | None],
+    models: Sequence[Rotary | None],
     kernels: Ops,
     positions: Tensor,
     reach: Tensor | None = None,
 ) -> RotaryTables:
     """Of positions [N]; see Rotary.tables."""
-    usual, local = pair
-    return (
-        None if usual is None else usual.tables(kernels, positions, reach),
-        None if local is None else local.tables(kernels, positions, None),
+    return tuple(
+        None
+        if rotary is None
+        else rotary.tables(kernels, positions, reach if rotary.of_row else None)
+        for rotary in models
     )
 
 
@@ -176,3 +193,48 @@ def _llama3(frequencies: Tensor, factor: float, original: int, low: float, high:
     turns = original * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / factor
+
+
+def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> RelativeBias:
+    """table [heads, buckets], as stored, by distance.
+
+    bidirectional: keys before and after the query have buckets of their own; else only those
+    before it count
+    """
+    buckets = table.shape[1]
+    reach = max(max_distance, buckets)  # every distance from here on is in the last bucket
+    distances = torch.arange(-reach, reach + 1, device=table.device)
+    places = distance_buckets(distances, buckets, max_distance, bidirectional=bidirectional)
+    return RelativeBias(table.float()[:, places].contiguous())
+
+
+def distance_buckets(
+    distances: Tensor, buckets: int, max_distance: int, *, bidirectional: bool
+) -> Tensor:
+    """The bucket of every key - query in `distances`.
+
+    Half of the buckets are exact, the others logarithmic up to max_distance; in both directions
+    the upper half of all buckets is for keys after the query. Rounds as transformers does.
+    """
+    offset = torch.zeros_like(distances)
+    away = (-distances).clamp(min=0)
+    if bidirectional:
+        buckets //= 2
+        offset = (distances > 0) * buckets
+        away = distances.abs()
+    exact = buckets // 2
+    spread = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = exact + (spread * (buckets - exact)).long()
+    return offset + torch.where(away < exact, away, far.clamp(max=buckets - 1))
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of every head (Press et al. 2022), also where num_heads is no power of two.
+
+    The largest power of two p <= num_heads gives p slopes 2^(-8 i / p); the rest are every other
+    slope of 2 p heads.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    rest = [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return first + rest

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.model.rotary import relative_bias
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
@@ -16,7 +17,6 @@ from launcher_scripts.engine.model.weights import (
     ModelWeights,
     StackWeights,
     WeightLoader,
-    relative_bias,
     scaled_norm,
 )
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias

@@ -8,7 +8,6 @@ It has a position and a place in the cache as any other token does.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,8 +21,16 @@ from torch import Tensor
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
-from launcher_scripts.engine.messages.plan import NO_TASK, Prompt
-from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, RelativeBias, Router
+from launcher_scripts.engine.messages.plan import NO_TASK
+from launcher_scripts.kernels.operands import (
+    HeadNorms,
+    Linear,
+    LoRA,
+    Norm,
+    RelativeBias,
+    Router,
+    XIELUCurve,
+)
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, LORA_TARGETS, Adapters, adapters_of
@@ -57,29 +64,6 @@ def token_tasks(rows: Sequence[tuple[int, int]], device: torch.device) -> Tensor
     counts = torch.tensor([count for _, count in rows])
     tasks = torch.tensor([task for task, _ in rows]).repeat_interleave(counts)
     return tasks.to(device, non_blocking=True)
-
-
-def with_virtual_tokens(
-    x: Tensor,
-    ids: Tensor,
-    rows: Sequence[tuple[Prompt | None, int]],
-    tables: Sequence[Tensor],
-) -> Tensor:
-    """Token embeddings x float32 [N, hidden] with the virtual tokens of rows that have a prompt.
-
-    rows: prompt and tokens of every row in ids [N];  tables: the loaded ones, [virtual tokens,
-          hidden]
-    """
-    start = 0
-    for prompt, count in rows:
-        part = slice(start, start + count)
-        start += count
-        if prompt is None:
-            continue
-        table = tables[prompt] if isinstance(prompt, int) else prompt
-        places = (-1 - ids[part]).clamp(min=0)
-        x[part] = torch.where(ids[part, None] < 0, table[places].float(), x[part])
-    return x
 
 
 @dataclass(frozen=True)
@@ -129,15 +113,22 @@ class AttentionWeights(SublayerWeights):
 
     head_norms: of every head's queries and keys, where there are such
     relative:   what a score gains by distance
+    query_scale: multiplies queries after they turn, float32 [head_size]
     sinks:      a score of every head that is of no token, float32 [heads]
     ia3:        of queries (ones), keys and values
     gate:       reads what in_proj does; its sigmoid multiplies what attention gives
     """
 
     head_norms: HeadNorms | None = None
+    query_scale: Tensor | None = None
     sinks: Tensor | None = None
     relative: RelativeBias | None = None
     gate: Linear | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearWeights(SublayerWeights):
+    """A linear layer in place of a branch; in_proj has its norm, and out_proj its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,17 +145,23 @@ class CrossAttentionWeights(SublayerWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class MLPWeights(SublayerWeights):
-    """in_proj is up, out_proj down; gate where there is one.  ia3: of the inner activations"""
+    """in_proj is up, out_proj down; gate where there is one.  ia3: of the inner activations
+
+    curve: the activation's parameters, if it has such
+    """
 
     gate: Linear | None = None
+    curve: XIELUCurve | None = None
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there."""
+    """An MLP that every token goes through, weighed by sigmoid(scale(x)) where that is there, and
+    by a factor."""
 
     mlp: MLPWeights
     scale: Linear | None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +170,11 @@ class Experts(MLPWeights):
 
     router: reads hidden states
     latent_in, latent_out: projections before and behind the experts, where they work in a latent
+    scale_input: the router's weights multiply what experts read, not what they add
     """
 
     router: Router
+    scale_input: bool = False
     shared: SharedExpert | None = None
     latent_in: Linear | None = None
     latent_out: Linear | None = None
@@ -448,36 +447,3 @@ def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
     else:
         host = torch.from_numpy(np.array(array))
     return host.to(device=device, dtype=dtype)
-
-
-def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> RelativeBias:
-    """table [heads, buckets], as stored, by distance.
-
-    bidirectional: keys before and after the query have buckets of their own; else only those
-    before it count
-    """
-    buckets = table.shape[1]
-    reach = max(max_distance, buckets)  # every distance from here on is in the last bucket
-    distances = torch.arange(-reach, reach + 1, device=table.device)
-    places = distance_buckets(distances, buckets, max_distance, bidirectional=bidirectional)
-    return RelativeBias(table.float()[:, places].contiguous())
-
-
-def distance_buckets(
-    distances: Tensor, buckets: int, max_distance: int, *, bidirectional: bool
-) -> Tensor:
-    """The bucket of every key - query in `distances`.
-
-    Half of the buckets are exact, the others logarithmic up to max_distance; in both directions
-    the upper half of all buckets is for keys after the query. Rounds as transformers does.
-    """
-    offset = torch.zeros_like(distances)
-    away = (-distances).clamp(min=0)
-    if bidirectional:
-        buckets //= 2
-        offset = (distances > 0) * buckets
-        away = distances.abs()
-    exact = buckets // 2
-    spread = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    far = exact + (spread * (buckets - exact)).long()
-    return offset + torch.where(away < exact, away, far.clamp(max=buckets - 1))

@@ -26,7 +26,7 @@ from launcher_scripts.engine.runner.loading import (
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
-from launcher_scripts.models.family import ModelConfig, WeightSpec, branches_text, layer_list
+from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 META = torch.device("meta")  # torch's tensors without values, which take no memory
 MAX_THREADS = 8
@@ -139,17 +139,9 @@ def _shortened(config: ModelConfig) -> ModelConfig:
     names = ("num_layers", "num_decoder_layers")
     counts = {name: getattr(config, name) for name in names if hasattr(config, name)}
     every = range(max(counts.values()))
-    kinds = [
-        (config.window(n) > 0, config.rotates(n), config.has_experts(n), config.branches(n))
-        for n in every
-    ]
-    layers = [kinds[0], *sorted({*kinds}, reverse=True)]
+    kinds = [config.layer_kind(layer) for layer in every]
+    layers = [0, *(kinds.index(kind) for kind in sorted({*kinds}, reverse=True))]
+    if len(layers) >= len(kinds):
+        return config
     changes: dict[str, Any] = {name: min(count, len(layers)) for name, count in counts.items()}
-    if len(layers) < len(kinds):
-        lists = ("full_attention_layers", "unrotated_layers", "dense_layers")
-        for place, name in enumerate(lists):  # each names the layers that lack it
-            if getattr(config, name):
-                changes[name] = layer_list(n for n, kind in enumerate(layers) if not kind[place])
-        if config.layer_branches is not None:
-            changes["layer_branches"] = branches_text(kind[3] for kind in layers)
-    return replace(config, **changes)
+    return replace(config, **changes, **config.selected(layers))
