@@ -100,10 +100,10 @@ AGENTS = {
     "instructor": Agent(("instructor==1.17.0",), _python("instructor"), "20 C in Rome"),
     "ai_sdk": Agent(
         (
-            "ai@6.0.326",
-            "@ai-sdk/openai@3.0.141",
-            "@ai-sdk/anthropic@3.0.140",
-            "@ai-sdk/openai-compatible@2.0.92",
+            "ai@7.0.173",
+            "@ai-sdk/openai@4.0.118",
+            "@ai-sdk/anthropic@4.0.105",
+            "@ai-sdk/openai-compatible@3.0.92",
             "zod@4.6.7",
         ),
         _ai_sdk,
@@ -114,7 +114,7 @@ AGENTS = {
         environment=lambda folder, _: {"CODEX_HOME": str(folder)},
     ),
     "claude_code": Agent(
-        ("@anthropic-ai/claude-code@2.1.197",), _claude, environment=_claude_environment
+        ("@anthropic-ai/claude-code@2.1.332",), _claude, environment=_claude_environment
     ),
 }
 

@@ -233,7 +233,7 @@ class Chat(Answering):
     @classmethod
     async def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
         """Raises ApiError for what cannot be done."""
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
         if body.tool_choice == "none":
             body = body.model_copy(update={"tools": None})

@@ -26,7 +26,7 @@ from launcher_scripts.gateway.row_text import (
     prompt_entries,
     token_texts,
 )
-from launcher_scripts.gateway.schemas import ChatBody, SamplingBody
+from launcher_scripts.gateway.schemas import ChatBody, SamplingBody, StreamOptions
 from launcher_scripts.gateway.served_model import ServedModel
 
 _MAX_BEAMS = 64
@@ -407,7 +407,7 @@ def _check(
         raise unsupported("use_beam_search", "a beam search follows no grammar")
     if body.num_speculative_tokens and body.grammars:
         raise unsupported("num_speculative_tokens", "drafts of tokens follow no grammar")
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options not in (None, StreamOptions()) and not body.stream:
         raise bad_request("stream_options need stream", "stream_options")
     if options.echo and model.encodes:
         raise unsupported(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.admission import ThreadsOfClient
@@ -19,7 +20,9 @@ from launcher_scripts.gateway.schemas import (
     LooseBody,
     StrictBody,
     TextPart,
+    check_stops,
     plain_text,
+    text_part,
     text_parts,
 )
 from launcher_scripts.gateway.served_model import ServedModel
@@ -43,13 +46,60 @@ class RedactedThinkingBlock(LooseBody):
     type: Literal["redacted_thinking"]
 
 
+def readable(content: Any) -> Any:
+    """Return a content whose documents and search results are texts, as far as they have one.
+
+    What tools of Anthropic's server did is left out.
+    """
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = _TEXTS[kind](part) if isinstance(kind, str) and kind in _TEXTS else None
+        if text is not None:
+            parts.append({"type": "text", "text": text})
+        elif not (isinstance(kind, str) and _SERVER_BLOCK.fullmatch(kind)):
+            parts.append(part)
+    return parts
+
+
+def _document(part: dict[str, Any]) -> str | None:
+    """The text of a document with its title and context; None: it is a file."""
+    source = part.get("source")
+    if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
+        return None
+    return _lines(part.get("title"), part.get("context"), source.get("data", source.get("content")))
+
+
+def _lines(*contents: Any) -> str:
+    """The texts of contents, a line for each."""
+    texts = []
+    for content in contents:
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            texts += [text] if isinstance(text, str) else []
+    return "\n".join(texts)
+
+
+# Blocks that are read as a text -> the text, or None for one that cannot be.
+_TEXTS: dict[str, Callable[[dict[str, Any]], str | None]] = {
+    "document": _document,
+    "search_result": lambda part: _lines(
+        part.get("title"), part.get("source"), part.get("content")
+    ),
+    "tool_reference": lambda part: _lines(part.get("tool_name")),
+}
+_SERVER_BLOCK = re.compile("(server|mcp)_tool_use|[a-z_]+_tool_result|tool_(addition|removal)")
+
+
 class ToolUseBlock(LooseBody):
     """A call that the model made."""
 
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = Field({})
 
 
 class ToolResultBlock(LooseBody):
@@ -62,7 +112,7 @@ class ToolResultBlock(LooseBody):
     @field_validator("content", mode="before")
     @classmethod
     def _text_parts(cls, value: Any) -> Any:
-        return text_parts(value)
+        return text_parts(readable(value))
 
 
 Block = Annotated[
@@ -81,7 +131,7 @@ class Turn(LooseBody):
     @field_validator("content", mode="before")
     @classmethod
     def _text_parts(cls, value: Any) -> Any:
-        return text_parts(value, _BLOCKS)
+        return text_parts(readable(value), _BLOCKS)
 
     @property
     def blocks(self) -> list[Block]:
@@ -132,6 +182,11 @@ class ConversationBody(StrictBody):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 
+    @field_validator("system", mode="before")
+    @classmethod
+    def _system_parts(cls, value: Any) -> Any:
+        return [text_part(part, ("text",)) for part in value] if isinstance(value, list) else value
+
 
 class MessagesBody(ConversationBody):
     """POST /v1/messages"""
@@ -141,7 +196,7 @@ class MessagesBody(ConversationBody):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
-    stop_sequences: list[str] = Field([])
+    stop_sequences: Annotated[list[str], AfterValidator(check_stops)] = Field([])
     stream: bool = False
 
 

@@ -75,6 +75,9 @@ VLLM: Table = {
     "bad_words": _rejected("logit_bias replaces it", []),
     "truncate_prompt_tokens": _rejected("the prompt is used in full"),
     "allowed_token_ids": _rejected("logit_bias and grammars replace it"),
+    "prompt_logprobs": _rejected("echo with logprobs replaces it"),
+    "request_id": _ignored("the header X-Request-Id names a request"),
+    "return_token_ids": _rejected("return_tokens_as_token_ids replaces it", False),
 }
 _SAMPLING: Table = {
     **VLLM,
@@ -96,11 +99,13 @@ EMBEDDINGS: Table = {"user": _ignored(_CALLER)}
 CHAT: Table = {
     **_SAMPLING,
     "audio": _rejected(_TEXT_ONLY),
+    "chat_template": _rejected("a template is a program; --chat-template names one"),
+    "include_reasoning": _rejected("the reasoning has a key of its own", True),
     "documents": _rejected("the messages contain all that the model reads", []),
     "echo": _rejected("a chat has no text to repeat", False),
     "function_call": _rejected("tool_choice replaces it", "none", "auto"),
     "functions": _rejected("tools replaces it", []),
-    "modalities": _rejected(_TEXT_ONLY, ["text"]),
+    "modalities": _rejected(_TEXT_ONLY, ["text"], []),
     "moderation": _rejected(_NO_MODERATION),
     "prediction": _ignored("it affects only the speed of OpenAI's service"),
     "verbosity": _ignored(_UNKNOWN_EFFORT),

@@ -20,6 +20,7 @@ from launcher_scripts.gateway.middleware import Lifecycle
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
     ITEMS,
+    AllowedChoice,
     FunctionChoice,
     FunctionOutput,
     InputMessage,
@@ -62,14 +63,20 @@ def chat_body(body: ResponsesBody) -> ChatBody:
     choice = _plain_choice(body)
     if body.tools or choice not in ("auto", "none"):
         values["tools"] = [_nested(tool) for tool in body.tools]
-        values["tool_choice"] = choice if isinstance(choice, str) else _nested(choice)
+        values["tool_choice"] = choice
+        if isinstance(body.tool_choice, FunctionChoice):
+            values["tool_choice"] = _nested(body.tool_choice.model_dump())
+        elif isinstance(body.tool_choice, AllowedChoice):
+            allowed = body.tool_choice.model_dump(exclude={"type"})
+            allowed["tools"] = list(map(_nested, allowed["tools"]))
+            values["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         values["parallel_tool_calls"] = body.parallel_tool_calls
     return validated(ChatBody, values)
 
 
 def _plain_choice(body: ResponsesBody) -> str | dict[str, Any]:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
 
 
 def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +92,8 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         result.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*result, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise bad_request("input: it is empty", "input")
     for item in body.input:
         if item.type == "message":
             thought = result.pop() if item.role == "assistant" and _is_thought(result) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -71,7 +72,7 @@ class FunctionOutput(LooseBody):
 def _kind(value: Any) -> str:
     """Messages need not say that they are some."""
     if isinstance(value, dict):
-        return str(value.get("type", "message"))
+        return str(value.get("type") or "message")
     return str(getattr(value, "type", "message"))
 
 
@@ -83,6 +84,26 @@ Item = Annotated[
     Discriminator(_kind),
 ]
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+# Items about tools that the server runs, as OpenAI's does.
+_SERVER_ITEMS = (
+    *("file_search_call", "web_search_call", "code_interpreter_call", "image_generation_call"),
+    *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+    *("tool_search_call", "tool_search_output", "additional_tools", "program", "program_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+)
+
+
+def _as_function(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
+        return {**item, "type": "function_call", "arguments": arguments}
+    if kind == "custom_tool_call_output":
+        return {**item, "type": "function_call_output"}
+    return item
 
 
 class TextFormat(StrictBody):
@@ -116,6 +137,14 @@ class FunctionChoice(StrictBody):
     name: str
 
 
+class AllowedChoice(StrictBody):
+    """The tools that may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[dict[str, Any]]
+
+
 class ReasoningOptions(StrictBody):
     """summary: what is thought is shown whole, whichever is asked for."""
 
@@ -138,6 +167,7 @@ class ResponsesBody(StrictBody):
     """POST /v1/responses. include: of these, the server has none;  store: None: if it can be"""
 
     unused = parameters.RESPONSES
+    item_types = _SERVER_ITEMS
     tool_types = ("function",)
     model: str | None = None
     input: str | list[Item]
@@ -147,7 +177,7 @@ class ResponsesBody(StrictBody):
     top_p: float | None = Field(None, ge=0, le=1)
     text: TextOptions = TextOptions()
     tools: list[dict[str, Any]] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
@@ -156,6 +186,12 @@ class ResponsesBody(StrictBody):
     include: list[Include] = Field([])
     metadata: dict[str, str] = Field({})
     user: str | None = Field(None, max_length=512)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _client_calls(cls, value: Any) -> Any:
+        """Custom tools take a text. Their calls are those of functions with one argument."""
+        return list(map(_as_function, value)) if isinstance(value, list) else value
 
     @field_validator("tools")
     @classmethod

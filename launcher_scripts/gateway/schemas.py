@@ -16,6 +16,8 @@ from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
 
 MAX_ROWS = 128
+# Types of parts that are texts -> the key of the text.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _MAX_NUMBER = 1 << 31
 
 Prompt = str | list[int]
@@ -36,11 +38,13 @@ class StrictBody(BaseModel):
 
     unused:     the parameters of the published schema that are no fields
     tool_types: types of `tools` that are functions of the client
+    item_types: types of items of `input` that are skipped
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     unused: ClassVar[parameters.Table] = {}
     tool_types: ClassVar[tuple[str, ...]] = ()
+    item_types: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +54,7 @@ class StrictBody(BaseModel):
             return values
         return {
             name: list(map(_integer, value)) if isinstance(value, list) else _integer(value)
-            for name, value in values.items()
+            for name, value in without_nulls(values).items()
         }
 
 
@@ -58,6 +62,12 @@ class LooseBody(BaseModel):
     """A part of a conversation that clients send back. What else they say of it is not used."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls(cls, values: Any) -> Any:
+        """Null counts as absent."""
+        return without_nulls(values) if isinstance(values, dict) else values
 
 
 class TextPart(LooseBody):
@@ -67,27 +77,39 @@ class TextPart(LooseBody):
 
 
 def text_parts(value: Any, kinds: Sequence[str] = ("text",)) -> Any:
-    """Return a content whose refusals are texts.
+    """Return a content whose refusals, and texts under another interface's name, are texts.
 
     Raises ValueError for parts of other types, which clients send to models that read images.
     """
     if not isinstance(value, list):
         return value
-    parts = [
-        {"type": kinds[0], "text": part.get("refusal")}
-        if isinstance(part, dict) and part.get("type") == "refusal"
-        else part
-        for part in value
-    ]
-    types = [part.get("type") if isinstance(part, dict) else part for part in parts]
+    parts = [text_part(part, kinds) for part in value]
+    types = [part.get("type", "?") if isinstance(part, dict) else part for part in parts]
     if wrong := [str(each)[:64] for each in types if each not in kinds]:
         raise ValueError(f"this model reads text only; got a part of type {wrong[0]!r}")
     return parts
 
 
+def text_part(part: Any, kinds: Sequence[str]) -> Any:
+    """Return a part that is a text as one of `kinds`; null is an empty text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if key is None or key not in part:
+        return part
+    text = "" if part[key] is None else part[key]
+    return {**part, "type": kind if kind in kinds else kinds[0], "text": text}
+
+
 def plain_text(content: str | Sequence[TextPart] | None) -> str:
     """A content as one text, its parts as lines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def check_stops(stops: list[str]) -> list[str]:
+    """Return the texts that end an answer. Raises ValueError for too many, and for long ones."""
+    if len(stops) > 64 or any(not stop or len(stop) > 1024 for stop in stops):
+        raise ValueError("at most 64 texts of 1 to 1024 characters")
+    return stops
 
 
 class StreamOptions(StrictBody):
@@ -103,7 +125,7 @@ class JsonSchema(StrictBody):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: dict[str, Any] = Field({}, alias="schema")
 
 
 class ResponseFormat(StrictBody):
@@ -178,10 +200,7 @@ class SamplingBody(StrictBody):
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: str | list[str]) -> list[str]:
-        stops = [value] if isinstance(value, str) else value
-        if len(stops) > 64 or any(not stop or len(stop) > 1024 for stop in stops):
-            raise ValueError("at most 64 texts of 1 to 1024 characters")
-        return stops
+        return check_stops([value] if isinstance(value, str) else value)
 
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
@@ -297,6 +316,13 @@ class NamedTool(StrictBody):
     function: NamedFunction
 
 
+class AllowedTools(LooseBody):
+    """The tools that may be called, of those that the model is told."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[dict[str, Any]]
+
+
 class ChatBody(SamplingBody, ChatPrompt):
     """POST /v1/chat/completions"""
 
@@ -306,6 +332,18 @@ class ChatBody(SamplingBody, ChatPrompt):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOG_PROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allowed_tools(cls, values: Any) -> Any:
+        """Leave the tools that tool_choice allows."""
+        choice = values.get("tool_choice") if isinstance(values, dict) else None
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return values
+        allowed = AllowedTools.model_validate(choice.get("allowed_tools"))
+        names = {str((tool.get("function") or {}).get("name")) for tool in allowed.tools}
+        tools = [tool for tool in values.get("tools") or () if _name(tool) in names]
+        return {**values, "tools": tools, "tool_choice": allowed.mode if tools else "none"}
 
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
@@ -367,6 +405,12 @@ class DetokenizeBody(StrictBody):
     tokens: list[TokenId]
 
 
+def _name(tool: Any) -> str | None:
+    """Return the name of a tool that is a function."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return str(function.get("name")) if isinstance(function, dict) else None
+
+
 def _prompts(value: Any) -> list[Prompt]:
     """Return one or several texts, or lists of token ids, as a list. Raises ValueError."""
     if isinstance(value, str) or _are_ids(value):
@@ -377,6 +421,10 @@ def _prompts(value: Any) -> list[Prompt]:
     if not right or not value:
         raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids")
     return value  # type: ignore[no-any-return]
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _integer(value: Any) -> Any:

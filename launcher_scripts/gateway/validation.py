@@ -42,12 +42,14 @@ def validated(
     Raises ApiError that names the parameters that are wrong.
     """
     used = used_parameters(kind.unused, values)
-    if kind.tool_types and isinstance(tools := used.get("tools"), list):
-        used["tools"] = [tool for tool in tools if _tool_type(kind, tool) is None]
-        skipped = sorted({each for tool in tools if (each := _tool_type(kind, tool))})
+    for name, skipped_type in (("tools", _tool_type), ("input", _item_type)):
+        if not isinstance(entries := used.get(name), list):
+            continue
+        used[name] = [entry for entry in entries if skipped_type(kind, entry) is None]
+        skipped = sorted({each for entry in entries if (each := skipped_type(kind, entry))})
         if skipped and warnings is not None:
             types = ", ".join(skipped[:_MAX_PROBLEMS])
-            warnings.append(f"tools: skipped, because the gateway runs no tools: {types}")
+            warnings.append(f"{name}: skipped, because the gateway runs no tools: {types}")
     try:
         return kind.model_validate(used)
     except pydantic.ValidationError as error:
@@ -57,9 +59,15 @@ def validated(
 def _tool_type(kind: type[Body], tool: Any) -> str | None:
     """Return the type of a tool that is not a function, or None for one that is or may be."""
     name = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(name, str) or name in kind.tool_types:
+    if not kind.tool_types or not isinstance(name, str) or name in kind.tool_types:
         return None
     return name if _NAME.fullmatch(name) else "another type"
+
+
+def _item_type(kind: type[Body], item: Any) -> str | None:
+    """Return the type of an item of the input that is skipped."""
+    name = item.get("type") if isinstance(item, dict) else None
+    return name if isinstance(name, str) and name in kind.item_types else None
 
 
 def _rejection(
@@ -94,7 +102,7 @@ def _keys(values: Mapping[str, Any], error: ErrorDetails) -> Keys:
         if exists:
             keys.append(part)
             value = value[part]
-    if error["type"] == "missing":
+    if error["type"] == "missing" and tuple(keys[-1:]) != error["loc"][-1:]:  # null may be there
         keys.append(error["loc"][-1])
     return tuple(keys)
 
@@ -114,6 +122,8 @@ def _message(kind: type[Body], error: ErrorDetails, keys: Keys) -> str:
         return f"{_EXPECTED}a text in JSON"
     if error["type"] == "missing":
         return "it is missing"
+    if error["type"] in ("too_short", "string_too_short") and error["ctx"]["min_length"] == 1:
+        return "it is empty"
     return error["msg"].removeprefix("Value error, ")
 
 

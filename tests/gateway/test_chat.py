@@ -254,7 +254,7 @@ def test_arguments_of_earlier_calls_are_values_to_the_template() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "it is empty"),
         ({"messages": [{"content": "a"}]}, "messages", "role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,7 +18,8 @@ from launcher_scripts.gateway.schemas import (
     EmbeddingsBody,
     StrictBody,
 )
-from tests.gateway.fakes import FakeBackend
+from launcher_scripts.gateway.served_model import ChatTemplate
+from tests.gateway.fakes import GPT2, FakeBackend, client_of, served
 from tests.gateway.test_chat import HI, chat_client
 
 BODIES: dict[str, type[StrictBody]] = {
@@ -115,6 +117,7 @@ def test_the_tables_have_every_published_parameter(path: str) -> None:
     extensions = {*parameters.VLLM, "documents", "echo", "client_metadata", "metadata"}
     extensions |= {name for name in parameters.CHAT if "prompt_cache" in name}
     extensions |= {"safety_identifier", "service_tier", "store", "betas"}
+    extensions |= {"chat_template", "include_reasoning"}
     assert body.unused.keys() - published()[path] <= extensions
 
 
@@ -256,3 +259,118 @@ def test_errors_show_nothing_of_the_schemas_classes(
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     assert words in message and not INTERNALS.search(message), message
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+CHOICE = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": CHOICE}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"stream": True, "stream_options": {"include_usage": None}}),
+        (CHAT, {"stream_options": {}}),
+        (CHAT, {"stream_options": {"include_usage": False}}),
+        (CHAT, {"top_logprobs": 0}),
+        (CHAT, {"logprobs": False, "top_logprobs": 0}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+        (CHAT, {"modalities": [], "request_id": "x", "return_token_ids": False}),
+        (CHAT, {"tools": [TOOL], "tool_choice": ALLOWED}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}),
+        (RESPONSES, {"text": {"format": None}}),
+        (RESPONSES, {"input": [{"type": None, "role": "user", "content": "a"}]}),
+        (MESSAGES, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
+        (MESSAGES, {"system": [{"type": "text", "text": None}]}),
+    ],
+)
+def test_neutral_values_in_every_place_are_accepted(path: str, body: dict[str, Any]) -> None:
+    answer = chat_client(FakeBackend()).post(path, json={**REQUESTS[path], **body})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "choice"),
+    [
+        (CHAT, [TOOL, {"type": "function", "function": {"name": "g"}}], {"allowed_tools": CHOICE}),
+        (
+            RESPONSES,
+            [{"type": "function", **FUNCTION}, {"type": "function", "name": "g"}],
+            {"mode": "required", "tools": [{"type": "function", "name": "f"}]},
+        ),
+    ],
+)
+def test_tool_choice_may_allow_some_tools(path: str, tools: Any, choice: Any) -> None:
+    backend = FakeBackend()
+    choice = {"type": "allowed_tools", **choice}
+    body = {**REQUESTS[path], "tools": tools, "tool_choice": choice}
+    assert chat_client(backend).post(path, json=body).status_code == 200
+    grammar = json.loads(backend.requests[0].grammar or b"")
+    assert '"f"' in json.dumps(grammar) and '"g"' not in json.dumps(grammar)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": []}, "messages: it is empty"),
+        (CHAT, {"response_format": {"type": None}}, "response_format.type: it is missing"),
+        (RESPONSES, {"input": []}, "input: it is empty"),
+    ],
+)
+def test_errors_are_about_the_clients_values(path: str, body: Any, words: str) -> None:
+    answer = chat_client(FakeBackend()).post(path, json={**REQUESTS[path], **body})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, words)
+
+
+SEARCH = {"type": "web_search_call", "id": "w", "status": "completed"}
+PATCH = {"call_id": "c", "name": "apply_patch", "input": "a\nb"}
+
+
+def test_items_of_other_servers_tools_are_skipped_and_custom_calls_are_read() -> None:
+    backend = FakeBackend()
+    items = [
+        {"role": "user", "content": "Hi"},
+        SEARCH,
+        {"type": "custom_tool_call", **PATCH},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "patched"},
+    ]
+    template = ChatTemplate({"default": "{{ messages | tojson }}"}, {})
+    client = client_of(served(backend, max_len=1000, template=template))
+    answer = client.post(RESPONSES, json={"input": items})
+    assert answer.status_code == 200
+    assert "web_search_call" in answer.headers["x-warning"]
+    user, call, output = json.loads(GPT2.decode(backend.requests[0].prompt_ids))
+    assert user["content"] == "Hi" and output["content"] == "patched"
+    function = call["tool_calls"][0]["function"]
+    assert (function["name"], function["arguments"]) == ("apply_patch", {"input": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "title": "T", "source": {"type": "text", "data": "D"}}, "T\nD"),
+        (
+            {"type": "document", "source": {"type": "content", "content": [{"text": "C"}]}},
+            "C",
+        ),
+        (
+            {"type": "search_result", "title": "T", "source": "S", "content": [{"text": "C"}]},
+            "T\nS\nC",
+        ),
+        ({"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}, ""),
+        ({"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, ""),
+    ],
+)
+def test_blocks_of_messages_that_have_a_text_are_read(block: dict[str, Any], text: str) -> None:
+    backend = FakeBackend()
+    body = {"messages": [{"role": "user", "content": [block]}], "max_tokens": 2}
+    assert chat_client(backend).post(MESSAGES, json=body).status_code == 200
+    prompt = GPT2.decode(backend.requests[0].prompt_ids)
+    assert prompt == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    file = {"type": "document", "source": {"type": "base64", "data": "JVBERi0="}}
+    body["messages"] = [{"role": "user", "content": [file]}]
+    answer = chat_client(backend).post(MESSAGES, json=body)
+    assert answer.status_code == 400 and "'document'" in answer.json()["error"]["message"]

@@ -180,7 +180,7 @@ def test_a_function_that_must_be_called_and_a_form() -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "stores no responses"),
         ({"background": True}, "background", "unless it is false"),
         ({"text": 5}, "text", "expected an object"),
-        ({"input": []}, "input", "at least 1"),
+        ({"input": []}, "input", "it is empty"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length is"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
