@@ -81,9 +81,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
     between those that read the same, and none for a layer without any.
     layer_num_kv_heads and layer_ffn_sizes are every layer's, with commas between.
 
-    With experts_scale_input the weights multiply what experts read, not what
-    they add. What a branch adds is multiplied by branch_scale after its output norm, what a shared
-    expert adds by shared_expert_scale.
+    With experts_scale_input the weights multiply what experts read, not what they add; what a
+    shared expert adds is multiplied by shared_expert_scale.
     """
 
     title = "GPT"
@@ -148,7 +147,6 @@ class GPTConfig(AdapterSizes, MixerSizes):
     router_bias: bool | None = None
     router_jitter: float | None = None
     experts_scale_input: bool | None = None
-    branch_scale: float | None = None
     expert_bias: bool | None = None
     dense_layers: str | None = None
     dense_ffn_size: int | None = None

@@ -54,6 +54,12 @@ WIDE = {**TEXT, "head_dim": 8}
 QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
+    "idefics3": (
+        "Idefics3",
+        "Idefics3ForConditionalGeneration",
+        {**LLAMA, "model_type": "llama", "bos_token_id": 1, "eos_token_id": 0},
+        VISION,
+    ),
     "internvl": (
         "InternVL",
         "InternVLForConditionalGeneration",

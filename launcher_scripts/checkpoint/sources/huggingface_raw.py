@@ -373,6 +373,7 @@ MULTIMODAL = {
             "max_position_embeddings": 131072,
         },
     ),
+    "idefics3": Multimodal(),
     "internvl": Multimodal(),
     "llama4": Multimodal("llama4_text"),
     "mistral3": Multimodal(),
@@ -391,8 +392,10 @@ _SHARED_KEYS = (
 _OF_IMAGES = ("vision_config", "vision_token_id")
 _ROTARY = ("rope_scaling", "rope_parameters")
 # How the names of the decoder's tensors begin, and of those that read images.
-_PREFIXES = ("language_model.model.", "language_model.")
-_IMAGE_TENSORS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+_PREFIXES = ("language_model.model.", "language_model.", "text_model.")
+_IMAGE_TENSORS = (
+    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector."),
+)
 NOTE = "the model's tensors for images are left out: it is served for text"
 
 

@@ -232,11 +232,7 @@ class GPTWeightLoader(WeightLoader):
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         normed = self.config.norm_placement in ("sandwich", "branch")
-        if not normed:
-            return None
-        return scaled_norm(
-            self._norm(f"{stem}.output_norm", layer), self.config.branch_scale or 1.0
-        )
+        return self._norm(f"{stem}.output_norm", layer) if normed else None
 
     def _mlp(self, name: str, layer: int, norm: Norm | None = None) -> MLPWeights:
         gate = None
