@@ -4,18 +4,20 @@
 # make cluster      start a two-node Slurm on this machine, for tests and trials (NODES=4: of four
 #                   nodes; ACCOUNTING=1: with slurmdbd); make cluster-stop ends it
 # make image-check  build the image for jobs as a folder, and run the whole job in it (root)
+# make sbom         write results/sbom.json: every package of .venv, as CycloneDX
+# make licences     bring requirements/licences.csv up to date with .venv
 # make format       bring the code into the format that make check asks for
 
 BIN = .venv/bin
 CLUSTER = $(CURDIR)/results/cluster
 
-.PHONY: setup check-setup quickstart check cluster cluster-stop image-check format clean
+.PHONY: setup check-setup quickstart check cluster cluster-stop image-check sbom licences format clean
 
 setup:
-	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" HASHES="$(HASHES)" sh requirements/install.sh
 
 check-setup:
-	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh requirements/install.sh check
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" HASHES="$(HASHES)" sh requirements/install.sh check
 
 quickstart: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec $(BIN)/python3 -m launcher_scripts.steps.quickstart
@@ -38,6 +40,19 @@ cluster-stop:
 
 image-check: check-setup
 	@$(BIN)/python3 requirements/image/check.py --torch "$(TORCH_WHEEL)"
+
+sbom: check-setup
+	@mkdir -p results
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file results/sbom.json $(BIN)/python3
+	@echo results/sbom.json
+
+# Packages of other Pythons, and names that a package's metadata lack, keep their lines.
+licences: check-setup
+	@{ cat requirements/licences.csv; \
+		$(BIN)/pip-licenses --with-system --no-version --format=csv | tail -n +2 | \
+		sed -E ':a; s/^("[^",]*)[_.]/\1-/; ta; s/^"[^"]*"/\L&/'; } | \
+		sort -s -u -t, -k1,1 >requirements/licences.csv.partial
+	@mv requirements/licences.csv.partial requirements/licences.csv
 
 format: check-setup
 	$(BIN)/ruff format .

@@ -3,16 +3,19 @@
 # With the argument `check` also what only `make check` needs.
 #   PYTHON  the interpreter to build on; default: the first python3 of a version that fits
 #   TORCH   what pip shall install as torch, or "system" for the torch the machine already has
+#   HASHES  "off" for a package index that has files of its own making: versions are exact all the same
 set -eu
 cd "$(dirname "$0")/.."
 
-fits='import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
+fits='import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'
+# Python 3.13 only where it is named: it cannot run the server (docs/containers.md).
+serves='import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 kind=${1:-setup}
 stamp=.venv/installed-$kind.sha256
 own_torch=.venv/own-torch
 
 wanted() {
-    { cat requirements/*.txt requirements/install.sh; echo "${TORCH:-}"; } | sha256sum | cut -d' ' -f1
+    { cat requirements/*.txt requirements/install.sh; echo "${TORCH:-} ${HASHES:-}"; } | sha256sum | cut -d' ' -f1
 }
 
 # Whether .venv can be kept: it runs, and neither PYTHON nor TORCH asks for another kind of one.
@@ -26,7 +29,8 @@ usable() {
 
 find_python() {
     for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
-        if command -v "$candidate" >/dev/null && "$candidate" -c "$fits" 2>/dev/null; then
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c "$([ -n "${PYTHON:-}" ] && echo "$fits" || echo "$serves")" 2>/dev/null; then
             command -v "$candidate"
             return
         fi
@@ -89,13 +93,26 @@ SCRIPT
     chmod +x .venv/bin/launcher
 }
 
+# install_locked FILE OPTION...: packages with other hashes are not installed.
+install_locked() {
+    file=$1
+    shift
+    if [ "${HASHES:-}" = off ]; then
+        sed -e '/^ *--hash=/d' -e 's/ \\$//' "requirements/$file" >".venv/$file"
+        pip_install "$@" -r ".venv/$file"
+    else
+        pip_install "$@" --require-hashes -r "requirements/$file"
+    fi
+}
+
+# After the packages that it depends on, which have their versions and hashes.
 install_torch() {
     case "${TORCH:-}" in
-        "") pip_install -c requirements/constraints.txt -r requirements/torch.txt ;;
+        "") pip_install -r requirements/torch.txt ;;
         system) .venv/bin/python -c 'import torch' ;;
         *)  # TORCH is a list of pip's arguments.
             # shellcheck disable=SC2086
-            pip_install -c requirements/constraints.txt $TORCH ;;
+            pip_install $TORCH ;;
     esac
 }
 
@@ -125,20 +142,20 @@ if [ "$python" != .venv/bin/python ]; then
     fi
 fi
 rm -f "$stamp"
-echo "[1/5] torch ${TORCH:-(from the public index a CUDA build of several gigabytes)}"
-install_torch
-echo "[2/5] packages of the launcher, its jobs and the quickstart"
-pip_install -c requirements/constraints.txt -r requirements/login.txt -r requirements/job.txt \
-    -r requirements/quickstart.txt
+echo "[1/5] packages of the launcher, its jobs and the quickstart"
+install_locked constraints.txt
 if [ "$kind" = check ]; then
     echo "      packages of the tests"
-    pip_install -c requirements/constraints.txt -r requirements/dev.txt
+    install_locked constraints-dev.txt
 fi
+echo "[2/5] torch ${TORCH:-(from the public index a CUDA build of several gigabytes)}"
+install_torch
 echo "[3/5] tritonserver"
-pip_install --no-deps -r requirements/server.txt -r requirements/no-deps.txt
+install_locked server.txt --no-deps
+install_locked no-deps.txt --no-deps
 echo "[4/5] the Triton language"
 if ! .venv/bin/python -c 'import triton' 2>/dev/null; then
-    pip_install -c requirements/constraints.txt -r requirements/triton.txt
+    pip_install -r requirements/triton.txt
 fi
 echo "[5/5] compiling modules, and the command .venv/bin/launcher"
 compile_modules

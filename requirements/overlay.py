@@ -25,9 +25,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).resolve().parent
-PYTHONS = ("3.10", "3.11", "3.12")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # What an image may lack besides: a file of requirements, and whether what they need is wanted.
-EXTRAS = {"torch": ("torch.txt", True), "server": ("server.txt", False)}
+EXTRAS = {
+    "torch": ("torch.txt", True),
+    "server": ("server.txt", False),
+    "sign": ("sign.txt", True),
+}
+LOCKS = ("constraints.txt", "constraints-dev.txt")
 # Of glibc 2. Wheels for an old one are preferred; Ubuntu 22.04 has 35.
 GLIBC = (17, 5, 12, *range(18, 36))
 # Published as source alone; plain Python, so that a wheel made here is one for every Python.
@@ -89,7 +94,8 @@ class Target:
     def __init__(self, python: str, machine: str) -> None:
         self.python = python
         self.machine = machine
-        self.pins = {pin.name: pin for pin in self.read("constraints.txt")}
+        self.hashes: dict[str, list[str]] = {}
+        self.pins = {pin.name: pin for name in LOCKS for pin in self.read(name)}
 
     def fill(self, folder: Path, extras: Iterable[str]) -> None:
         """Install everything into `folder`, which must not exist."""
@@ -128,9 +134,21 @@ class Target:
         chosen = {entry.name: self.pinned(entry) for entry in wanted}
         made = [chosen.pop(name) for name in SOURCES if name in chosen]
         if made:
-            pip("wheel", "--no-deps", "--wheel-dir", str(folder), *made)
-        if chosen:
-            self.pip("download", "--dest", str(folder), *sorted(chosen.values()))
+            pip("wheel", "--no-deps", "--wheel-dir", str(folder), *self.listed(made, folder))
+        # pip wants hashes of all packages of a command, or of none.
+        for hashed in (True, False):
+            pins = sorted(pin for name, pin in chosen.items() if (name in self.hashes) == hashed)
+            if pins:
+                self.pip("download", "--dest", str(folder), *self.listed(pins, folder))
+
+    def listed(self, pins: Sequence[str], folder: Path) -> tuple[str, str]:
+        """pip's option for a file, which is written to `folder`, with the pins and their hashes."""
+        lines = [
+            " ".join([pin, *self.hashes.get(requirement(pin).name, ())]) + "\n" for pin in pins
+        ]
+        file = folder / "requirements.txt"
+        file.write_text("".join(lines), encoding="utf-8")
+        return "-r", str(file)
 
     def pinned(self, wanted: Requirement) -> str:
         """`name==version`; raises OverlayError where neither constraints.txt nor it says which."""
@@ -148,10 +166,13 @@ class Target:
         pip(command, "--no-deps", *only, *arguments)
 
     def read(self, name: str) -> Iterator[Requirement]:
-        """The lines of a file of requirements/ that count for the target."""
-        for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines():
-            text = line.partition("#")[0].strip()
-            if text and self.counts(entry := requirement(text)):
+        """The entries of a file of requirements/ that count for the target; notes their hashes."""
+        content = (REQUIREMENTS / name).read_text(encoding="utf-8").replace("\\\n", "")
+        for line in content.splitlines():
+            text, *hashes = line.partition("#")[0].split("--hash=")
+            if text.strip() and self.counts(entry := requirement(text)):
+                if hashes:
+                    self.hashes[entry.name] = [f"--hash={value.strip()}" for value in hashes]
                 yield entry
 
     def counts(self, entry: Requirement, extra: str = "") -> bool:

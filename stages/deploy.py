@@ -13,7 +13,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import absolute, is_same_path, values_of, with_absolute_paths
-from launcher_scripts.config.security import LOOPBACK
+from launcher_scripts.config.security import LOOPBACK, VERIFY_SIGNATURE, TrustedSigner
 from launcher_scripts.config.settings import AUTO, DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
@@ -48,6 +48,7 @@ class DeployBlock:
     restarts: int | None
     idle_timeout: float | None
     promote: str | None
+    verify_signature: TrustedSigner | None
     gateway: DeployedGateway
     server: ServerOptions
 
@@ -77,6 +78,7 @@ class Deploy(ServiceStage):
             gateway=self._gateway(),
             promote=self.block.promote,
             closed=self.block.gateway.api_keys is not None,
+            verify_signature=self.block.verify_signature,
             **server,
         )
         return with_absolute_paths(settings)
@@ -194,6 +196,7 @@ class Deploy(ServiceStage):
         self._check_promotion()
         self._check_ports()
         checks.paths("{} of the server", settings.security, SECURITY_KEY)
+        checks.paths("{} of the signer", settings.verify_signature, VERIFY_SIGNATURE)
         if settings.gateway is not None:
             check_gateway(checks, settings.gateway, settings.security, DeployedGateway.key)
         if self.remote:

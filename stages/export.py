@@ -21,6 +21,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
 from launcher_scripts.config.options import absolute, build, values_of, with_absolute_paths
+from launcher_scripts.config.security import SIGN, SigningKey
 from launcher_scripts.config.settings import (
     CHECKPOINT_KEY,
     DRAFT_MODEL_KEY,
@@ -69,6 +70,7 @@ class ExportBlock:
     run: ExportRun
     model: ExportModel
     triton_deployment: TritonDeployment
+    sign: SigningKey | None
 
 
 class Export(Stage):
@@ -93,6 +95,7 @@ class Export(Stage):
             parallelism=self.parallelism(),
             tokenizer=_tokenizer(model.tokenizer),
             device=str(self.launch.blocks["deploy"]["server"]["device"]),
+            sign=self.block.sign,
             **said,
         )
         return with_absolute_paths(settings)
@@ -137,6 +140,7 @@ class Export(Stage):
             for path in getattr(settings, name):
                 checks.exists("the checkpoint of adapters", path, f"export.model.{name}")
         checks.paths("the tokenizer's {}", settings.tokenizer, "export.model.tokenizer")
+        checks.paths("{} of the signature", settings.sign, SIGN)
 
     def _check_folder(self) -> None:
         """Triton wants a model's folder to have the model's name; results are not replaced."""

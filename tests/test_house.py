@@ -86,6 +86,7 @@ DOORS = {
     ),
     "triton": ("launcher_scripts/kernels/",),
     "msgspec": ("launcher_scripts/engine/",),
+    "model_signing": ("launcher_scripts/checkpoint/repository/signature.py",),
     "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),
     "torch": (
         "launcher_scripts/kernels/",

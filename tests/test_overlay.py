@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import shutil
@@ -53,6 +54,7 @@ def command(tmp_path: Path, checkout: Path) -> Path:
     pins = ("alpha", "old ; python_full_version < '3.11'", "old_or_new", "fast", "compiled")
     lines = [f"{name.split()[0]}==1.0{name.partition(' ')[2]}\n" for name in pins]
     (folder / "constraints.txt").write_text("".join(lines))
+    (folder / "constraints-dev.txt").write_text("")
     wheels = tmp_path / "wheels"
     make_wheel(
         wheels,
@@ -119,6 +121,19 @@ def test_torch_comes_with_its_needs_and_the_server_without(command: Path, tmp_pa
     ran = run_overlay(command, "--python", "3.11", "--machine", "x86_64", *extras, str(folder))
     assert ran.returncode == 0, ran.stderr
     assert {"tensors", "more", "server"} <= modules(folder)
+
+
+def test_a_wheel_with_another_hash_is_refused(command: Path, tmp_path: Path) -> None:
+    locked = command.parent / "constraints.txt"
+    wheel = tmp_path / "wheels" / "fast-1.0-py3-none-any.whl"
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    pins = locked.read_text()
+    for digest, code in ((right, 0), ("0" * 64, 1)):
+        hashed = f"fast==1.0 \\\n    --hash=sha256:{'1' * 64} \\\n    --hash=sha256:{digest}"
+        locked.write_text(pins.replace("fast==1.0", hashed))
+        ran = run_overlay(command, "--python", "3.11", str(tmp_path / f"folder {code}"))
+        assert ran.returncode == code, ran.stderr
+    assert "DO NOT MATCH THE HASHES" in ran.stderr
 
 
 def test_a_folder_that_is_there_is_left(command: Path, tmp_path: Path) -> None:

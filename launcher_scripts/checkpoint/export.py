@@ -21,8 +21,11 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     TOOL_VERSION,
     FileEntry,
+    Manifest,
     check_files,
     read_manifest,
+    size_of,
+    source_digest,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     identity,
@@ -66,6 +69,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
+from launcher_scripts.common.files import SOURCE_DIGESTS
 from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSettings
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
@@ -163,6 +167,8 @@ SOURCES: dict[str, SourceFormat] = {
 # What the manifest calls the digest of everything that makes an export what it is, and of
 # everything except the LoRA adapters beside the weights.
 IDENTITY, BASE_IDENTITY = "identity", "base_identity"
+# Of checkpoints whose digest is not asked for: it takes a further look at all bytes.
+_DIGESTED_BYTES = 8 << 30
 # Compares an exported folder with its source in another way; what the manifest says about it.
 Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
@@ -204,7 +210,7 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     if settings.reuse and not settings.overwrite and target.exists():
         weights = _base_weights(target, name, base_name)
         if not weights:
-            return _kept(settings, name, files, tasks)
+            return _kept(settings, name, files, tasks, path)
         print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
     total = _check_space(settings, config, target, weights)
     family, free = family_of(config).name, _free_space(target)
@@ -227,6 +233,7 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         unfit = write_all(tasks, writer, archive, progress, settings)
         progress.close()
         refuse_unfit(tasks, unfit, f"the weights of {path}")
+        writer.source |= _source_digests(settings, path)
         writer.seal()
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
@@ -302,24 +309,44 @@ def _identity(
         "allow_nonfinite": settings.allow_nonfinite,
         "tool": TOOL_VERSION,
     }
+    return identity(values, _sources(settings, path))
+
+
+def _sources(settings: ExportSettings, path: Path) -> list[Path]:
+    """The checkpoint in `path` and those that are added to it."""
     parts = (
         *settings.prompt_checkpoints,
         *settings.ia3_checkpoints,
         *settings.adapter_checkpoints,
         *settings.lora_checkpoints,
     )
-    return identity(values, [path, *map(Path, parts)])
+    return [path, *map(Path, parts)]
+
+
+def _source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
+    """The entry of the manifest with a digest of every checkpoint that was read; {} without."""
+    sources, wanted = _sources(settings, path), settings.digest_source
+    if wanted is None:
+        wanted = settings.sign is not None or sum(map(size_of, sources)) < _DIGESTED_BYTES
+    return {SOURCE_DIGESTS: {str(each): source_digest(each) for each in sources}} if wanted else {}
 
 
 def _kept(
-    settings: ExportSettings, name: str, files: Mapping[str, bytes], tasks: Sequence[Task]
+    settings: ExportSettings,
+    name: str,
+    files: Mapping[str, bytes],
+    tasks: Sequence[Task],
+    path: Path,
 ) -> Path:
     """Returns the folder of an earlier export, which must be the same.
 
     files: those beside the weights, by name
     """
     target = settings.checkpoint_dir
-    _check_same(target, name, files)
+    manifest = _check_same(target, name, files)
+    if manifest is not None and SOURCE_DIGESTS not in manifest.source:
+        digests = _source_digests(settings, path)
+        replace(manifest, source={**manifest.source, **digests}).write(target)
     if settings.verify:
         verify_export(target, tasks, settings.processes)
     print(f"the earlier export is the same and is kept: {target}", flush=True)
@@ -359,8 +386,9 @@ def _base_weights(target: Path, name: str, base_name: str) -> dict[str, FileEntr
     return entries
 
 
-def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> None:
-    """Raises CheckpointError where the export in `target` is another one, or not whole.
+def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest | None:
+    """Returns the manifest of the export in `target`. Raises CheckpointError for an export of
+    another checkpoint or with other settings, or an incomplete one.
 
     small: the files beside the weights, by name
     """
@@ -375,6 +403,7 @@ def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> None:
     else:
         check_files(target, manifest.entries, problems, digests=False)
     problems.raise_if_any(CheckpointError)
+    return manifest
 
 
 def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:

@@ -12,10 +12,13 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from launcher_scripts.common.untrusted import parse_json, read_plain
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -94,6 +97,46 @@ def seconds_silent(ready: Mapping[str, Any]) -> float | None:
 
 _BYTES = 32
 _PIECE = 1 << 20
+_SHORT = 12
+MANIFEST = "manifest.json"
+SOURCE_DIGESTS = "digests"  # of a manifest's `source`: checkpoint -> digest
+
+
+@dataclass(frozen=True)
+class DigestChain:
+    """From the checkpoints that were exported to the shards that are served.
+
+    manifest: the digest of manifest.json, which has the digest of every shard
+    source:   checkpoint -> its digest, as the manifest records it; {}: it records none
+    """
+
+    manifest: str
+    source: Mapping[str, str]
+
+    @classmethod
+    def of(cls, folder: Path) -> DigestChain:
+        """The chain of exported shards. Raises OSError or ValueError without a manifest."""
+        path = folder / MANIFEST
+        values = parse_json(read_plain(path))
+        said = values.get("source") if isinstance(values, dict) else None
+        digests = said.get(SOURCE_DIGESTS) if isinstance(said, dict) else None
+        source = digests if isinstance(digests, dict) else {}
+        named = {Path(checkpoint).name: str(digest) for checkpoint, digest in source.items()}
+        return cls(file_digest(path), named)
+
+    @property
+    def fingerprint(self) -> str:
+        """`fp_MANIFEST`, or `fp_MANIFEST_SOURCE`: what responses have as system_fingerprint."""
+        source = [value_digest(dict(self.source))[:_SHORT]] if self.source else []
+        return "_".join(["fp", self.manifest[:_SHORT], *source])
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for reports and for /version."""
+        return {
+            "system_fingerprint": self.fingerprint,
+            "manifest": self.manifest,
+            "source": dict(self.source),
+        }
 
 
 def file_digest(path: Path) -> str:

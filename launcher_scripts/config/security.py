@@ -18,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 # In the certificate of a closed server's start, whatever its address.
 SERVER_NAME = "launcher-server"
 _GROUP_OR_OTHERS = 0o077
+SIGN, VERIFY_SIGNATURE = "export.sign", "deploy.verify_signature"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,42 @@ class ClientTls:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError(
                 problem("a certificate needs its key", change="evaluate.grpc_tls.certificate, key")
+            )
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """PEM files that sign an export: the private key (of an elliptic curve, not encrypted), and
+    where those who verify know authorities and not the key, its certificate and the chain of it.
+    """
+
+    key: SecretPath
+    certificate: ConfigPath | None = None
+    chain: tuple[ConfigPath, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.chain and self.certificate is None:
+            raise ConfigError(
+                problem("a chain needs the certificate", change=f"{SIGN}.certificate")
+            )
+
+
+@dataclass(frozen=True)
+class TrustedSigner:
+    """PEM files of one who may sign exports: the public key, or certificates of authorities."""
+
+    public_key: ConfigPath | None = None
+    certificates: tuple[ConfigPath, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.public_key is None) != bool(self.certificates):
+            raise ConfigError(
+                problem(
+                    "a signature is verified by a public key or by certificates",
+                    got=vars(self),
+                    choices=("{public_key: FILE}", "{certificates: [FILE, ...]}"),
+                    change=VERIFY_SIGNATURE,
+                )
             )
 
 

@@ -37,7 +37,14 @@ from launcher_scripts.config.options import (
     option,
 )
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.security import LOOPBACK, ClientTls, ServerSecurity
+from launcher_scripts.config.security import (
+    LOOPBACK,
+    VERIFY_SIGNATURE,
+    ClientTls,
+    ServerSecurity,
+    SigningKey,
+    TrustedSigner,
+)
 
 AUTO = "auto"
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -125,6 +132,11 @@ class ModelOptions:
         "transformers (for Megatron-LM core's, megatron-core) is installed, its logits too",
     )
     allow_nonfinite: bool = option(False, "export NaN and infinite weights as they are")
+    digest_source: bool | None = option(
+        None,
+        "record digests of the checkpoint's files in the manifest; by default if the export is "
+        "signed or the checkpoint has under 8 GiB",
+    )
     allow_custom_code_config: bool = option(
         False,
         "export a Hugging Face model as the one of its model_type, although its config.json names "
@@ -185,7 +197,7 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
-    shards are wanted. device: of the server, as in ServerOptions.
+    shards are wanted. device: of the server, as in ServerOptions. sign: None: no signature.
     """
 
     model_name: str
@@ -203,6 +215,7 @@ class ExportSettings(ServingOptions, ModelOptions):
     parallelism: Parallelism = Parallelism()
     tokenizer: TokenizerSettings = TokenizerSettings()
     device: str = "auto"
+    sign: SigningKey | None = None
 
     @staticmethod
     def key_of(name: str) -> str:
@@ -318,7 +331,8 @@ class DeploySettings(ServerOptions):
     storage (s3://, gs://, as://). gateway: OpenAI's interface beside the server; None: none.
     promote: after_gate holds the server back until an evaluation's verdict is GO: it has a
     candidate file instead of the ready file; None: it is not held back. closed: a gateway in a
-    job of its own has keys; see is_closed.
+    job of its own has keys; see is_closed. verify_signature: whose signature the repository must
+    have; None: it needs none.
     """
 
     stage: ClassVar[str] = "deploy"
@@ -332,9 +346,16 @@ class DeploySettings(ServerOptions):
     gateway: DeployedGateway | None = None
     promote: str | None = None
     closed: bool = False
+    verify_signature: TrustedSigner | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the deploy settings")
+        if self.verify_signature is not None and "://" in self.model_repository:
+            problems.add(
+                "a signature can be verified only where the repository is a folder",
+                got=self.model_repository,
+                change=f"deploy.model_repository, or {VERIFY_SIGNATURE}=null",
+            )
         if self.is_closed:
             self.security.check_closed(problems)
         elif self.gateway is not None:

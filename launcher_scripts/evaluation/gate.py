@@ -24,6 +24,7 @@ from launcher_scripts.config.options import is_same_path
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.checks import FINDINGS, Check, checks
+from launcher_scripts.evaluation.report import CHAIN
 from launcher_scripts.evaluation.tasks.task import COUNTED, Interval
 
 FAIL, INCONCLUSIVE, PASS = LEVELS = ("fail", "inconclusive", "pass")
@@ -49,13 +50,17 @@ class Reason:
 
 @dataclass(frozen=True)
 class Verdict:
-    """GO, NO-GO or INCONCLUSIVE, with the reasons: failed bounds, open ones, passed ones."""
+    """GO, NO-GO or INCONCLUSIVE, with the reasons: failed bounds, open ones, passed ones.
+
+    served: the digests of the weights that were measured; more than one: of different weights
+    """
 
     verdict: str
     exit_code: int
     reasons: list[Reason]
     policy: dict[str, Any]
     date: str
+    served: list[dict[str, Any]]
 
     def lines(self) -> list[str]:
         """The verdict, and a line a reason."""
@@ -74,7 +79,20 @@ def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> V
     reasons.sort(key=_order)
     exit_code = EXIT_CODES[reasons[0].level]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Verdict(VERDICTS[exit_code], exit_code, reasons, dataclasses.asdict(policy), date)
+    said = dataclasses.asdict(policy)
+    return Verdict(VERDICTS[exit_code], exit_code, reasons, said, date, _served(content))
+
+
+def _served(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The different digest chains of a report's sections."""
+    sections = [*content.get("tasks", {}).values(), *content.values()]
+    measured_on = (part.get("measured_on") for part in sections if isinstance(part, dict))
+    found: list[dict[str, Any]] = []
+    for digests in (on.get("digests", {}) for on in measured_on if on):
+        chain = {name: digests.get(name) for name in CHAIN}
+        if chain["manifest"] is not None and chain not in found:
+            found.append(chain)
+    return found
 
 
 def _order(one: Reason) -> tuple[int, bool]:

@@ -22,7 +22,13 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.exit_codes import VERDICT_FILE
-from launcher_scripts.common.files import atomic_write, file_digest, value_digest
+from launcher_scripts.common.files import (
+    MANIFEST,
+    DigestChain,
+    atomic_write,
+    file_digest,
+    value_digest,
+)
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
     GENERATION_FILE,
@@ -51,7 +57,7 @@ from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.evaluation.twin.measurement import TwinResult
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-MANIFEST = "manifest.json"
+CHAIN = ("system_fingerprint", "manifest", "source")
 # What figures are computed with, where a client has it: NeMo is asked without any.
 CLIENT_PACKAGES = (
     *("numpy", "rouge_score", "sacrebleu", "sentencepiece", "tokenizers", "torch"),
@@ -71,16 +77,19 @@ def digests(settings: EvaluateSettings, data: Iterable[str] = ()) -> dict[str, A
     tokenizer:     of the tokenizer's files, chat templates left out
     chat_template: of the tokenizer's templates
     manifest:      of the served checkpoint's manifest.json, which has the digest of every weight
+    source:        of the checkpoints that were exported, as the manifest records them
+    system_fingerprint: of both, as the gateway's responses have it
     configuration: of the settings, without where the server is and how long to wait for it
     reasons:       why one of them is null, by its name
     """
     folder = Path(settings.tokenizer_dir)
     reasons = {}
-    manifest = tokenizer = template = None
+    tokenizer = template = None
+    chain: dict[str, Any] = dict.fromkeys(CHAIN)
     try:
-        manifest = file_digest(folder / MANIFEST)
-    except OSError as error:
-        reasons["manifest"] = f"{folder / MANIFEST}: {error.strerror}"
+        chain = DigestChain.of(folder).values()
+    except (OSError, ValueError) as error:
+        reasons["manifest"] = f"{folder / MANIFEST}: {getattr(error, 'strerror', error)}"
     try:
         files = {path.name: path.read_bytes() for path in tokenizer_files(folder)}
         if files:
@@ -95,7 +104,7 @@ def digests(settings: EvaluateSettings, data: Iterable[str] = ()) -> dict[str, A
         "data": _data(data),
         "tokenizer": tokenizer,
         "chat_template": template,
-        "manifest": manifest,
+        **chain,
         "configuration": value_digest(_configuration(settings)),
     }
     return {**found, "reasons": reasons} if reasons else found
@@ -180,7 +189,7 @@ def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     }
     if found["manifest"] is None:
         same = {name: value for name, value in server.items() if name != "alive_at"}
-    dropped = ("configuration", "reasons")
+    dropped = ("configuration", "reasons", "system_fingerprint", "source")
     return {
         **own,
         **{name: value for name, value in found.items() if name not in dropped},

@@ -271,8 +271,9 @@ class Gateway:
         return self.metrics.response()
 
     async def version(self, _: Request) -> Response:
-        """GET /version"""
-        return JSONResponse({"version": VERSION})
+        """GET /version: the gateway's, and the digests of the weights of every model."""
+        models = {model.name: model.digests and model.digests.values() for model in self.models.all}
+        return JSONResponse({"version": VERSION, "models": models})
 
     def _threads(self, request: Request) -> ThreadsOfClient:
         """Threads for the work of the request's client."""

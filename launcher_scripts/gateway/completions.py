@@ -83,6 +83,7 @@ class Answering(ABC):
             "id": f"{self.prefix}-{generation.record.request_id}",
             "created": self.created,
             "model": model.name,
+            "system_fingerprint": model.digests and model.digests.fingerprint,
         }
         opening = to_json({**self._head, "object": self.chunk_kind})
         self._opening = b"data: " + opening[:-1] + b',"choices":'

@@ -9,6 +9,7 @@ from typing import Any
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.clients.remote import parameter
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.tokenizer import (
     COMPANION_FILES,
     GENERATION_FILE,
@@ -108,8 +109,17 @@ def _served(
         encodes=GENERATING.get(model_type, True),
         embeds=model_type == EMBEDDING,
         token_names=tokens,
+        digests=_digests(found.folder),
         lora_names=lora_names,
     )
+
+
+def _digests(folder: Path | None) -> DigestChain | None:
+    """The digests of exported shards; None where they have no manifest, or are not to be read."""
+    try:
+        return None if folder is None else DigestChain.of(folder)
+    except (OSError, ValueError):
+        return None
 
 
 def _sizes(folder: Path, end_id: int | None) -> tuple[int | None, int | None]:

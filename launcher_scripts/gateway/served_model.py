@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
 from launcher_scripts.common.rendering import FAILURE, REFUSAL, SYNTAX, TEXT
 from launcher_scripts.common.tokenizer import SpecialIds, TokenizationError, Tokenizer
@@ -157,6 +158,7 @@ class ServedModel:
     encodes:     an encoder-decoder, whose prompt is the encoder's input
     embeds:      an encoder alone, which gives vectors
     token_names: bos_token and the like, for /tokenizer_info
+    digests:     of its weights and of the checkpoints that they are from; None: not known
     lora_names:  its LoRA adapters, in the order of their numbers
     lora_adapter, parent: of one of these as a model: its number, and the name of its base
     """
@@ -173,6 +175,7 @@ class ServedModel:
     encodes: bool = False
     embeds: bool = False
     token_names: Mapping[str, str] = field(default_factory=dict)
+    digests: DigestChain | None = None
     lora_names: tuple[str, ...] = ()
     lora_adapter: int | None = None
     parent: str | None = None

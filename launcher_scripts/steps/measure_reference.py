@@ -25,6 +25,7 @@ from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
 from launcher_scripts.evaluation.report import (
+    CHAIN,
     Report,
     data_files,
     measured_on,
@@ -67,7 +68,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
             run = lookup(TASKS, task.name, "evaluate.tasks")
             environment = measured_on(settings, server, data=data_files(task))
             reasons = {"manifest": f"{model.name} was asked, not the served checkpoint"}
-            environment["digests"] |= {"manifest": None, "reasons": reasons}
+            environment["digests"] |= {**dict.fromkeys(CHAIN), "reasons": reasons}
             asks = reference_set_up(environment, checkpoint, settings=questions_of(task))
             file, resume = journals / f"{task.name}.jsonl", settings.resume
             with Journal(file, asks, environment, resume=resume) as journal:

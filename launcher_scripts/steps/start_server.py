@@ -4,7 +4,8 @@
 
 The file holds DeploySettings; --replica says which of several servers with these settings this is,
 where the file does not.
-Text models whose code or tokenizer was altered since the export are refused.
+Text models whose code or tokenizer was altered since the export are refused, and repositories
+without the wanted signature.
 Being stopped by SIGINT, SIGTERM or SIGHUP is how a service ends:
 exit status 0. A server that does not become ready or dies gives 1.
 
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from launcher_scripts.steps.packages import (
     GATEWAY_PACKAGES,
@@ -29,6 +31,7 @@ if __name__ == "__main__":
     check_packages("start_server", "jinja2", "msgspec", "numpy", "torch", "yaml")
     note_slow_checksums()
 
+from launcher_scripts.checkpoint.repository.signature import verify_signature
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
@@ -58,6 +61,9 @@ def start(settings: DeploySettings) -> None:
             check_packages("start_server", "cryptography")
         if settings.gateway is not None:
             check_packages("start_gateway", *GATEWAY_PACKAGES)
+        if settings.verify_signature is not None:
+            verify_signature(Path(settings.model_repository), settings.verify_signature)
+            print(f"the signature of {settings.model_repository} is valid", flush=True)
         check_text_models(settings.model_repository)
         serve(settings, node_rank)
         return

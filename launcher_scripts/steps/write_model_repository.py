@@ -16,6 +16,7 @@ if __name__ == "__main__":
     check_packages("write_model_repository", "jinja2", "numpy", "yaml")
 
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.repository.signature import sign_repository
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.steps.command import resumed, run_step
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(settings: ExportSettings) -> None:
     repository = ModelRepository(settings.model_repository)
     models = repository.write(resumed(settings))
+    if settings.sign is not None:
+        print(f"signed: {sign_repository(repository.root, settings.sign)}")
     print(f"model repository {repository.root}: {', '.join(models)}")
 
 

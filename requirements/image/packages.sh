@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install what the jobs need, and nothing else, into the Debian 12 that this runs in, as root.
+# Install what the jobs and the launcher need into the Debian 12 that this runs in, as root.
 #   TORCH  pip's arguments for another torch than that of torch.txt, such as one for CPUs
 set -eu
 cd "$(dirname "$0")/.."
@@ -15,10 +15,10 @@ pip_install() {
         --disable-pip-version-check --no-input -q "$@"
 }
 
+pip_install --require-hashes -r constraints.txt
 # TORCH is a list of pip's arguments.
 # shellcheck disable=SC2086
-pip_install -c constraints.txt ${TORCH:--r torch.txt}
-pip_install -c constraints.txt -r job.txt
-pip_install --no-deps -r server.txt
+pip_install ${TORCH:--r torch.txt}
+pip_install --no-deps --require-hashes -r server.txt
 apt-get clean
 rm -rf /var/lib/apt/lists/*

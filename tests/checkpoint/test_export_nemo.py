@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, content_digest
+from launcher_scripts.common.files import DigestChain
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint_maker import Variant, make_nemo, rebuilt, small_config
 
@@ -139,3 +141,29 @@ def test_any_division_becomes_any_other(
     found = rebuilt(FTCheckpoint.open(export_folder(folder / "source.nemo", folder, target)))
     assert found.keys() == stored.keys()
     assert all(np.array_equal(found[name], values) for name, values in stored.items())
+
+
+def test_the_manifest_has_the_sources_digest(tmp_path: Path) -> None:
+    """That of the lines that b3sum prints; the served digests lead back to it."""
+    make_nemo(tmp_path / "source.nemo", small_config())
+    digest = content_digest((tmp_path / "source.nemo").read_bytes(), ALGORITHM)
+    lines = content_digest(f"{digest}  source.nemo\n".encode(), ALGORITHM)
+    folder = export_folder(tmp_path / "source.nemo", tmp_path)
+    chain = DigestChain.of(folder)
+    assert chain.source == {"source.nemo": f"{ALGORITHM}:{lines}"}
+    again = DigestChain.of(export_folder(tmp_path / "source.nemo", tmp_path / "other"))
+    assert again.fingerprint.rpartition("_")[2] == chain.fingerprint.rpartition("_")[2]
+    assert again.source == chain.source
+
+
+def test_digests_of_the_source_come_later(tmp_path: Path) -> None:
+    """An export without them gets them when it is kept; the weights stay."""
+    make_nemo(tmp_path / "source.nemo", small_config())
+    folder = export_folder(tmp_path / "source.nemo", tmp_path, digest_source=False)
+    assert DigestChain.of(folder).source == {}
+    assert DigestChain.of(folder).fingerprint.count("_") == 1
+    export_folder(tmp_path / "source.nemo", tmp_path, digest_source=False)
+    assert DigestChain.of(folder).source == {}
+    export_folder(tmp_path / "source.nemo", tmp_path)
+    assert list(DigestChain.of(folder).source) == ["source.nemo"]
+    FTCheckpoint.open(folder)

@@ -85,6 +85,17 @@ def judged(content: dict[str, Any], **values: Any) -> gate.Verdict:
     return gate.judge(content, policy(**values), Path())
 
 
+def test_a_verdict_names_the_weights_that_were_measured() -> None:
+    chain = {"system_fingerprint": "fp_ab", "manifest": "ab", "source": {"m": "blake3:cd"}}
+    content = report()
+    assert judged(content, **ASKED).served == []
+    for section in (*content["tasks"].values(), content["load"]):
+        section["measured_on"] = {"digests": {**chain, "data": {"items": "ef"}}}
+    assert judged(content, **ASKED).served == [chain]
+    content["load"]["measured_on"] = {"digests": {"manifest": "other"}}
+    assert [each["manifest"] for each in judged(content, **ASKED).served] == ["ab", "other"]
+
+
 def test_a_clean_run_is_a_go() -> None:
     verdict = judged(report(), **ASKED)
     assert (verdict.verdict, verdict.exit_code) == ("GO", 0), verdict.lines()

@@ -76,7 +76,7 @@ def test_digests_are_those_of_b2sum(tmp_path: Path) -> None:
         ),
         ("chat_template.jinja", "other", {"chat_template"}),
         ("generation_config.json", "{}", set()),
-        ("manifest.json", '{"files": [1]}', {"manifest"}),
+        ("manifest.json", '{"files": [1]}', {"manifest", "system_fingerprint"}),
     ],
 )
 def test_a_digest_changes_with_its_own_file_alone(
@@ -87,6 +87,7 @@ def test_a_digest_changes_with_its_own_file_alone(
     after = digests(settings(folder))
     assert {key for key in before if before[key] != after[key]} == changes
     assert len(before["manifest"]) == 64 and "reasons" not in before
+    assert before["system_fingerprint"] == f"fp_{before['manifest'][:12]}"
 
 
 def test_what_is_not_there_is_null_with_its_reason(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.api_errors import bad_request
@@ -41,6 +43,27 @@ def events(client: TestClient, path: str = "/v1/completions", **body: Any) -> li
     *lines, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_responses_and_version_have_the_digests_of_the_weights() -> None:
+    chain = DigestChain("ab" * 32, {"model.nemo": "blake3:" + "cd" * 32})
+    client = client_of(served(FakeBackend(), digests=chain), served(FakeBackend(), "other"))
+    assert re.fullmatch("fp_abababababab_[0-9a-f]{12}", chain.fingerprint)
+    assert ask(client, model="tiny")["system_fingerprint"] == chain.fingerprint
+    for event in events(client, prompt="Hello", model="tiny"):
+        assert event["system_fingerprint"] == chain.fingerprint
+    assert ask(client, model="other")["system_fingerprint"] is None
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    chat = client.post("/v1/chat/completions", json=body).json()
+    assert chat["system_fingerprint"] == chain.fingerprint
+    assert client.get("/version").json()["models"] == {
+        "tiny": {
+            "system_fingerprint": chain.fingerprint,
+            "manifest": "ab" * 32,
+            "source": {"model.nemo": "blake3:" + "cd" * 32},
+        },
+        "other": None,
+    }
 
 
 def test_an_answer_is_openais() -> None:

@@ -216,6 +216,24 @@ def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
     return digest.hexdigest()
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [file for _, file in _files_of(path)]
+    return sum(file.stat().st_size for file in files)
+
+
+def source_digest(path: Path) -> str:
+    """`algorithm:digest` of a file or of all files of a folder.
+
+    It is the digest of the lines that b3sum (or sha256sum) prints of the files, by their names.
+    """
+    files = [(path.name, path)] if path.is_file() else _files_of(path)
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda entry: file_digest(entry[1]), files)
+        lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(found, files, strict=True)]
+    return f"{ALGORITHM}:{content_digest(''.join(lines).encode(), ALGORITHM)}"
+
+
 def content_digest(content: bytes, algorithm: str = SMALL) -> str:
     digest = DIGESTS[algorithm]()
     digest.update(content)
