@@ -100,6 +100,7 @@ _PIECE = 1 << 20
 _SHORT = 12
 MANIFEST = "manifest.json"
 SOURCE_DIGESTS = "digests"  # of a manifest's `source`: checkpoint -> digest
+CHAIN = ("system_fingerprint", "manifest", "source")  # of DigestChain.values()
 
 
 @dataclass(frozen=True)

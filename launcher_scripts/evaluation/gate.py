@@ -19,12 +19,11 @@ from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.exit_codes import VERDICTS
-from launcher_scripts.common.files import ask_to_publish, replica_files
+from launcher_scripts.common.files import CHAIN, ask_to_publish, replica_files
 from launcher_scripts.config.options import is_same_path
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.checks import FINDINGS, Check, checks
-from launcher_scripts.evaluation.report import CHAIN
 from launcher_scripts.evaluation.tasks.task import COUNTED, Interval
 
 FAIL, INCONCLUSIVE, PASS = LEVELS = ("fail", "inconclusive", "pass")

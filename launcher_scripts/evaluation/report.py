@@ -23,6 +23,7 @@ from typing import Any
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.common.files import (
+    CHAIN,
     MANIFEST,
     DigestChain,
     atomic_write,
@@ -57,7 +58,6 @@ from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.evaluation.twin.measurement import TwinResult
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-CHAIN = ("system_fingerprint", "manifest", "source")
 # What figures are computed with, where a client has it: NeMo is asked without any.
 CLIENT_PACKAGES = (
     *("numpy", "rouge_score", "sacrebleu", "sentencepiece", "tokenizers", "torch"),

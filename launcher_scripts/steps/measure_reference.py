@@ -21,11 +21,11 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError, lookup
+from launcher_scripts.common.files import CHAIN
 from launcher_scripts.config.settings import EvaluateSettings, read_settings
 from launcher_scripts.evaluation.comparison import timed
 from launcher_scripts.evaluation.journal import Journal, locked, remove_journals
 from launcher_scripts.evaluation.report import (
-    CHAIN,
     Report,
     data_files,
     measured_on,
