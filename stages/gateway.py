@@ -9,10 +9,9 @@ from typing import ClassVar
 
 from hydra.core.config_store import ConfigStore
 
-from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.gateway import DeployedGateway, GatewayJobSettings
 from launcher_scripts.config.options import values_of, with_absolute_paths
 from launcher_scripts.config.security import LOOPBACK
-from launcher_scripts.config.settings import GatewayJobSettings
 from stages.checks import check_gateway
 from stages.deploy import Deploy
 from stages.stage import ClientRun, ServiceStage

@@ -7,9 +7,11 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from launcher_scripts.common.errors import ConfigError, Problems
+from launcher_scripts.common.files import READY
 from launcher_scripts.config.options import (
     PORTS,
     ConfigPath,
@@ -19,7 +21,7 @@ from launcher_scripts.config.options import (
     option,
     values_of,
 )
-from launcher_scripts.config.security import ClientTls
+from launcher_scripts.config.security import LOOPBACK, ClientTls
 
 MIB = 1 << 20
 # Whoever asks whether the gateway is there need not have a key, nor does the page that asks for it.
@@ -216,3 +218,43 @@ def example_command(openai: str, model: str, *, keyed: bool) -> str:
     words += ["-d", json.dumps(body)]
     key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if keyed else ""
     return shlex.join(words) + key
+
+
+@dataclass(frozen=True)
+class GatewayJobSettings:
+    """One gateway before all servers of `ready`, as a job of its own. Times in seconds.
+
+    ready: ready files of the servers, or the folders that hold them. host and public_host are as
+    in DeploySettings. ready_timeout: how long to wait until each of `ready` has a server.
+    stop_timeout: for running requests, once it is stopped. restarts: how often a gateway that was
+    ready may be started again. idle_timeout: seconds without servers after which it ends; None: it
+    waits for others. tokenizer_dir: see GatewaySettings.
+    """
+
+    stage: ClassVar[str] = "gateway"
+
+    ready: tuple[ConfigPath, ...]
+    results_dir: str
+    gateway: DeployedGateway
+    host: str | None = LOOPBACK
+    public_host: str | None = None
+    tokenizer_dir: ConfigPath | None = None
+    ready_timeout: float = 1800.0
+    stop_timeout: float = 30.0
+    restarts: int = 0
+    idle_timeout: float | None = None
+    job_folder: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems("the settings of the gateway's job")
+        if not self.ready:
+            problems.add("no server is named", change="gateway.ready")
+        for name in ("ready_timeout", "stop_timeout"):
+            problems.check_at_least(name, getattr(self, name), 0, f"gateway.{name}")
+        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+        problems.raise_if_any(ConfigError)
+
+    @property
+    def ready_file(self) -> Path:
+        """Written when the gateway answers: openai as http://host:port/v1, and models."""
+        return Path(self.results_dir) / READY

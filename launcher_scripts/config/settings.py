@@ -402,46 +402,6 @@ class DeploySettings(ServerOptions):
         return replica_file(Path(self.results_dir) / CANDIDATE, self.replica)
 
 
-@dataclass(frozen=True)
-class GatewayJobSettings:
-    """One gateway before all servers of `ready`, as a job of its own. Times in seconds.
-
-    ready: ready files of the servers, or the folders that hold them. host and public_host are as
-    in DeploySettings. ready_timeout: how long to wait until each of `ready` has a server.
-    stop_timeout: for running requests, once it is stopped. restarts: how often a gateway that was
-    ready may be started again. idle_timeout: seconds without servers after which it ends; None: it
-    waits for others. tokenizer_dir: see GatewaySettings.
-    """
-
-    stage: ClassVar[str] = "gateway"
-
-    ready: tuple[ConfigPath, ...]
-    results_dir: str
-    gateway: DeployedGateway
-    host: str | None = LOOPBACK
-    public_host: str | None = None
-    tokenizer_dir: ConfigPath | None = None
-    ready_timeout: float = 1800.0
-    stop_timeout: float = 30.0
-    restarts: int = 0
-    idle_timeout: float | None = None
-    job_folder: str | None = None
-
-    def __post_init__(self) -> None:
-        problems = Problems("the settings of the gateway's job")
-        if not self.ready:
-            problems.add("no server is named", change="gateway.ready")
-        for name in ("ready_timeout", "stop_timeout"):
-            problems.check_at_least(name, getattr(self, name), 0, f"gateway.{name}")
-        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
-        problems.raise_if_any(ConfigError)
-
-    @property
-    def ready_file(self) -> Path:
-        """Written when the gateway answers: openai as http://host:port/v1, and models."""
-        return Path(self.results_dir) / READY
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
     """How a served model is asked, in the block `evaluate`.

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.common.files import STALE_SECONDS, atomic_write, may_publish, seconds_silent
 from launcher_scripts.common.hosts import address_towards
+from launcher_scripts.config.gateway import GatewayJobSettings
 from launcher_scripts.config.security import LOOPBACK
-from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
+from launcher_scripts.config.settings import DeploySettings
 
 PORT_NAMES = ("http", "grpc", "metrics")
 GATEWAY = "gateway"

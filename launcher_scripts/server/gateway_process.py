@@ -17,9 +17,9 @@ from typing import IO
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.files import has_servers
 from launcher_scripts.common.processes import StopRequest, is_suspended
-from launcher_scripts.config.gateway import GatewaySettings, example_command
+from launcher_scripts.config.gateway import GatewayJobSettings, GatewaySettings, example_command
 from launcher_scripts.config.security import LOOPBACK
-from launcher_scripts.config.settings import GatewayJobSettings, write_settings
+from launcher_scripts.config.settings import write_settings
 from launcher_scripts.server.addresses import (
     EVERY_ADDRESS,
     GATEWAY,

@@ -16,7 +16,7 @@ from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
 if __name__ == "__main__":
     check_packages("run_gateway", "yaml", *GATEWAY_PACKAGES)
 
-from launcher_scripts.config.settings import GatewayJobSettings
+from launcher_scripts.config.gateway import GatewayJobSettings
 from launcher_scripts.server.gateway_process import serve_gateway
 from launcher_scripts.steps.command import run_step
 

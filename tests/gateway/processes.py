@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.settings import GatewayJobSettings, write_settings
+from launcher_scripts.config.gateway import DeployedGateway, GatewayJobSettings
+from launcher_scripts.config.settings import write_settings
 from tests.processes import wait_for
 from tests.server.processes import StepProcess
 

@@ -19,12 +19,11 @@ from launcher_scripts.config.evaluation import (
     LoadSettings,
     TaskSettings,
 )
-from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.gateway import DeployedGateway, GatewayJobSettings
 from launcher_scripts.config.options import build, values_of
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import (
     EvaluateSettings,
-    GatewayJobSettings,
     ModelOptions,
     ServerOptions,
     ServingOptions,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.settings import DeploySettings, GatewayJobSettings
+from launcher_scripts.config.gateway import DeployedGateway, GatewayJobSettings
+from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server import addresses as addresses_module
 from launcher_scripts.server.addresses import addresses, openai_url, with_node_address
 
