@@ -149,6 +149,27 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of neighbouring experts, of which a token chooses some before it chooses experts.
+
+    per_token:  how many groups
+    num_scores: the best experts of a group whose scores, with the router's bias, sum to its own
+    """
+
+    count: int
+    per_token: int
+    num_scores: int
+
+    def inside(self, scores: Tensor) -> Tensor:
+        """The scores [N, experts] of the best groups' experts; -inf of the others."""
+        grouped = scores.unflatten(-1, (self.count, -1))
+        best = grouped.topk(self.num_scores, -1).values.sum(-1).topk(self.per_token, -1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, value=False)
+        result: Tensor = grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
+        return result
+
+
+@dataclass(frozen=True)
 class Router:
     """How tokens choose among the experts of a layer.
 
@@ -160,6 +181,7 @@ class Router:
     normalized:     whether the scores of those chosen are divided by their sum
     scaling_factor: what they are multiplied by then, to be the weights of what the experts add
     bias:           float32 [experts], added to the scores to choose, but not to the weights
+    groups:         where only the experts of some groups can be chosen
     """
 
     linear: Linear
@@ -169,6 +191,7 @@ class Router:
     scaling_factor: float = 1.0
     bias: Tensor | None = None
     jitter: float = 0.0
+    groups: ExpertGroups | None = None
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,7 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         return _sparse_mixture(found, router)
     scores = found.sigmoid() if router.score_function == "sigmoid" else found.softmax(-1)
     ranks = scores if router.bias is None else scores + router.bias
+    ranks = router.groups.inside(ranks) if router.groups else ranks
     chosen = ranks.topk(router.per_token, -1).indices
     weights = scores.gather(-1, chosen)
     if router.normalized:

@@ -20,7 +20,7 @@ ACTIVATIONS = (*FORK_ACTIVATIONS, "squared_relu", "clamped_swiglu")
 XIELU = "xielu"
 # What a hyperparameter that is not a whole number may be, so that float32 holds it and its inverse.
 REALS = (1e-30, 1e30)
-REAL_RANGES = {"norm_eps": (1e-30, 1.0), "mixer_norm_eps": (1e-30, 1.0)}
+REAL_RANGES = dict.fromkeys(("norm_eps", "mixer_norm_eps", "latent_norm_eps"), (1e-30, 1.0))
 LAYER_LISTS = (
     "full_attention_layers",
     "unrotated_layers",

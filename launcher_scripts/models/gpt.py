@@ -36,6 +36,12 @@ _NEEDED_OF_SCALING = {
 }
 
 
+def expert_groups(count: int, per_token: int, num_scores: int) -> dict[str, int]:
+    """The fields of a GPTConfig with experts in groups; none of a single group."""
+    names = ("num_expert_groups", "groups_per_token", "group_score_experts")
+    return {} if count == 1 else dict(zip(names, (count, per_token, num_scores), strict=True))
+
+
 @dataclass(frozen=True)
 class GPTConfig(AdapterSizes, MixerSizes):
     """Hyperparameters of a GPT.
@@ -73,7 +79,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     ("softmax" where it is not said), expert_bias, normalized_experts and router_scaling_factor, as
     kernels/operands.py says of a Router, whose linear has a bias with router_bias. mlp_bias is of
     every expert, too. With moe_latent_size they read and make so many numbers, between two
-    projections that all of a layer share.
+    projections that all of a layer share. With num_expert_groups only the experts of the
+    groups_per_token best of these groups can be chosen, each as good as the sum of its
+    group_score_experts best scores (1 where it is not said).
 
     With attention_output_gate what attention gives is multiplied by the sigmoid of one more
     projection. layer_branches names the branches of every layer, with commas between the layers:
@@ -83,6 +91,14 @@ class GPTConfig(AdapterSizes, MixerSizes):
 
     With experts_scale_input the weights multiply what experts read, not what they add; what a
     shared expert adds is multiplied by shared_expert_scale.
+
+    With kv_lora_rank attention is latent (DeepSeek-V2, arXiv:2405.04434): keys and values of all
+    heads are made of one latent vector of that size, which a norm of its own comes before, and of
+    rope_head_size further numbers, the part of every head's key that turns. A query has head_size
+    numbers, those that turn last, and is made of a latent vector of q_lora_rank where that is said;
+    a value has value_head_size. attention_bias is of what makes the latent vectors and of the
+    output projection. latent_norm_eps is of the norms of the latent vectors, norm_eps where it is
+    not said.
     """
 
     title = "GPT"
@@ -148,6 +164,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     router_jitter: float | None = None
     experts_scale_input: bool | None = None
     expert_bias: bool | None = None
+    num_expert_groups: int | None = None
+    groups_per_token: int | None = None
+    group_score_experts: int | None = None
     dense_layers: str | None = None
     dense_ffn_size: int | None = None
     layer_num_kv_heads: str | None = None
@@ -157,6 +176,11 @@ class GPTConfig(AdapterSizes, MixerSizes):
     moe_latent_size: int | None = None
     layer_branches: str | None = None
     shared_expert_scale: float | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    rope_head_size: int | None = None
+    value_head_size: int | None = None
+    latent_norm_eps: float | None = None
     tied_embeddings: bool = True
     start_id: int = 50256
     end_id: int = 50256
@@ -185,6 +209,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
             problems.add("activation xielu is of an MLP without gate and experts")
         self._check_layer_sizes(problems)
         self._check_experts(problems)
+        self._check_groups(problems)
+        self._check_latent(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
         if self.activation == "clamped_swiglu" and not self.gated:
@@ -273,6 +299,67 @@ class GPTConfig(AdapterSizes, MixerSizes):
         if any(stem.startswith("mlp.") for stem in self.parts.lora_targets):
             problems.add("LoRA of experts can only be merged", got=self.parts.lora_targets)
 
+    def _check_groups(self, problems: Problems) -> None:
+        count, chosen = self.num_expert_groups, self.groups_per_token
+        if count is None:
+            return
+        size = (self.num_experts or 0) // count if count > 0 else 0
+        if not size or (self.num_experts or 0) % count:
+            problems.add(
+                "num_expert_groups must divide num_experts",
+                got=count,
+                choices=divisors(self.num_experts or 1),
+            )
+        elif not (chosen and (self.experts_per_token or 0) <= chosen * size <= count * size):
+            first = -(-(self.experts_per_token or 1) // size)
+            problems.add(
+                "groups_per_token must be of groups with experts_per_token experts",
+                got=chosen,
+                choices=(f"{first}-{count}",),
+            )
+        elif not 1 <= (self.group_score_experts or 1) <= size:
+            problems.add(
+                "group_score_experts is out of range",
+                got=self.group_score_experts,
+                choices=(f"1-{size}",),
+            )
+
+    def _check_latent(self, problems: Problems) -> None:
+        sizes = ("rope_head_size", "value_head_size")
+        if self.kv_lora_rank is None:
+            for name in ("q_lora_rank", *sizes):
+                if getattr(self, name) is not None:
+                    problems.add(f"{name} needs kv_lora_rank", got=getattr(self, name))
+            return
+        for name in ("kv_lora_rank", *sizes):
+            problems.check_at_least(name, getattr(self, name) or 0, 1)
+        if self.q_lora_rank is not None:
+            problems.check_at_least("q_lora_rank", self.q_lora_rank, 1)
+        rope = self.rope_head_size or 0
+        if rope % 2 or rope >= self.head_size:
+            problems.add(
+                "rope_head_size must be even and below head_size",
+                got=rope,
+                choices=(f"2-{self.head_size - 1}",),
+            )
+        if self.position_embedding not in ("rope", "none"):
+            problems.add(
+                "latent attention has rotary positions or none",
+                got=self.position_embedding,
+                choices=("rope", "none"),
+            )
+        if self.num_kv_heads != self.num_heads:
+            problems.add(
+                "latent attention makes keys and values of every head",
+                got=self.num_kv_heads,
+                choices=(self.num_heads,),
+            )
+        for name in ("qk_norm", "attention_sinks", "attention_softcap"):
+            if getattr(self, name):
+                problems.add(f"{name} of latent attention is not supported")
+        if self.parts.ia3_num_tasks:
+            problems.add("IA3 of latent attention is not supported")
+
     @property
     def dense_bias(self) -> bool:
         """Whether the attention's output projection has a bias."""
@@ -292,6 +379,21 @@ class GPTConfig(AdapterSizes, MixerSizes):
         return self.q_size + 2 * self.kv_size
 
     @property
+    def attended_size(self) -> int:
+        """What the attention's output projection reads."""
+        return self.num_heads * (self.value_head_size or self.head_size)
+
+    @property
+    def kv_down_size(self) -> int:
+        """Of a token's latent vector and the part of its key that turns: what the cache holds."""
+        return (self.kv_lora_rank or 0) + (self.rope_head_size or 0)
+
+    @property
+    def kv_up_size(self) -> int:
+        """Of all heads' keys, without the part that turns, and values."""
+        return self.q_size - self.num_heads * (self.rope_head_size or 0) + self.attended_size
+
+    @property
     def attention_scale(self) -> float:
         """What q.k is multiplied by."""
         return float(self.softmax_scale or self.head_size**-0.5)
@@ -299,7 +401,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
     @property
     def rotary_size(self) -> int:
         """How many dimensions of a head rotate."""
-        return int(self.head_size * self.rotary_percentage)
+        return int((self.rope_head_size or self.head_size) * self.rotary_percentage)
 
     @property
     def expert_hidden_size(self) -> int:

@@ -287,6 +287,26 @@ NEMOTRON_NAS = {
     "layers.*.attention.linear": Source(("layers.*.self_attn.linear_attn",), "transposed"),
     "layers.*.mlp.linear": Source(("layers.*.mlp.linear_mlp",), "transposed"),
 }
+# Latent attention, heads in halves; and where neighbours turn together.
+_LATENT = {
+    "query": "q_proj",
+    "query_down": "q_a_proj",
+    "query_latent_norm": "q_a_layernorm",
+    "query_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_latent_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+}
+DEEPSEEK = BIASED_MOE | {
+    f"layers.*.attention.{name}": Source((f"layers.*.self_attn.{key}",), "transposed")
+    for name, key in _LATENT.items()
+}
+DEEPSEEK_INTERLEAVED = {
+    f"layers.*.attention.{name}": Source(
+        (f"layers.*.self_attn.{_LATENT[name]}",), f"interleaved_rope_of_{part}"
+    )
+    for name, part in (("query", "heads"), ("query_up", "heads"), ("kv_down", "latent"))
+}
 _BIAS_OF_MLP = {EXPERT_BIAS: Source(("layers.*.mlp.e_score_correction_bias",), "summands")}
 EXAONE_MOE = BIASED_MOE | _BIAS_OF_MLP
 MINIMAX_M2_IN_MEMORY = QWEN_MOE | _BIAS_OF_MLP
@@ -437,6 +457,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "qwen_moe": QWEN_MOE,
     "biased_moe": BIASED_MOE,
     "ernie4_5_moe": ERNIE4_5_MOE,
+    "deepseek": DEEPSEEK,
+    "deepseek_interleaved": DEEPSEEK_INTERLEAVED,
     "exaone_moe": EXAONE_MOE,
     "minimax_m2": MINIMAX_M2,
     "minimax_m2_in_memory": MINIMAX_M2_IN_MEMORY,

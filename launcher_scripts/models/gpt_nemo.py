@@ -118,6 +118,39 @@ MCORE_LOCAL = {
     for part in ("weight", "bias")
 }
 
+# Latent attention; its linears behind norms have these inside, as Transformer Engine's do.
+MCORE_LATENT = {
+    "layers.*.input_layernorm.weight": Source((f"{_CORE}.input_layernorm.weight",)),
+    "layers.*.attention.query": Source(
+        (f"{_CORE}.self_attention.linear_q_proj",), "interleaved_rope_of_heads"
+    ),
+    "layers.*.attention.query_down": Source(
+        (f"{_CORE}.self_attention.linear_q_down_proj",), "transposed"
+    ),
+    "layers.*.attention.query_latent_norm.weight": Source(
+        (f"{_CORE}.self_attention.linear_q_up_proj.layer_norm_weight",)
+    ),
+    "layers.*.attention.query_up": Source(
+        (f"{_CORE}.self_attention.linear_q_up_proj",), "interleaved_rope_of_heads"
+    ),
+    "layers.*.attention.kv_down": Source(
+        (f"{_CORE}.self_attention.linear_kv_down_proj",), "interleaved_rope_of_latent"
+    ),
+    "layers.*.attention.kv_latent_norm.weight": Source(
+        (f"{_CORE}.self_attention.linear_kv_up_proj.layer_norm_weight",)
+    ),
+    "layers.*.attention.kv_up": Source(
+        (f"{_CORE}.self_attention.linear_kv_up_proj",), "transposed"
+    ),
+}
+# The same with norms as modules of their own.
+MCORE_LATENT_LOCAL = {
+    f"layers.*.attention.{name}_latent_norm.weight": Source(
+        (f"{_CORE}.self_attention.{key}_layernorm.weight",)
+    )
+    for name, key in (("query", "q"), ("kv", "kv"))
+}
+
 # With experts Transformer Engine has no linear for the norm before them to be inside of.
 MCORE_EXPERTS = {
     name: source for name, source in MCORE_LOCAL.items() if ".post_attention_layernorm." in name
@@ -158,6 +191,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "mcore_split_attention": MCORE_SPLIT_ATTENTION,
     "mcore_split_gate": MCORE_SPLIT_GATE,
     "mcore_local": MCORE_LOCAL,
+    "mcore_latent": MCORE_LATENT,
+    "mcore_latent_local": MCORE_LATENT_LOCAL,
     "mcore_experts": MCORE_EXPERTS,
     "mcore_plus_one": _plus_one(MCORE),
     "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),

@@ -74,13 +74,16 @@ def _of(config: GPTConfig, kinds: tuple[str, ...], specs: list[WeightSpec]) -> l
 
 
 def _attention(config: GPTConfig) -> list[WeightSpec]:
-    specs = _linear(
-        "layers.*.attention.query_key_value",
-        ("hidden_size", "qkv_size"),
-        Partition.COLUMN_PARALLEL,
-        bias=config.attention_bias,
-        blocks=("q_size", "kv_size", "kv_size"),
-    )
+    if config.kv_lora_rank is not None:
+        specs = _latent(config)
+    else:
+        specs = _linear(
+            "layers.*.attention.query_key_value",
+            ("hidden_size", "qkv_size"),
+            Partition.COLUMN_PARALLEL,
+            bias=config.attention_bias,
+            blocks=("q_size", "kv_size", "kv_size"),
+        )
     norms = {"query": "q_size", "key": "kv_size"} if config.qk_norm else {}
     for part, size in norms.items():
         name = f"layers.*.attention.{part}_norm"
@@ -103,10 +106,31 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
         )
     return specs + _linear(
         "layers.*.attention.dense",
-        ("q_size", "hidden_size"),
+        ("attended_size", "hidden_size"),
         Partition.ROW_PARALLEL,
         bias=config.dense_bias,
     )
+
+
+def _latent(config: GPTConfig) -> list[WeightSpec]:
+    """Ranks share the heads; every rank makes the latent vectors."""
+    stem, columns = "layers.*.attention", Partition.COLUMN_PARALLEL
+    specs = []
+    if config.q_lora_rank is None:
+        specs += _linear(f"{stem}.query", ("hidden_size", "q_size"), columns, bias=False)
+    else:
+        down, bias = ("hidden_size", "q_lora_rank"), config.attention_bias
+        specs += _linear(f"{stem}.query_down", down, Partition.REPLICATED, bias=bias)
+        specs += _norm(config, f"{stem}.query_latent_norm", "q_lora_rank")
+        specs += _linear(f"{stem}.query_up", ("q_lora_rank", "q_size"), columns, bias=False)
+    specs += _linear(
+        f"{stem}.kv_down",
+        ("hidden_size", "kv_down_size"),
+        Partition.REPLICATED,
+        bias=config.attention_bias,
+    )
+    specs += _norm(config, f"{stem}.kv_latent_norm", "kv_lora_rank")
+    return specs + _linear(f"{stem}.kv_up", ("kv_lora_rank", "kv_up_size"), columns, bias=False)
 
 
 def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:

@@ -123,6 +123,19 @@ ROUTED = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
+# Latent attention; some values follow from none of the others.
+LATENT = {
+    **UNTIED,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+GROUPED = {**ROUTED, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 # The class, and what its config says beside LLAMA.
 LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": (
@@ -341,6 +354,61 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
             "attention_bias": True,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **ROUTED,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v2_grouped": (
+        "DeepseekV2",
+        {**LATENT, **GROUPED, "topk_method": "group_limited_greedy", "num_experts_per_tok": 3},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **GROUPED,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "rope_parameters": {**YARN, "mscale": 0.6, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v3_halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **ROUTED,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN, "mscale_all_dim": 1.3},
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**LATENT, **ROUTED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "youtu": ("Youtu", {**LATENT, "tie_word_embeddings": True}),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **LATENT,
+            "tie_word_embeddings": True,
+            "v_head_dim": None,
+            "mlp_bias": True,
+            "scale_emb": 3,
+            "scale_depth": 0.7,
+            "dim_model_base": 10,
         },
     ),
     "dots1": (

@@ -24,6 +24,20 @@ from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
 NOWHERE = Path("unused")
+# Of a GPT with latent attention; sizes of queries, keys and values are all different.
+LATENT: dict[str, object] = {
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "activation": "silu",
+    "gated": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "head_size": 10,
+    "rope_head_size": 4,
+    "value_head_size": 7,
+}
 DRAWN = SamplingParameters(top_k=9, random_seed=77, repetition_penalty=1.2)
 ALONE = Communicator()
 

@@ -9,12 +9,13 @@ import pytest
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.models.family import ModelConfig
-from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
+from tests.engine.small_models import LATENT, engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import SOURCE, VARIANTS, t5_config, t5_tensors
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
 END = 3
 MODELS = {
+    "latent": small_config(num_layers=3, vocab_size=65, start_id=0, end_id=END, **LATENT),
     "gpt": small_config(num_layers=3, vocab_size=65, start_id=0, end_id=END),
     "t5": t5_config(**VARIANTS["google"], vocab_size=65, end_id=END),
 }
@@ -72,6 +73,7 @@ def compare(wanted: list[GenerateOutput], got: list[GenerateOutput]) -> None:
     [
         ("gpt", 2, 1),
         ("t5", 1, 2),
+        ("latent", 2, 1),
         pytest.param("gpt", 1, 2, marks=pytest.mark.slow),
         pytest.param("t5", 2, 1, marks=pytest.mark.slow),
         pytest.param("gpt", 2, 2, marks=pytest.mark.slow),

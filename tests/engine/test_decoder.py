@@ -13,6 +13,7 @@ from launcher_scripts.engine.model.rotary import alibi_slopes
 from launcher_scripts.models.family import ACTIVATIONS
 from launcher_scripts.models.gpt import GPTConfig
 from tests.engine.small_models import (
+    LATENT,
     context_logits,
     engine_for,
     generate,
@@ -158,6 +159,8 @@ def test_logits_and_greedy_tokens_equal_transformers(family):
         {"norm_placement": "post", "final_norm": False},
         {"embedding_norm": True, "gated": True, "tied_embeddings": False},
         {"normalization": "rmsnorm", "attention_bias": False, "mlp_bias": False},
+        LATENT,
+        {**LATENT, "q_lora_rank": None, "attention_bias": True, "sliding_window": 3},
         *({"activation": name, "gated": True} for name in ACTIVATIONS),
     ],
     ids=str,

@@ -169,6 +169,7 @@ def test_a_row_that_loses_its_place_is_read_anew() -> None:
         ("rope", True),
         pytest.param("longrope", False, marks=pytest.mark.slow),
         ("window", False),
+        ("latent", True),
         pytest.param("gpt", False, marks=pytest.mark.slow),
         pytest.param("rope", False, marks=pytest.mark.slow),
         pytest.param("longrope", True, marks=pytest.mark.slow),

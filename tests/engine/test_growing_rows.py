@@ -364,6 +364,7 @@ def check_answers(large: Engine, small: Engine, seed: int, count: int = 30) -> N
     [
         ("gpt", 300, 50, True),
         ("window", 260, 80, False),
+        ("latent", 280, 50, True),
         pytest.param("rope", 260, 100, False, marks=pytest.mark.slow),
         pytest.param("agm", 300, 64, False, marks=pytest.mark.slow),
         pytest.param("gpt", 260, 2048, False, marks=pytest.mark.slow),

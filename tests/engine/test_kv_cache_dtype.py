@@ -14,6 +14,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.model import latent_attention
 from launcher_scripts.engine.model.states import LayerStates, TokenState, bytes_per_token
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, load_weights, open_checkpoint
@@ -81,9 +82,10 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, *model: Any, **options: object) -
     """Engines with a cache in e4m3, and with a wide one of the same numbers."""
     for kept in ("fp8", "auto"):
         if kept == "auto":
-            monkeypatch.setattr(
-                reference, "saturated", lambda values, dtype: saturated(values, FP8).to(dtype)
-            )
+            for module in (reference, latent_attention):
+                monkeypatch.setattr(
+                    module, "saturated", lambda values, dtype: saturated(values, FP8).to(dtype)
+                )
         engine = engine_for(*model, kv_cache_dtype=kept, **options)
         yield engine
         engine.close()
@@ -160,7 +162,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["gpt", "rope", "window"])
+@pytest.mark.parametrize("model", ["gpt", "rope", "window", "latent"])
 def test_a_row_has_its_tokens_however_it_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Alone; among others; with a prompt in pieces; behind a copied prefix; computed again; in
     steps that are graphs. A prompt attends to its own tokens as they are kept."""

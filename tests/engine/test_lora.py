@@ -19,7 +19,9 @@ from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.operands import Linear, LoRA, RowLoRA
 from launcher_scripts.models.adapters import LORA_TARGETS, NO_ADAPTERS, Adapters
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt_weights import weights
 from tests.engine.small_models import (
+    LATENT,
     EagerGraphs,
     engine_for,
     load_engine,
@@ -51,8 +53,8 @@ class Model:
 
     @classmethod
     def of(cls, targets: tuple[str, ...] = (), **changes: object) -> Model:
-        gated = changes.get("gated", False)
-        known = tuple(stem for stem in LORA_TARGETS if gated or not stem.endswith("_2"))
+        rows = {spec.name for spec in weights(small_config(**changes))}
+        known = tuple(stem for stem in LORA_TARGETS if f"layers.*.{stem}.weight" in rows)
         parts = Adapters(lora_names=NAMES, lora_rank=3, lora_targets=targets or known)
         config = small_config(**{**changes, "parts": parts})
         return cls(config, random_tensors(config))
@@ -123,6 +125,9 @@ MODELS = {
         "targets": ("attention.query_key_value", "attention.dense"),
     },
     "post": {"norm_placement": "post"},
+    "latent": LATENT,
+    "some of latent": {**LATENT, "targets": ("attention.kv_down", "attention.kv_up")},
+    "latent without ranks": {**LATENT, "q_lora_rank": None},
     "sandwich": {**GATED, "norm_placement": "sandwich"},
 }
 
@@ -162,6 +167,7 @@ def test_adapters_of_quantized_weights(quantization: str) -> None:
     [
         ("gated", 2, 1),
         ("gpt2", 1, 2),
+        ("latent", 2, 1),
         pytest.param("gated", 4, 1, marks=pytest.mark.slow),
         pytest.param("sandwich", 2, 1, marks=pytest.mark.slow),
     ],

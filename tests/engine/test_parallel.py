@@ -20,6 +20,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import open_checkpoints
 from tests.engine.small_models import (
+    LATENT,
     check_same_answers,
     context_logits,
     engine_for,
@@ -43,12 +44,21 @@ MODERN = small_config(
     tied_embeddings=False,
     num_kv_heads=2,
 )
+MLA = small_config(num_layers=3, end_id=67, **LATENT)
 ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=67)
 
 
 @pytest.mark.parametrize(
     ("config", "tp", "pp"),
-    [(GPT2, 2, 1), (GPT2, 1, 2), (MODERN, 4, 1), (MODERN, 2, 2), (GPT2, 1, 3), (ALIBI, 2, 1)],
+    [
+        (GPT2, 2, 1),
+        (GPT2, 1, 2),
+        (MODERN, 4, 1),
+        (MODERN, 2, 2),
+        (GPT2, 1, 3),
+        (ALIBI, 2, 1),
+        (MLA, 2, 2),
+    ],
     ids=lambda value: value if isinstance(value, int) else "",
 )
 def test_ranks_agree_with_one(tmp_path: Path, config, tp, pp):

@@ -15,6 +15,7 @@ from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.engine.small_models import (
+    LATENT,
     EagerGraphs,
     engine_for,
     load_engine,
@@ -123,7 +124,9 @@ WINDOW = small_config(
     full_attention_layers="1",
     rotary_local_base=100.0,
 )
+OF_LATENT = small_config(end_id=67, max_positions=400, **LATENT)
 MODELS = {
+    "latent": (OF_LATENT, random_tensors(OF_LATENT)),
     "gpt": (CONFIG, TENSORS),
     "rope": (MODERN, random_tensors(MODERN)),
     "longrope": (LONG, random_tensors(LONG)),
@@ -140,6 +143,7 @@ MODELS = {
         pytest.param("rope", 900, 100, marks=pytest.mark.slow),
         ("longrope", 900, 300),
         ("window", 900, 80),
+        ("latent", 900, 90),
         pytest.param("agm", 2000, 64, marks=pytest.mark.slow),
     ],
 )

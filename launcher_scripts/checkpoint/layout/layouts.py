@@ -146,6 +146,25 @@ def swapped_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> 
     return heads_side_by_side((swapped(query), swapped(key), value), config)
 
 
+def interleaved_rope(head_size: str) -> Apply:
+    """Rows (head, [what stays, what turns]) of latent attention, of which those that turn together
+    are neighbours: transposed, the halves of what turns one after the other.
+
+    head_size: the attribute of the config that says a head's rows
+    """
+
+    def apply(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+        (tensor,) = tensors
+        heads = tensor.reshape(-1, getattr(config, head_size), *tensor.shape[1:])
+        still = heads.shape[1] - config.rotary_size
+        pairs = heads[:, still:]
+        parts = heads[:, :still], pairs[:, 0::2], pairs[:, 1::2]
+        whole: NDArray[Any] = np.concatenate(parts, axis=1).reshape(tensor.shape).T
+        return whole
+
+    return apply
+
+
 def codegen_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     """Rows (block, [queries, values, keys], head, dimension): CodeGen's."""
     (tensor,) = tensors
@@ -427,6 +446,8 @@ LAYOUTS: dict[str, Layout] = {
     "swapped_heads_side_by_side": Layout(swapped_heads_side_by_side),
     "padded_values_side_by_side": Layout(padded_values_side_by_side),
     "padded_inputs": Layout(padded_inputs),
+    "interleaved_rope_of_heads": Layout(interleaved_rope("head_size")),
+    "interleaved_rope_of_latent": Layout(interleaved_rope("kv_down_size")),
     "codegen_blocks": Layout(codegen_blocks),
     "gated_heads_side_by_side": Layout(gated_heads_side_by_side),
     "conv_taps": Layout(conv_taps),

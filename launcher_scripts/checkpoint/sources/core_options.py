@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.rotary_scaling import yarn
+from launcher_scripts.checkpoint.sources.core_experts import experts_of
+from launcher_scripts.checkpoint.sources.rotary_scaling import mscale_of, yarn
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.quantization import CLAMP
 from launcher_scripts.models.family import layer_list
-from launcher_scripts.models.gpt import SCORE_FUNCTIONS, GPTConfig
+from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_nemo import core_dialects
 
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none"}
@@ -35,7 +36,6 @@ _ACTIVATIONS = {
 _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "multi_query_attention": (None, False),
     "project_size": (None, 0),
-    "multi_latent_attention": (None, False),
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -48,26 +48,25 @@ _KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
     "scale_embedding": (None, False),
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
+    "enable_mhc_connections": (None, False),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
-# Settings whose other values route tokens, or compute experts, in ways that the engine does not.
-_KNOWN_VALUES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "moe_apply_probs_on_input": (None, False),
-    "moe_latent_size": (None, 0),
-    "moe_mlp_glu_interleave_size": (None, 0),
-    "moe_router_force_biased": (None, 0, 0.0),
-    "moe_router_force_load_balancing": (None, False),
-    "moe_router_group_topk": (None, 0),
-    "moe_router_quantile_balancing_ema": (None, 0, 0.0),
-    "moe_router_topk_limited_devices": (None, 0),
-    "moe_shared_expert_glu_interleave_size": (None, 0),
+# The same of latent attention; without norms its latent vectors would be multiplied as they are.
+_KNOWN_VALUES_OF_LATENT: dict[str, tuple[Any, ...]] = {
+    "qk_layernorm": (True,),
+    "layernorm_zero_centered_gamma": (None, False),
+    "position_embedding_type": ("rope",),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (None, False),
+    "rotary_percent": (None, 1, 1.0),
+    "rope_scaling": (None, False),
+    "mla_down_proj_fusion": (None, False),
+    "softmax_scale": (None,),
 }
-# How a training balances its experts, without a part in what the router chooses.
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 # How the others are gated, and what gpt-oss's quick_gelu needs.
 _PLAIN_GATE = {"glu_linear_offset": (None, 0, 0.0), "activation_func_clamp_value": (None,)}
 _CLAMPED_GATE = {
@@ -80,6 +79,7 @@ _NORMS_ALONE = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcor
 # What only layers of the core's own GPTs can have.
 CORE_ALONE: dict[str, tuple[Any, ...]] = {
     **NO_EXPERTS,
+    "multi_latent_attention": (None, False),
     "softmax_type": (None, "vanilla"),
     "window_size": (None,),
     "softmax_scale": (None,),
@@ -98,7 +98,7 @@ _PACKAGES = ("megatron.bridge.", "megatron.core.", "nemo.collections.llm.")
 _CLASSES = re.compile(
     r"(GPT|GPTOSS|T5|Llama(2|3|31|32|33)?|CodeLlama|Qwen(15|2|25|3)?(MoE)?|Mi[sx]tral|MistralSmall3"
     r"|MistralNe[Mm]o|(Code)?Gemma|Nemotron(3|4)?|Star[Cc]oder2?|OlMoE|GLM45(Air)?|GLMMoE|Phi3"
-    r"|Baichuan2)(Model)?(Provider|Config)(\d+(x\d+)?[BM](_A\d+B)?)?"
+    r"|Baichuan2|MLA|DeepSeek(V2(Lite)?|V3)?|Moonlight|KimiK2)(Model)?(Provider|Config)(\d+(x\d+)?[BM](_A\d+B)?)?"
 )
 _SPECS = (
     "default_layer_spec",
@@ -202,9 +202,17 @@ class CoreGPT:
 
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
+        names = list(names)
         alone = {part for name in names for part in _NORMS_ALONE if part in name}
+        latent: list[str] = []
+        if self.fields["kv_lora_rank"] is not None:
+            latent = ["mcore_latent"]
+            if any(".kv_layernorm." in name for name in names):
+                latent.insert(0, "mcore_latent_local")
+            if any(".linear_fc1.layer_norm_weight" in name for name in names):
+                alone -= {min(_NORMS_ALONE)}  # that of latent attention is alone anyway
         norms = _NORMS_ALONE[min(alone)] if alone else "mcore"
-        return core_dialects(self.fields["gated"], norms, self.plus_one)
+        return (*latent, *core_dialects(self.fields["gated"], norms, self.plus_one))
 
     def config(self, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
@@ -254,7 +262,8 @@ def read_gpt(
         "unrotated_layers": _skipped(
             options, "no_rope_freq", options.get("no_rope_freq") or None, 1, layers
         ),
-        **_experts(options, layers),
+        **experts_of(options, layers),
+        **_latent(options, heads),
         "embedding_scale": _embedding_scale(options, hidden),
         "tied_embeddings": options.tied_embeddings,
     }
@@ -300,6 +309,44 @@ def _yarn(options: CoreOptions, head_size: int, base: float) -> dict[str, Any]:
     )
 
 
+def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
+    """Latent attention. Its rotary positions are said by settings of its own, where yarn is what a
+    training has that says nothing; the scale of scores is yarn's with any of them.
+    """
+    if not options.flag("multi_latent_attention", False):
+        return {"kv_lora_rank": None}
+    options.refuse_others(_KNOWN_VALUES_OF_LATENT, " of latent attention")
+    kinds = {"rope": "rope", "yarn": "yarn"}
+    kind = options.choice("rope_type", "yarn", kinds)
+    rope, key = options.size("qk_pos_emb_head_dim", 64), options.size("qk_head_dim", 128)
+    factor = options.real("rotary_scaling_factor", 40.0)
+    growth = mscale_of(factor, options.get("mscale_all_dim") or 0.0)
+    fields: dict[str, Any] = {
+        "num_kv_heads": heads,
+        "head_size": key + rope,
+        "qk_norm": None,
+        "kv_lora_rank": options.size("kv_lora_rank", 512),
+        "q_lora_rank": options.size("q_lora_rank") if options.get("q_lora_rank") else None,
+        "rope_head_size": rope,
+        "value_head_size": options.size("v_head_dim", 128),
+        "softmax_scale": growth**2 / (key + rope) ** 0.5,
+        "rotary_interpolation_factor": 1.0,
+    }
+    if kind == "yarn":
+        said = options.get("mscale")
+        concentration = mscale_of(factor, 1.0 if said is None else said) / growth
+        fields |= yarn(
+            rope // 2,
+            options.real("rotary_base", 10000.0),
+            factor,
+            options.size("original_max_position_embeddings", 4096),
+            beta_fast=options.real("beta_fast", 32.0),
+            beta_slow=options.real("beta_slow", 1.0),
+            attention_factor=concentration,
+        )
+    return fields
+
+
 def _attention(options: CoreOptions, layers: int) -> dict[str, Any]:
     """What scores are multiplied by, and how far the layers attend.
 
@@ -337,80 +384,6 @@ def _skipped(options: CoreOptions, name: str, said: Any, mark: int, layers: int)
     ]
     options.problems.add(f"{name} is not supported", got=said, choices=choices)
     return None
-
-
-def _experts(options: CoreOptions, layers: int) -> dict[str, Any]:
-    """GPTConfig's fields of a model with experts, {} of one without."""
-    name = next((key for key in NO_EXPERTS if options.get(key)), None)
-    if name is None:
-        return {}
-    _refuse_experts(options)
-    biased = options.flag("add_bias_linear", True) or None
-    fields = {
-        "num_experts": options.size(name),
-        "router_bias": biased,
-        **_router(options),
-    }
-    dense = _dense_layers(options, layers)
-    if dense is not None:
-        own = options.size("ffn_hidden_size", 4 * options.size("hidden_size"))
-        fields |= {"dense_layers": dense, "dense_ffn_size": own}
-    sizes = {
-        "ffn_size": "moe_ffn_hidden_size",
-        "shared_expert_size": "moe_shared_expert_intermediate_size",
-    }
-    said = {field: options.size(key) for field, key in sizes.items() if options.get(key)}
-    gated = options.flag("moe_shared_expert_gate", False)
-    ungated = {"shared_expert_gate": False} if "shared_expert_size" in said and not gated else {}
-    return fields | said | ungated
-
-
-def _router(options: CoreOptions) -> dict[str, Any]:
-    """How experts are chosen and weighed.
-
-    With softmax the core weighs those chosen by one over their logits alone, which is one over all
-    divided by its sum, unless the softmax comes first (moe_router_pre_softmax). Only with sigmoid
-    can there be a bias.
-    """
-    per_token = options.size("moe_router_topk", 2)
-    functions = {name: name for name in SCORE_FUNCTIONS}
-    function = options.choice("moe_router_score_function", "softmax", functions)
-    biased = options.flag("moe_router_enable_expert_bias", False)
-    fields = {
-        "experts_per_token": per_token,
-        "normalized_experts": not options.flag("moe_router_pre_softmax", False),
-        "router_scaling_factor": options.real("moe_router_topk_scaling_factor", 1.0),
-    }
-    if function == "sigmoid":
-        said = {"router_score_function": function, "expert_bias": biased or None}
-        return fields | said | {"normalized_experts": per_token > 1}
-    if biased:
-        what = "moe_router_enable_expert_bias needs moe_router_score_function sigmoid"
-        options.problems.add(what, got=function)
-    return fields
-
-
-def _dense_layers(options: CoreOptions, layers: int) -> str | None:
-    """Those without experts, by moe_layer_freq: every so many-th layer has them, from the first
-    on, or those of a 1 in a list."""
-    said = options.get("moe_layer_freq") or 1
-    marks = said if isinstance(said, (list, tuple)) else ()
-    if type(said) is int and said > 0:
-        marks = [int(layer % said == 0) for layer in range(layers)]
-    if len(marks) != layers or any(mark not in (0, 1) for mark in marks):
-        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
-        options.problems.add("moe_layer_freq is not supported", got=said, choices=choices)
-    return layer_list(layer for layer, mark in enumerate(marks) if mark == 0)
-
-
-def _refuse_experts(options: CoreOptions) -> None:
-    """Note what the engine does not compute."""
-    options.refuse_others(_KNOWN_VALUES_OF_EXPERTS, " of a model with experts")
-    balancing = options.get("moe_router_load_balancing_type") or "none"
-    kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
-    if not set(map(str, kinds)) <= {*_BALANCING}:
-        what = "moe_router_load_balancing_type is not supported"
-        options.problems.add(what, got=balancing, choices=_BALANCING)
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:

@@ -15,6 +15,7 @@ from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources import huggingface_hybrids as hybrids
+from launcher_scripts.checkpoint.sources import huggingface_latent as latent
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, RawConfig, text_config
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -147,6 +148,11 @@ def _interleaved(
     return _llama(read, dialect, ties=ties, may_be=lambda _: False)
 
 
+def _rope_pairs(raw: RawConfig) -> list[str]:
+    """In latent attention neighbours turn together unless config.json says otherwise."""
+    return ["_interleaved"] if raw.flag("rope_interleave", True) else []
+
+
 def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
     return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
@@ -182,6 +188,8 @@ class Obeyed:
     by: tuple[str, ...]
 
 
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_FIRST_DENSE = ("cohere2_moe", "dots1", "exaone_moe", "glm4_moe")
 # Keys that some classes of transformers read and their relatives do not, which other programs read
 # for these, too.
 OBEYED = {
@@ -205,19 +213,19 @@ OBEYED = {
             *("qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
-            *("nanochat", "phimoe"),
+            *("nanochat", "phimoe", *_LATENT),
         ),
     ),
     "mlp_bias": Obeyed(
         False,
         (
             *("arcee", "cwm", "granite", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
-            *("nemotron", "seed_oss", "smollm3", "bamba", "falcon_h1", "nemotron_h"),
-            *("granite_swa", "hy_v3"),
+            *("deepseek_v2", "minicpm3", "nemotron", "seed_oss", "smollm3"),
+            *("bamba", "falcon_h1", "nemotron_h", "granite_swa", "hy_v3"),
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
-    "first_k_dense_replace": Obeyed(0, ("cohere2_moe", "dots1", "exaone_moe", "glm4_moe")),
+    "first_k_dense_replace": Obeyed(0, (*_LATENT[:3], *_FIRST_DENSE)),
 }
 
 
@@ -232,8 +240,7 @@ def refuse_disobeyed(raw: RawConfig) -> None:
             if isinstance(value, Mapping) and (section is not raw.raw or key.startswith("rope_"))
         ]
     for key, row in OBEYED.items():
-        values = {str(section.get(key)): section.get(key) for section in sections}
-        for value in values.values():
+        for value in {str(each.get(key)): each.get(key) for each in sections}.values():
             if model_type not in row.by and value not in (None, row.neutral):
                 raw.unused(key)
                 raw.problems.add(
@@ -365,6 +372,11 @@ ARCHITECTURES = {
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
     "olmoe": _llama(experts.olmoe, "qwen_moe"),
     "glm4_moe": _llama(experts.glm4_moe, "biased_moe"),
+    "deepseek_v2": _llama(latent.deepseek_v2, "deepseek", _rope_pairs),
+    "deepseek_v3": _llama(latent.deepseek_v3, "deepseek", _rope_pairs),
+    "glm4_moe_lite": _llama(latent.glm4_moe_lite, "deepseek", _rope_pairs),
+    "youtu": _llama(latent.youtu, "deepseek", _rope_pairs, ties=True),
+    "minicpm3": _llama(latent.minicpm3, "deepseek", ties=True),
     "dots1": _llama(experts.dots1, "biased_moe"),
     "solar_open": _llama(experts.solar_open, "biased_moe"),
     "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),

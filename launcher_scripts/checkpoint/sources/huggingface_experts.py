@@ -25,14 +25,14 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope_of, two_ropes, windows
 from launcher_scripts.common.quantization import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt import GPTConfig, expert_groups
 
 
 def mixtral(raw: RawConfig) -> GPTConfig:
-    return decoder(raw, **_experts(raw, "num_local_experts", normalized=True), **windows(raw))
+    return decoder(raw, **experts_of(raw, "num_local_experts", normalized=True), **windows(raw))
 
 
-def _experts(raw: RawConfig, *names: str, normalized: bool) -> Fields:
+def experts_of(raw: RawConfig, *names: str, normalized: bool) -> Fields:
     """How many experts there are, by one of these names, and how many a token goes through."""
     return {
         "num_experts": raw.size(*names),
@@ -54,14 +54,14 @@ def gpt_oss(raw: RawConfig) -> GPTConfig:
         attention_sinks=True,
         mlp_bias=True,
         router_bias=True,
-        **_experts(raw, "num_local_experts", "num_experts", normalized=True),
+        **experts_of(raw, "num_local_experts", "num_experts", normalized=True),
         **windows(raw, lambda layer: layer % 2 == 1),
     )
 
 
 def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.only(position_embedding_type="rope")
-    experts = _experts(raw, "num_local_experts", normalized=True)
+    experts = experts_of(raw, "num_local_experts", normalized=True)
     return granite(raw, mlp_bias=False, **experts, **fields)
 
 
@@ -101,11 +101,11 @@ def qwen_experts(raw: RawConfig) -> Fields:
     return {
         "ffn_size": raw.size("moe_intermediate_size"),
         **_said_experts(raw),
-        **_dense(raw, lambda layer: (layer + 1) % step != 0 or layer in said),
+        **dense_layers(raw, lambda layer: (layer + 1) % step != 0 or layer in said),
     }
 
 
-def _dense(
+def dense_layers(
     raw: RawConfig, without: Callable[[int], bool], size: str = "intermediate_size"
 ) -> Fields:
     """The layers without experts, whose MLP has the size of a model without them.
@@ -132,7 +132,7 @@ def _said_experts(raw: RawConfig, *names: str) -> Fields:
     names: further ones of their number
     """
     said = raw.flag("norm_topk_prob", False)
-    return _experts(raw, "num_experts", "num_local_experts", *names, normalized=said)
+    return experts_of(raw, "num_experts", "num_local_experts", *names, normalized=said)
 
 
 def olmoe(raw: RawConfig) -> GPTConfig:
@@ -152,7 +152,7 @@ def glm4_moe(raw: RawConfig) -> GPTConfig:
         qk_norm=raw.flag("use_qk_norm", False) or None,
         attention_dense_bias=False,
         mlp_bias=False,
-        **_biased_experts(raw),
+        **biased_experts(raw),
     )
 
 
@@ -160,7 +160,7 @@ def solar_open(raw: RawConfig) -> GPTConfig:
     """Solar Open, all of whose layers have experts: intermediate_size is not used."""
     raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, norm_topk_prob=True)
     raw.defaults(intermediate_size=raw.size("moe_intermediate_size"))
-    experts = _biased_experts(raw)
+    experts = biased_experts(raw)
     return decoder(raw, attention_dense_bias=False, mlp_bias=False, **experts)
 
 
@@ -174,7 +174,7 @@ def exaone_moe(raw: RawConfig) -> GPTConfig:
         attention_bias=False,
         mlp_bias=False,
         **exaone4_attention(raw),
-        **_biased_experts(raw),
+        **biased_experts(raw),
     )
 
 
@@ -193,7 +193,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         **turns,
         **fields,
         **_said_experts(raw),
-        **_dense(raw, lambda _: False),
+        **dense_layers(raw, lambda _: False),
     )
 
 
@@ -204,14 +204,14 @@ def dots1(raw: RawConfig) -> GPTConfig:
         raw,
         qk_norm=True,
         mlp_bias=False,
-        **_biased_experts(raw),
+        **biased_experts(raw),
         **windows(raw, lambda layer: layer < first),
     )
 
 
-def _biased_experts(raw: RawConfig) -> Fields:
-    """Experts as DeepSeek-V3's, without its groups, behind layers without them."""
-    raw.only(n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc")
+def biased_experts(raw: RawConfig) -> Fields:
+    """Experts as DeepSeek-V3's, behind layers without them."""
+    raw.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     size = raw.size("moe_intermediate_size")
     dense = raw.size("first_k_dense_replace", default=0, least=0)
     shared = raw.size("n_shared_experts", "num_shared_experts", default=1, least=0)
@@ -222,7 +222,8 @@ def _biased_experts(raw: RawConfig) -> Fields:
         "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
         "expert_bias": True,
         **({"shared_expert_size": size * shared, "shared_expert_gate": False} if shared else {}),
-        **_dense(raw, lambda layer: layer < dense),
+        **expert_groups(raw.size("n_group", default=1), raw.size("topk_group", default=1), 2),
+        **dense_layers(raw, lambda layer: layer < dense),
     }
 
 
@@ -247,7 +248,7 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
     return ernie4_5(
         raw,
         **fields,
-        **_dense(raw, lambda n: (n + 1) % interval != 0 or not first <= n <= last),
+        **dense_layers(raw, lambda n: (n + 1) % interval != 0 or not first <= n <= last),
     )
 
 
@@ -273,7 +274,7 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
         mlp_bias=False,
         router_score_function="sigmoid",
         expert_bias=True,
-        **_experts(raw, "num_local_experts", "num_experts", normalized=True),
+        **experts_of(raw, "num_local_experts", "num_experts", normalized=True),
     )
 
 
@@ -283,7 +284,7 @@ def hy_v3(raw: RawConfig) -> GPTConfig:
     raw.unused("enable_moe_fp32_combine")  # of types
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=11158840.0)
     raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=scale)
-    return decoder(raw, qk_norm=True, **_biased_experts(raw))
+    return decoder(raw, qk_norm=True, **biased_experts(raw))
 
 
 def hunyuan_moe(raw: RawConfig) -> GPTConfig:
@@ -345,7 +346,7 @@ def afmoe(raw: RawConfig) -> GPTConfig:
         embedding_scale=scale_of_embeddings,
         unrotated_layers=unwindowed(raw, fields),
         **fields,
-        **_biased_experts(raw),
+        **biased_experts(raw),
     )
 
 
@@ -371,7 +372,7 @@ def phimoe(raw: RawConfig) -> GPTConfig:
         router_score_function="sparsemixer",
         router_jitter=raw.real("router_jitter_noise", 0.01),
         **turns,
-        **_experts(raw, "num_local_experts", normalized=False),
+        **experts_of(raw, "num_local_experts", normalized=False),
         **windows(raw),
     )
 
@@ -390,7 +391,7 @@ def cohere2_moe(raw: RawConfig) -> GPTConfig:
         "experts_per_token": raw.size("num_experts_per_tok", default=2),
         "router_score_function": function,
         "normalized_experts": raw.flag("norm_topk_prob", True) or function == "softmax",
-        **_dense(raw, lambda layer: layer < dense, "prefix_dense_intermediate_size"),
+        **dense_layers(raw, lambda layer: layer < dense, "prefix_dense_intermediate_size"),
     }
     strategy = raw.text("shared_expert_combination_strategy", "average")
     raw.problems.check_choice("shared_expert_combination_strategy", strategy, ("average", "sum"))
@@ -457,7 +458,7 @@ def llama4(raw: RawConfig) -> GPTConfig:
         experts_scale_input=True,
         shared_expert_size=size,
         shared_expert_gate=False,
-        **_dense(raw, lambda layer: layer not in of_experts, "intermediate_size_mlp"),
+        **dense_layers(raw, lambda layer: layer not in of_experts, "intermediate_size_mlp"),
     )
 
 
@@ -491,5 +492,5 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
         rotary_local_base=local_base if fields else None,
         **turns,
         **fields,
-        **_biased_experts(raw),
+        **biased_experts(raw),
     )

@@ -37,6 +37,7 @@ _Id = TypeVar("_Id", bound="int | None")
 # Each says that there may be layers behind the last one, for multi-token prediction.
 PREDICTORS = (
     "mtp_transformer_layers",
+    "num_mtp_layers",
     "num_mtp_modules",
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
@@ -81,6 +82,8 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "use_bfloat16",
     ),
     "training": (
+        "aux_loss_alpha",
+        "seq_aux",
         "*dropout*",
         "*initializer*",
         "*layerdrop",

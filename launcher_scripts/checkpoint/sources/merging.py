@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Blocks, Layout
 from launcher_scripts.checkpoint.layout.tasks import Task, fits, source_of, stored_blocks
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
+from launcher_scripts.models.adapters import LORA_TARGETS
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 
 _SHOWN = 10
@@ -262,7 +263,10 @@ class Adapter:
             module = name.removesuffix(".weight")
             if module == name or len(places[0].spec.shape) != 2:
                 continue
-            expected = self.targets(module, places[0].spec.partition.per_rank)
+            spec = places[0].spec
+            stem = spec.name.removeprefix("layers.*.").removesuffix(".weight")
+            linear = spec.partition.per_rank or stem in LORA_TARGETS
+            expected = self.targets(module, linear)
             there = any(isinstance(value, LowRank) for value in self.updates.get(name, ()))
             if expected and not there:
                 missing.append(f"LoRA of {module} is missing, which its configuration names")

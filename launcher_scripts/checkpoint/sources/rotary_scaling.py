@@ -21,6 +21,11 @@ def as_text(numbers: Iterable[float]) -> str:
     return ",".join(repr(float(number)) for number in numbers)
 
 
+def mscale_of(factor: float, weight: float) -> float:
+    """YaRN's growth of scores with a model's stretched positions."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def yarn(
     pairs: int,
     base: float,
@@ -53,13 +58,10 @@ def yarn(
         high += 0.001
     slowed = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
 
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if not attention_factor:
-        attention_factor = scale(1.0)
+        attention_factor = mscale_of(factor, 1.0)
         if mscale and mscale_all_dim:
-            attention_factor = scale(mscale) / scale(mscale_all_dim)
+            attention_factor = mscale_of(factor, mscale) / mscale_of(factor, mscale_all_dim)
     return {
         "rotary_scaling": "factors",
         "rotary_factors": as_text(1 / (share / factor + 1 - share) for share in slowed),

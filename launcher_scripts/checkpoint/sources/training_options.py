@@ -83,6 +83,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
     ),
     "data and inference": (
         "create_attention_mask_in_dataloader",
+        "cache_mla_latents",
         "inference_*",
         "reset_attention_mask",
         "reset_position_ids",
@@ -94,6 +95,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "kv_lora_rank",
         "linear_*",
         "mamba_*",
+        "mhc_*",
         "mscale*",
         "mup_*",
         "q_lora_rank",

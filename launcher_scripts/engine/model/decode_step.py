@@ -212,6 +212,8 @@ def unsupported_reasons(
             result.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):
             result.append("rotary positions depend on a row's length")
+        if config.kv_lora_rank is not None:
+            result.append("attention is latent")
         if config.has_row_states:
             recurrent = ", ".join(sorted(config.branch_kinds & {*RECURRENT_KINDS}))
             result.append(f"layers keep a state of each row ({recurrent})")

@@ -91,6 +91,8 @@ def _gpt_states(config: GPTConfig, layer: int, tp_size: int) -> LayerStates:
     token = None
     if config.has_branch(layer, "attention"):
         token = _keys_and_values(_gpt_heads(config.of_layer(layer), tp_size)).token
+        if config.kv_lora_rank is not None:  # every rank keeps the whole latent vector
+            token = TokenState(1, 1, config.kv_down_size)
     kinds = [kind for kind in RECURRENT_KINDS if config.has_branch(layer, kind)]
     return LayerStates(token, row_states(config, kinds[0], tp_size) if kinds else ())
 

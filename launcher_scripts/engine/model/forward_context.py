@@ -12,6 +12,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds, Prompt
+from launcher_scripts.engine.model.latent_attention import LatentAttention
 from launcher_scripts.engine.model.layers import (
     Chunk,
     CrossAttention,
@@ -214,6 +215,8 @@ class PrefillContext(CacheContext):
     windowed: bool
 
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
+        if isinstance(layer, LatentAttention):
+            return layer.attend_prompts(query, self.chunks, self.spans, self.lora_adapters)
         if not self.windowed:
             return layer.kernels.prompt_attention(
                 query, layer.cache, self.spans, layer.scores, window=layer.window
@@ -270,6 +273,9 @@ class DecodeContext(CacheContext):
         return branch.decode(projected, self.rows)
 
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
+        if isinstance(layer, LatentAttention):
+            rows = self._within(layer.window)
+            return layer.attend_rows(query, rows, self.positions, self.lora_adapters)
         return layer.kernels.decode_attention(
             query,
             layer.cache,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from launcher_scripts.engine.model.latent_attention import LatentAttentionWeights
 from launcher_scripts.engine.model.recurrent import DeltaWeights, Mamba2Weights, RecurrentWeights
 from launcher_scripts.engine.model.rotary import relative_bias
 from launcher_scripts.engine.model.weights import (
@@ -26,10 +28,18 @@ from launcher_scripts.engine.model.weights import (
     scaled_norm,
     scaled_rows,
 )
-from launcher_scripts.kernels.operands import HeadNorms, Linear, LoRA, Norm, Router, XIELUCurve
-from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
+from launcher_scripts.kernels.operands import (
+    ExpertGroups,
+    HeadNorms,
+    Linear,
+    LoRA,
+    Norm,
+    Router,
+    XIELUCurve,
+)
+from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER, LORA_TARGETS
 from launcher_scripts.models.agm import AgmConfig
-from launcher_scripts.models.family import XIELU
+from launcher_scripts.models.family import XIELU, Partition
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
 
@@ -100,31 +110,19 @@ class GPTWeightLoader(WeightLoader):
     def _attention(self, layer: int) -> AttentionWeights:
         stem = "layers.*.attention"
         before, after = self._norms("input_layernorm", layer)
-        config, tp_size = self.config.of_layer(layer), self.parallelism.tp_size
-        norms, query_scale = self._head_norms(layer), None
-        if norms is not None and config.qk_norm_after_rope:
-            norms, query_scale = norms.before_rope()
-        width, keys = config.local_size("q_size", tp_size), config.local_size("kv_size", tp_size)
-        return AttentionWeights(
-            in_proj=scaled_rows(
-                self._linear(f"{stem}.query_key_value", layer, before),
-                config.query_key_value_scales,
-                (width, keys, keys),
-            ),
+        config = self.config.of_layer(layer)
+        width = config.local_size("q_size", self.parallelism.tp_size)
+        of_kind = self._plain if config.kv_lora_rank is None else self._latent_attention
+        return of_kind(
+            layer,
+            before,
             out_proj=scaled_rows(
                 self._linear(f"{stem}.dense", layer), config.attention_output_scale
             ),
             output_norm=self._output_norm(stem, layer),
             norm=after,
-            head_norms=norms,
-            query_scale=query_scale,
-            sinks=self._sinks(stem, layer),
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
-            gate=self._linear(f"{stem}.gate", layer, before)
-            if self.config.attention_output_gate
-            else None,
-            lora_in=self._lora("attention.query_key_value", layer),
             lora_out=self._lora("attention.dense", layer),
         )
 
@@ -203,7 +201,7 @@ class GPTWeightLoader(WeightLoader):
         return self._tensor(name, torch.float32, layer).sum(0)
 
     def _plain_mlp(self, layer: int) -> MLPWeights:
-        mlp = "layers.*.mlp"
+        mlp, ups = "layers.*.mlp", ["mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"]
         before, after = self._norms("post_attention_layernorm", layer)
         return replace(
             self._mlp(mlp, layer, before),
@@ -211,24 +209,84 @@ class GPTWeightLoader(WeightLoader):
             norm=after,
             ia3=self._ia3([mlp], layer),
             adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
-            lora_in=self._lora_of_up(layer),
+            lora_in=self._joined_lora(ups[: 1 + self.config.gated], layer),
             lora_out=self._lora("mlp.dense_4h_to_h", layer),
         )
 
-    def _lora_of_up(self, layer: int) -> LoRA | None:
-        """Of up, and of the gate behind it; zeros for one that no adapter has."""
-        stems = ["mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"]
-        parts = [self._lora(stem, layer) for stem in stems[: 1 + self.config.gated]]
-        some = next((part for part in parts if part is not None), None)
+    def _plain(self, layer: int, input_norm: Norm | None, **shared: Any) -> AttentionWeights:
+        """Attention whose keys and values are in the cache."""
+        stem = "layers.*.attention"
+        config, tp_size = self.config.of_layer(layer), self.parallelism.tp_size
+        norms, query_scale, gate = self._head_norms(layer), None, None
+        if norms is not None and config.qk_norm_after_rope:
+            norms, query_scale = norms.before_rope()
+        if config.attention_output_gate:
+            gate = self._linear(f"{stem}.gate", layer, input_norm)
+        width, keys = config.local_size("q_size", tp_size), config.local_size("kv_size", tp_size)
+        return AttentionWeights(
+            in_proj=scaled_rows(
+                self._linear(f"{stem}.query_key_value", layer, input_norm),
+                config.query_key_value_scales,
+                (width, keys, keys),
+            ),
+            gate=gate,
+            head_norms=norms,
+            query_scale=query_scale,
+            sinks=self._sinks(stem, layer),
+            lora_in=self._lora("attention.query_key_value", layer),
+            **shared,
+        )
+
+    def _latent_attention(
+        self, layer: int, input_norm: Norm | None, **shared: Any
+    ) -> LatentAttentionWeights:
+        """Attention whose latent vectors are in the cache; kv_up is never quantized, because it is
+        multiplied from both sides.
+        """
+        stem, query_up = "layers.*.attention", None
+        down = "query" if self.config.q_lora_rank is None else "query_down"
+        if self.config.q_lora_rank is not None:
+            query_up = self._linear(
+                f"{stem}.query_up", layer, self._latent_norm("query_latent_norm", layer)
+            )
+        return LatentAttentionWeights(
+            in_proj=self._joined([f"{stem}.{down}", f"{stem}.kv_down"], layer, input_norm),
+            query_up=query_up,
+            latent_norm=self._latent_norm("kv_latent_norm", layer),
+            kv_up=self._unquantized(f"{stem}.kv_up", layer),
+            lora_in=self._joined_lora([f"attention.{down}", "attention.kv_down"], layer),
+            lora_query_up=self._lora("attention.query_up", layer),
+            lora_kv_up=self._lora("attention.kv_up", layer),
+            **shared,
+        )
+
+    def _latent_norm(self, name: str, layer: int) -> Norm:
+        norm = self._norm(f"layers.*.attention.{name}", layer)
+        return replace(norm, eps=self.config.latent_norm_eps or norm.eps)
+
+    def _joined_lora(self, stems: Sequence[str], layer: int) -> LoRA | None:
+        """Of projections of one input, their outputs side by side; zeros for one that no adapter
+        has.
+        """
+        parts = {stem: self._lora(stem, layer) for stem in stems}
+        some = next((part for part in parts.values() if part is not None), None)
         if some is None:
             return None
-        nothing = replace(some, down=torch.zeros_like(some.down), up=torch.zeros_like(some.up))
-        whole = [part or nothing for part in parts]
+        whole = [part or self._no_lora(stem, some) for stem, part in parts.items()]
         return LoRA(
             torch.cat([part.down for part in whole], dim=1),
             torch.cat([part.up for part in whole], dim=2),
             tuple(width for part in whole for width in part.widths),
         )
+
+    def _no_lora(self, stem: str, other: LoRA) -> LoRA:
+        """Zeros for a projection.  other: what there is of another one with the same input"""
+        target, config = LORA_TARGETS[stem], self.config
+        width = getattr(config, target.outputs)
+        if target.partition is Partition.COLUMN_PARALLEL:
+            width = config.local_size(target.outputs, self.parallelism.tp_size)
+        up = other.up.new_zeros(*other.up.shape[:2], width)
+        return LoRA(torch.zeros_like(other.down), up, (width,))
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         normed = self.config.norm_placement in ("sandwich", "branch")
@@ -302,6 +360,13 @@ class GPTWeightLoader(WeightLoader):
         config, bias = self.config, None
         if config.expert_bias:
             bias = self._tensor(EXPERT_BIAS, torch.float32, layer).sum(0)
+        groups = None
+        if config.num_expert_groups is not None:
+            groups = ExpertGroups(
+                config.num_expert_groups,
+                config.groups_per_token or 1,
+                config.group_score_experts or 1,
+            )
         return Router(
             self._unquantized("layers.*.mlp.router", layer),
             config.experts_per_token or 1,
@@ -310,6 +375,7 @@ class GPTWeightLoader(WeightLoader):
             scaling_factor=config.router_scaling_factor or 1.0,
             bias=bias,
             jitter=config.router_jitter or 0.0,
+            groups=groups,
         )
 
     def _sinks(self, stem: str, layer: int) -> Tensor | None:

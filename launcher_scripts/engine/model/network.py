@@ -25,6 +25,7 @@ from launcher_scripts.engine.model.forward_context import (
     Stack,
 )
 from launcher_scripts.engine.model.kv_cache import KVCache
+from launcher_scripts.engine.model.latent_attention import LatentAttention, LatentAttentionWeights
 from launcher_scripts.engine.model.layers import (
     MLP,
     AttentionOptions,
@@ -168,6 +169,7 @@ class Network:
             self._encoder is None
             and not config.has_row_states
             and not self._rotates_by_row
+            and getattr(config, "kv_lora_rank", None) is None
             and config.head_size <= WIDEST_PROMPT_HEAD
         )
 
@@ -291,6 +293,8 @@ class Network:
         if isinstance(weights, AttentionWeights):
             window, table = config.window(layer), table_of(config, layer)
             options = self._attention_options(layer)
+            if isinstance(weights, LatentAttentionWeights):
+                return LatentAttention(weights, *shared, options, window=window, table=table)
             return SelfAttention(weights, *shared, options, window=window, table=table)
         if isinstance(weights, CrossAttentionWeights):
             return CrossAttention(weights, *shared, self._attention_options(layer))

@@ -386,9 +386,13 @@ class WeightLoader(ABC):
     def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
         """Projections of one input as one, their outputs side by side."""
         parts = [self._whole(name, layer) for name in names]
-        biases = [part.bias for part in parts if part.bias is not None]
-        weight = torch.cat([part.weight for part in parts])
-        return self._stored(Linear(weight, torch.cat(biases) if biases else None, norm))
+        weight, bias = torch.cat([part.weight for part in parts]), None
+        if any(part.bias is not None for part in parts):
+            zeros = weight.new_zeros(len(weight), dtype=self.dtype)
+            bias = torch.cat(
+                [zeros[: len(part.weight)] if part.bias is None else part.bias for part in parts]
+            )
+        return self._stored(Linear(weight, bias, norm))
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None

@@ -1,0 +1,105 @@
+"""What a training of Megatron-LM core says of a GPT's experts, as GPTConfig's fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
+from launcher_scripts.models.family import layer_list
+from launcher_scripts.models.gpt import SCORE_FUNCTIONS, expert_groups
+
+# Settings whose other values route tokens, or compute experts, in ways that the engine does not.
+_KNOWN_VALUES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_apply_probs_on_input": (None, False),
+    "moe_latent_size": (None, 0),
+    "moe_mlp_glu_interleave_size": (None, 0),
+    "moe_router_force_biased": (None, 0, 0.0),
+    "moe_router_force_load_balancing": (None, False),
+    "moe_router_quantile_balancing_ema": (None, 0, 0.0),
+    "moe_router_topk_limited_devices": (None, 0),
+    "moe_shared_expert_glu_interleave_size": (None, 0),
+}
+# How a training balances its experts, without a part in what the router chooses.
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+
+
+def experts_of(options: TrainingOptions, layers: int) -> dict[str, Any]:
+    """GPTConfig's fields of a model with experts, {} of one without."""
+    name = next((key for key in NO_EXPERTS if options.get(key)), None)
+    if name is None:
+        return {}
+    _refuse_experts(options)
+    biased = options.flag("add_bias_linear", True) or None
+    fields = {
+        "num_experts": options.size(name),
+        "router_bias": biased,
+        **_router(options),
+    }
+    dense = _dense_layers(options, layers)
+    if dense is not None:
+        own = options.size("ffn_hidden_size", 4 * options.size("hidden_size"))
+        fields |= {"dense_layers": dense, "dense_ffn_size": own}
+    sizes = {
+        "ffn_size": "moe_ffn_hidden_size",
+        "shared_expert_size": "moe_shared_expert_intermediate_size",
+    }
+    said = {field: options.size(key) for field, key in sizes.items() if options.get(key)}
+    gated = options.flag("moe_shared_expert_gate", False)
+    ungated = {"shared_expert_gate": False} if "shared_expert_size" in said and not gated else {}
+    return fields | said | ungated
+
+
+def _router(options: TrainingOptions) -> dict[str, Any]:
+    """How experts are chosen and weighed.
+
+    With softmax the core weighs those chosen by one over their logits alone, which is one over all
+    divided by its sum, unless the softmax comes first (moe_router_pre_softmax). Only with sigmoid
+    can there be a bias.
+    """
+    per_token = options.size("moe_router_topk", 2)
+    functions = {name: name for name in SCORE_FUNCTIONS}
+    function = options.choice("moe_router_score_function", "softmax", functions)
+    biased = options.flag("moe_router_enable_expert_bias", False)
+    fields = {
+        "experts_per_token": per_token,
+        "normalized_experts": not options.flag("moe_router_pre_softmax", False),
+        "router_scaling_factor": options.real("moe_router_topk_scaling_factor", 1.0),
+    }
+    groups = options.get("moe_router_num_groups")
+    if groups and options.get("moe_router_group_topk"):
+        chosen = options.size("moe_router_group_topk")
+        scores = max(per_token // chosen, 1)
+        if function == "softmax" and fields["normalized_experts"] and scores > 1:
+            what = "moe_router_group_topk of softmax needs moe_router_pre_softmax"
+            options.problems.add(what, got=chosen, choices=(f"{per_token // 2 + 1} or more",))
+        fields |= expert_groups(options.size("moe_router_num_groups"), chosen, scores)
+    if function == "sigmoid":
+        said = {"router_score_function": function, "expert_bias": biased or None}
+        return fields | said | {"normalized_experts": per_token > 1}
+    if biased:
+        what = "moe_router_enable_expert_bias needs moe_router_score_function sigmoid"
+        options.problems.add(what, got=function)
+    return fields
+
+
+def _dense_layers(options: TrainingOptions, layers: int) -> str | None:
+    """Those without experts, by moe_layer_freq: every so many-th layer has them, from the first
+    on, or those of a 1 in a list."""
+    said = options.get("moe_layer_freq") or 1
+    marks = said if isinstance(said, (list, tuple)) else ()
+    if type(said) is int and said > 0:
+        marks = [int(layer % said == 0) for layer in range(layers)]
+    if len(marks) != layers or any(mark not in (0, 1) for mark in marks):
+        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
+        options.problems.add("moe_layer_freq is not supported", got=said, choices=choices)
+    return layer_list(layer for layer, mark in enumerate(marks) if mark == 0)
+
+
+def _refuse_experts(options: TrainingOptions) -> None:
+    """Note what the engine does not compute."""
+    options.refuse_others(_KNOWN_VALUES_OF_EXPERTS, " of a model with experts")
+    balancing = options.get("moe_router_load_balancing_type") or "none"
+    kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
+    if not set(map(str, kinds)) <= {*_BALANCING}:
+        what = "moe_router_load_balancing_type is not supported"
+        options.problems.add(what, got=balancing, choices=_BALANCING)
