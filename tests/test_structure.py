@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.test_house import MODULES, ROOT, SOURCES, imported, module_name, ours, tree
 
 # Of launcher_scripts and stages.
-MAX_FILES = 380
+MAX_FILES = 381
 MAX_SINGLE_IMPORTERS = 87
 MAX_MARKERS = 96.3  # identifiers with a marker word, per 1,000 lines
 MAX_OPENINGS = 17.8  # percent of the docstrings
