@@ -1,4 +1,4 @@
-"""What the login side finds out before any job starts, collected so that it is said at once."""
+"""Checks of the login side before any job starts, collected so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -142,11 +142,11 @@ class Checks:
         self._mounts = tuple(mounts)
 
     def on_host(self, path: str | Path) -> Path:
-        """Where a path that the jobs see lies on this machine."""
+        """Return the path on this machine of a path that the jobs see."""
         return host_path(Path(path), self._mounts)
 
     def exists(self, what: str, path: str | Path, change: str, advice: str = "") -> bool:
-        """Whether `path` is there; its absence is noted, with advice."""
+        """Return whether `path` is there; its absence is noted, with advice."""
         try:
             if self.on_host(path).exists():
                 return True
@@ -208,7 +208,7 @@ class Checks:
     def ranks(
         self, ranks: int, nodes: int, gpus_per_node: int | None, max_nodes: int | None
     ) -> None:
-        """Whether `ranks` tensor x pipeline parallel ranks fit on the nodes, one GPU each."""
+        """Check that `ranks` tensor x pipeline parallel ranks fit on the nodes, one GPU each."""
         sizes = "export.model.tensor_model_parallel_size, "
         sizes += "export.triton_deployment.pipeline_model_parallel_size, deploy.run.nodes"
         if max_nodes is not None and nodes > max_nodes:

@@ -1,4 +1,4 @@
-"""What a command line says of conf/: its choices, its keys, and values that can be read.
+"""The command line's part of conf/: its choices, its keys, and readable values.
 
 Hydra answers a wrong choice of a group that has folders of its own (`export=gpt3/x`), and a wrong
 key, without saying which there are, and an unquoted value in the words of its parser.

@@ -174,7 +174,8 @@ def _deployed_summary(config: DictConfig, stages: Sequence[str]) -> str | None:
 
 
 def _needed(stages: Sequence[str]) -> tuple[str, str, str]:
-    """What the first stage finds: kind of its folder, key that names it, files in the folder."""
+    """Return the input of the first stage: kind of its folder, key that names it, files in the
+    folder."""
     if "deploy" in stages:
         return "export", "deploy.model_repository", "model_repo/{name}/config.pbtxt"
     if "gateway" in stages:

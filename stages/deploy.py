@@ -104,7 +104,8 @@ class Deploy(ServiceStage):
 
     @property
     def remote(self) -> bool:
-        """Whether the repository is in a cloud storage, where nobody looks before it is served."""
+        """Return whether the repository is in a cloud storage, where nobody looks before it is
+        served."""
         return is_remote(self.block.model_repository)
 
     @property
@@ -149,7 +150,7 @@ class Deploy(ServiceStage):
 
     @property
     def replicas(self) -> int:
-        """How many tasks the array of jobs has; 0: no array."""
+        """Number of tasks of the array of jobs; 0: no array."""
         return self.block.replicas if self.block.replicas > 1 else 0
 
     @property
@@ -264,7 +265,8 @@ class Deploy(ServiceStage):
             )
 
     def _check_ports(self) -> None:
-        """Where the server runs on this machine, its ports are free before anything is exported."""
+        """Check that the ports are free before anything is exported, if the server runs on this
+        machine."""
         settings, checks = self.settings, self.launch.checks
         if self.launch.cluster.serves_others:
             return

@@ -48,7 +48,7 @@ class EvaluateBlock(EvaluateOptions):
         self.task_settings()
 
     def task_settings(self) -> tuple[TaskSettings, ...]:
-        """Those of the tasks that are not null; raises ConfigError with every problem."""
+        """Settings of the tasks that are not null; raises ConfigError with every problem."""
         problems = Problems("the evaluation tasks")
         tasks = []
         for name, task in self.tasks.items():
@@ -108,14 +108,15 @@ class Evaluate(Stage):
 
     @property
     def _brings_gateway(self) -> bool:
-        """Whether a gateway's job is of the same command line."""
+        """Return whether a gateway's job is of the same command line."""
         stages = self.launch.stages
         brought = self._deploy.brings if "deploy" in stages else ()
         return "gateway" in (*stages, *brought)
 
     @property
     def _ready_file(self) -> str:
-        """That of a server of the same command line, which may be held back; or as configured."""
+        """Return the ready file of a server of the same command line, which may be held back; or as
+        configured."""
         given, deploy = absolute(self.block.ready_file), self._deploy
         if not self._promotes or not is_same_path(given, deploy.settings.ready_file):
             return given
@@ -139,7 +140,7 @@ class Evaluate(Stage):
         return self.block.stop_server and self.uses(server)
 
     def uses(self, server: Job | None) -> bool:
-        """Whether it is this server's ready file that the evaluation waits for."""
+        """Return whether it is this server's ready file that the evaluation waits for."""
         ready_file = server.service.first_file if server and server.service else None
         return ready_file is not None and is_same_path(ready_file, self.settings.ready_file)
 
@@ -334,7 +335,7 @@ class Evaluate(Stage):
 
     @property
     def _asks_over_grpc(self) -> bool:
-        """Whether a step does; those of a model that streams do that with every protocol."""
+        """Return whether a step does; those of a model that streams do that with every protocol."""
         settings, model = self.settings, self.served_model
         streams = model is not None and model.decoupled
         generates = bool(settings.tasks or settings.benchmark or settings.twin)

@@ -32,7 +32,8 @@ class GatewayBlock(DeployedGateway):
 
 
 def register_deployed_gateway() -> None:
-    """What conf/gateway/gateway.yaml takes over: every option of the deployment's gateway."""
+    """Register the options that conf/gateway/gateway.yaml takes over: every option of the
+    deployment's gateway."""
     names = [item.name for item in fields(DeployedGateway)]
     options = {name: f"${{{DeployedGateway.key}.{name}}}" for name in names}
     ConfigStore.instance().store("deployed_gateway", options)

@@ -82,7 +82,7 @@ def _rung(config: DictConfig, name: str) -> DictConfig:
 
 @dataclass(frozen=True)
 class LadderBlock:
-    """What other stages have in the configuration; see Ladder."""
+    """The part of the configuration of the other stages; see Ladder."""
 
     run: ClientRun
 
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Those of all runs."""
+        """Stages of all runs."""
         return tuple(stage for run in self.runs for stage in run)
 
     def jobs(self, folder_of: Callable[[Stage], JobFolder]) -> Iterator[Job]:
@@ -233,7 +233,7 @@ class Plan:
         return "\n".join(parts)
 
     def ask_scheduler(self) -> str:
-        """What the scheduler, where there is one, would do with every job; nothing is queued.
+        """Return the scheduler's answers to every job, if there is a scheduler; nothing is queued.
 
         Raises ClusterError with everything that it would refuse.
         """
@@ -359,7 +359,7 @@ def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
 
 
 def _check(stage: Stage) -> None:
-    """What is wrong with a stage goes to its launch's checks, or is raised."""
+    """Add a stage's problem to its launch's checks, or raise it."""
     stage.check()
     stage.cluster.render(stage.job(_next_folder(stage)))
 

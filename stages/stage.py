@@ -45,7 +45,7 @@ class LauncherConfig:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the stages of one command line share.
+    """State that the stages of one command line share.
 
     blocks:    the configuration of every stage, also of those that do not run
     stages:    the names of those that run, in order
@@ -80,7 +80,7 @@ class StageRun:
 
 @dataclass(frozen=True)
 class ClientRun(StageRun):
-    """Of a job that needs no GPU: it must not wait for those that its servers hold."""
+    """The options of a job that needs no GPU: it must not wait for those that its servers hold."""
 
     gpus_per_node: int | None
 
@@ -119,7 +119,7 @@ class Stage(ABC):
     @cached_property
     @abstractmethod
     def settings(self) -> Any:
-        """What the steps of the job read."""
+        """Settings that the steps of the job read."""
 
     @property
     def brings(self) -> tuple[str, ...]:
@@ -127,11 +127,11 @@ class Stage(ABC):
         return ()
 
     def joins(self, server: Job) -> bool:  # noqa: ARG002
-        """Whether the stage's steps run in the job of this server."""
+        """Return whether the stage's steps run in the job of this server."""
         return False
 
     def stops(self, server: Job) -> bool:  # noqa: ARG002
-        """Whether the stage's job stops this server at its end."""
+        """Return whether the stage's job stops this server at its end."""
         return False
 
     def job_settings(self, folder: JobFolder, server: Job | None) -> Any:  # noqa: ARG002
@@ -147,7 +147,7 @@ class Stage(ABC):
         return [Path(named.path) for named in paths_in(self.settings)]
 
     def step_names(self) -> tuple[str, ...]:
-        """Those of `modules` that this job runs, in order."""
+        """Steps of `modules` that this job runs, in order."""
         return self.modules
 
     def resources(self) -> Resources:
@@ -155,12 +155,12 @@ class Stage(ABC):
         return run.resources()
 
     def service(self) -> Service | None:
-        """How to tell that a job which does not end by itself is ready."""
+        """The service of a job that does not end by itself; None for others."""
         return None
 
     @property
     def replicas(self) -> int:
-        """How many tasks the array of jobs has; 0: no array."""
+        """Number of tasks of the array of jobs; 0: no array."""
         return 0
 
     @property
@@ -169,7 +169,7 @@ class Stage(ABC):
         return 0
 
     def step_gpus(self) -> int | None:
-        """How many GPUs of a node the steps need; None: all that the job has."""
+        """Number of GPUs of a node that the steps need; None: all that the job has."""
         return None
 
     def env(self) -> dict[str, str]:
@@ -273,7 +273,7 @@ class Stage(ABC):
         )
 
     def env_origin(self, name: str) -> str:
-        """Where a variable of the job comes from."""
+        """Return the origin of a variable of the job."""
         given = self.launch.config.env_vars.get(name) is not None
         if name == "PYTHONPATH":
             overlay = ", cluster.overlay" if self.overlay else ""
@@ -283,7 +283,7 @@ class Stage(ABC):
         return f"the {self.name} stage" if name in self.env() else "the launcher"
 
     def mount_origin(self, mount: str) -> str:
-        """Whether a mount was asked for, or is there because the job uses paths below it."""
+        """Return the origin of a mount: configured, or needed for paths below it."""
         given = [str(mount) for mount in self.launch.config.mounts()]
         return "container_mounts" if mount in given else f"paths of the {self.name} stage"
 

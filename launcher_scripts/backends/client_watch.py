@@ -1,4 +1,5 @@
-"""Which clients have gone. Triton only says so when it is asked, so a thread asks all the time.
+"""Watch for clients that have disconnected. Triton only says so when it is asked, so a thread asks
+all the time.
 
 Copied beside the text models of a repository, so it imports nothing of this project.
 """

@@ -1,4 +1,4 @@
-"""What servers before Triton 2.47 (24.06) lack, and what takes its place.
+"""Replacements of functions that servers before Triton 2.47 (24.06) lack.
 
 A model that does not stream gets response senders since then alone: before, `execute` returns the
 responses, so its thread waits for them, and requests run together only as far as Triton hands them
@@ -57,7 +57,8 @@ def response_sender(request: Any) -> Any:
 
 
 def returned(senders: Sequence[Any]) -> list[Any] | None:
-    """What `execute` returns: the responses, when they have come, where there are no senders."""
+    """Return what `execute` returns if there are no response senders: the responses, once
+    complete."""
     waiting = [sender for sender in senders if isinstance(sender, ReturnedResponse)]
     return [sender.wait() for sender in waiting] or None
 

@@ -91,7 +91,8 @@ def word_ids(word: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def stands_apart(word: str) -> bool:
-    """Whether a blank comes before it: to a word of a script that has blanks, or as given."""
+    """Return whether a blank comes before it: to a word of a script that has blanks, or as
+    given."""
     first = word[0]
     return first == " " or (first.isalnum() and not "\u2e80" <= first <= "\u9fff")
 

@@ -52,7 +52,7 @@ def parameter_values(
 
 
 def seconds_allowed(request: Any) -> float | None:
-    """How long a request's client waits for the answer; None: as long as it takes.
+    """Seconds that a request's client waits for the response; None for no limit.
 
     Raises ParameterError.
     """

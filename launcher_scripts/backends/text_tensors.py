@@ -1,4 +1,5 @@
-"""What the text models share: tensors in and out of the Python backend, one answer per request.
+"""Code shared by the text models: tensors in and out of the Python backend, one response per
+request.
 
 Copied beside the text models of a repository, so it imports nothing of this project.
 """
@@ -81,7 +82,8 @@ def answer_each(requests: Sequence[Any], answer: Callable[[Any], list[Any]]) -> 
 
 
 def error_response(error: Exception) -> Any:
-    """What a client is told of an error; the log keeps where one that is not the client's broke."""
+    """Return the error response of a client; errors that are not the client's are logged with a
+    traceback."""
     if isinstance(error, BadRequestError | ParameterError | TokenizationError):
         return failure(str(error), "INVALID_ARG")
     traceback.print_exception(error)

@@ -139,7 +139,7 @@ def _tensors(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_gain(name: str) -> bool:
-    """Whether a weight multiplies normalized values, and so is about one."""
+    """Return whether a weight multiplies normalized values, and so is about one."""
     return "norm" in name and name.endswith("weight")
 
 
@@ -147,7 +147,7 @@ class SourceFormat(Protocol):
     """A class of SOURCES: reads checkpoints of one format."""
 
     def matches(self, archive: Archive, /) -> bool:
-        """Whether the archive looks like one of this format."""
+        """Return whether the archive looks like one of this format."""
         ...
 
     def open(self, archive: Archive, hints: Hints, /) -> SourceCheckpoint:
@@ -407,7 +407,7 @@ def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest
 
 
 def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether the folder has these files as they are."""
+    """Return whether the folder has these files as they are."""
     paths = {folder / name: content for name, content in files.items()}
     return all(path.is_file() and path.read_bytes() == paths[path] for path in paths)
 

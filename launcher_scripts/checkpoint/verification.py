@@ -65,7 +65,7 @@ class Forecast:
 
 
 def _place(tensor: SourceTensor) -> object:
-    """What two tasks that read one tensor have in common."""
+    """Return a key that tasks reading the same tensor share."""
     if not tensor.pieces:
         return id(tensor)
     return tensor.pieces[0].values.__array_interface__["data"][0]
@@ -157,7 +157,7 @@ def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> ND
 
 
 def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
-    """Whether the rebuilt tensor has the bits that the source's values become."""
+    """Return whether the rebuilt tensor has the bits that the source's values become."""
     found = rebuilt(checkpoint, task.spec, task.layer)
     if found is None:
         return False

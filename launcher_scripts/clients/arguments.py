@@ -37,7 +37,8 @@ def rows_of(rows: int, **values: Any) -> Tensors:
 
 
 def sampling_tensors(flags: argparse.Namespace, rows: int, *, log_probs: bool) -> Tensors:
-    """How tokens are chosen, [rows, 1] each; start and end token are the checkpoint's own."""
+    """Return the sampling parameters, [rows, 1] each; start and end token are the checkpoint's
+    own."""
     return rows_of(
         rows,
         runtime_top_k=flags.topk,
@@ -135,7 +136,7 @@ def run(body: Callable[[argparse.Namespace], None], flags: argparse.Namespace) -
 
 
 def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "http") -> None:
-    """Where the server is, and which of its models is meant.
+    """Add flags for the server's address and the model's name.
 
     protocol: how to ask it unless the flag says so; None: something else says it
     """
@@ -166,7 +167,7 @@ def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "ht
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen."""
+    """Add flags for sampling."""
     parser.add_argument("-beam", "--beam_width", type=int, default=1, help="beams [1]")
     parser.add_argument("-topk", "--topk", type=int, default=1, help="top-k [1]")
     parser.add_argument("-topp", "--topp", type=float, default=0.0, help="top-p [0.0]")
@@ -209,7 +210,7 @@ def connect(flags: argparse.Namespace) -> RemoteServer:
 
 
 def client_tls(files: Mapping[str, str | None], protocol: str) -> ClientTls | None:
-    """What TLS_FILES say; raises ConfigError when they do not belong together."""
+    """Return the settings in TLS_FILES; raises ConfigError if they are inconsistent."""
     if not any(files.values()):
         return None
     problems = Problems("the files for TLS")

@@ -86,7 +86,7 @@ def check(models: Models, flags: argparse.Namespace) -> None:
 
 
 def messages() -> Iterator[str]:
-    """What the user types, line by line; Ctrl-C drops a line, /quit and Ctrl-D end."""
+    """Iterate over the lines that the user types; Ctrl-C drops a line, /quit and Ctrl-D end."""
     while True:
         try:
             message = input("> ").strip()

@@ -48,7 +48,7 @@ Tensors = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """Which request of which stateful sequence this is; ids are positive."""
+    """A request's position in a stateful sequence; ids are positive."""
 
     sequence_id: int
     start: bool = False
@@ -90,7 +90,7 @@ class HttpConnection:
         return ready_names(self._client.get_model_repository_index())
 
     def statistics(self, model_name: str) -> dict[str, Any]:
-        """What Triton has counted of the model since the server began."""
+        """Return Triton's statistics of the model since the server started."""
         return dict(self._client.get_inference_statistics(model_name)["model_stats"][0])
 
     def submit(
@@ -284,7 +284,7 @@ def failure_facts(error: Exception) -> tuple[str, str, bool]:
 
 
 def is_decoupled(config: Mapping[str, Any]) -> bool:
-    """Whether a model streams: it answers a request with several responses.
+    """Return whether a model streams: it answers a request with several responses.
 
     config: its config.pbtxt, as Triton's JSON
     """
@@ -316,7 +316,7 @@ def ready_names(index: Sequence[dict[str, Any]]) -> list[str]:
 def channel_arguments(
     address: str, tls: ClientTls | None, options: Sequence[tuple[str, Any]] = GRPC_ARGUMENTS
 ) -> dict[str, Any]:
-    """What tritonclient.grpc and .grpc.aio take for a channel to a server.
+    """Return the arguments of tritonclient.grpc and .grpc.aio for a channel to a server.
 
     address: host:port, and for a closed server after a # the file of its credentials, as its ready
              file says it: a PEM file of key and certificate, which both sides show and trust
@@ -350,7 +350,7 @@ def infer_arguments(
     outputs: Sequence[str] | None,
     step: SequenceStep | None = None,
 ) -> dict[str, Any]:
-    """What `module` takes for one request: tritonclient.http, .grpc or .grpc.aio.
+    """Return the arguments of `module` for one request: tritonclient.http, .grpc or .grpc.aio.
 
     outputs: names; None: all that there are
     """
@@ -392,7 +392,7 @@ class TritonServer:
         self._client = triton.InferenceServerClient(**channel_arguments(address, tls, _CHANNEL))
 
     async def is_ready(self, model: str) -> bool:
-        """Whether the server answers and serves the model."""
+        """Return whether the server answers and serves the model."""
         try:
             return bool(await self._client.is_model_ready(model, client_timeout=_READY_SECONDS))
         except ServerFailure:

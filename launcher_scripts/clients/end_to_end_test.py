@@ -122,7 +122,7 @@ def generating_contract(models: Models) -> Contract:
 
 
 def model_inputs(contract: Contract, encoded: Tensors) -> Tensors:
-    """What preprocessing made, by the model's names.
+    """Return the outputs of preprocessing, by the model's names.
 
     The original's makes no RETURN_PROGRESS, which only text that streams needs.
     """
@@ -131,7 +131,7 @@ def model_inputs(contract: Contract, encoded: Tensors) -> Tensors:
 
 
 def query_tensors(output_len: int) -> Tensors:
-    """What preprocessing takes."""
+    """Return the inputs of preprocessing."""
     return {
         "QUERY": column(SENTENCES),
         "BAD_WORDS_DICT": column(BAD_WORDS),
@@ -141,7 +141,7 @@ def query_tensors(output_len: int) -> Tensors:
 
 
 def ensemble_tensors(flags: argparse.Namespace, sampling: Tensors) -> Tensors:
-    """What the ensemble takes: the same under its own names."""
+    """Return the inputs of the ensemble: the same under its own names."""
     names = ("INPUT_0", "INPUT_2", "INPUT_3", "INPUT_1")
     values = query_tensors(flags.output_len).values()
     return {**dict(zip(names, values, strict=True)), **sampling}

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """What is asked, and how often."""
+    """Add flags for the request, and for its repetitions."""
     parser.add_argument("-r", "--random_start_ids", action="store_true", help="random prompts")
     parser.add_argument("-w", "--warm_up", action="store_true", help="ask twice before timing")
     parser.add_argument("-b", "--batch_size", type=int, default=8, help="rows, with -r [8]")

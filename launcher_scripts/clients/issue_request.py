@@ -132,7 +132,7 @@ def numpy_name(data_type: str) -> str:
 
 
 def step_of(config: Mapping[str, Any]) -> SequenceStep | None:
-    """Which request of a session this is; sequence_id 0: of none."""
+    """Return a request's position in its session; sequence_id 0: no session."""
     if not config["sequence_id"]:
         return None
     return SequenceStep(config["sequence_id"], config["sequence_start"], config["sequence_end"])

@@ -54,7 +54,8 @@ class RemoteServer:
         self._connection.close()
 
     def is_ready(self, model_name: str) -> bool:
-        """Whether the server answers and serves the model. A server that is not there is not."""
+        """Return whether the server answers and serves the model. A server that is not there is
+        not."""
         try:
             return self._connection.is_ready(model_name)
         except Exception:  # whatever the transport raises: not ready yet
@@ -71,13 +72,13 @@ class RemoteServer:
             return self._connection.model_config(model_name)
 
     def streams(self, model_name: str) -> bool:
-        """Whether the model answers a request with several responses (`decoupled`)."""
+        """Return whether the model answers a request with several responses (`decoupled`)."""
         if model_name not in self._streams:
             self._streams[model_name] = is_decoupled(self.model_config(model_name))
         return self._streams[model_name]
 
     def requests_taken(self, model_name: str) -> int:
-        """How many requests the model has taken since the server began."""
+        """Number of requests that the model has received since the server started."""
         with self._failures_of(f"the statistics of model {model_name}"):
             found = self._connection.statistics(model_name)
         return int(found.get("inference_stats", {}).get("success", {}).get("count", 0))
@@ -127,7 +128,7 @@ class RemoteServer:
 
     @contextmanager
     def _failures_of(self, what: str) -> Iterator[None]:
-        """What the transport raises becomes an error that is meant for the user."""
+        """Turn errors of the transport into errors that are meant for the user."""
         try:
             yield
         except LauncherError:
@@ -136,7 +137,7 @@ class RemoteServer:
             raise self._failure(error, what) from error
 
     def _failure(self, error: Exception, what: str) -> ServerError:
-        """What `error`, of whichever transport, means for the user."""
+        """Return the user's error for `error` of any transport."""
         status, message, refused = failure_facts(error)
         if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in status:
             return ServerError(

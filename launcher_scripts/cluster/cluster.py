@@ -1,4 +1,4 @@
-"""What every kind of cluster can do.
+"""The interface of every kind of cluster.
 
 The variables of this process's environment: those that describe a job in which it runs, and
 those with which a user sets defaults of sbatch.
@@ -164,17 +164,17 @@ class Cluster(ABC, Generic[Options]):
 
     @property
     def whole_nodes(self) -> bool:
-        """Whether no other job shares a node."""
+        """Return whether no other job shares a node."""
         return False
 
     @property
     def max_nodes(self) -> int | None:
-        """How many nodes a job can have; None without a limit."""
+        """Maximum number of nodes of a job; None without a limit."""
         return None
 
     @property
     def in_container(self) -> bool:
-        """Whether jobs run in the configured container."""
+        """Return whether jobs run in the configured container."""
         return False
 
     @property
@@ -201,7 +201,8 @@ class Cluster(ABC, Generic[Options]):
         """The job's script."""
 
     def test(self, job: Job) -> str | None:  # noqa: ARG002
-        """What the scheduler would say to a job; None where there is none. Raises on a refusal."""
+        """Return the scheduler's answer to a test of a job; None without a scheduler. Raises on a
+        refusal."""
         return None
 
     @abstractmethod
@@ -213,7 +214,7 @@ class Cluster(ABC, Generic[Options]):
 
     @abstractmethod
     def goes_on(self, error: LauncherError) -> bool:
-        """Whether a job with `after_any` can follow one of which submit has raised this."""
+        """Return whether a job with `after_any` can follow one of which submit has raised this."""
 
     @abstractmethod
     def give_up(self) -> None:
@@ -222,7 +223,7 @@ class Cluster(ABC, Generic[Options]):
     @classmethod
     @abstractmethod
     def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:
-        """What has become of a job, or of one replica, that nobody has seen end yet."""
+        """Return the state of a job, or of one replica, that has not been seen to end yet."""
 
     @classmethod
     @abstractmethod

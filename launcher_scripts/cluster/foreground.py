@@ -137,7 +137,7 @@ def _noted(folder: Path) -> NotedProcess | None:
 
 
 def _lives(pid: int, started: int | None) -> bool:
-    """Whether this very process runs: a process that nobody saw start is not known to."""
+    """Return whether this very process runs: a process that nobody saw start is not known to."""
     return started is not None and start_of(pid) == started
 
 
@@ -347,7 +347,7 @@ class ForegroundCluster(Cluster[Options]):
         return not isinstance(error, Stopped)
 
     def give_up(self) -> None:
-        """What runs is ended by close()."""
+        """Leave running jobs to close()."""
 
     @classmethod
     def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:  # noqa: ARG003

@@ -1,4 +1,4 @@
-"""What a cluster runs: a job is steps on nodes, with everything it leaves behind in one folder."""
+"""A job: steps on nodes, with all its files in one folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks of the cluster. time_limit is in Slurm's notation.
+    """Resources that a job requests of the cluster. time_limit is in Slurm's notation.
 
     gpus_per_node: None: what the cluster's configuration says; 0: none, on a node that others use
     cpus_per_task: CPUs that a task needs, where the configuration has no number; None: unknown
@@ -107,7 +107,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Service:
-    """What makes a job a service: it is ready when `ready_file` is there, and ends when stopped.
+    """Properties of a service: it is ready when `ready_file` exists, and ends when stopped.
 
     stop_timeout is the time in seconds that it may take to end by itself. candidate_file: what is
     there before, of a server that is held back until its evaluation's verdict.
@@ -120,7 +120,7 @@ class Service:
 
     @property
     def first_file(self) -> Path:
-        """What says that it can be measured."""
+        """The file that appears when it can be measured."""
         return self.candidate_file or self.ready_file
 
 
@@ -158,7 +158,7 @@ class JobFolder:
 
     @property
     def client_file(self) -> Path:
-        """Of a server's job: the id of the job that it ends with."""
+        """The file in a server's job with the ID of the job that it ends with."""
         return self.root / "client_job_id"
 
     @property
@@ -255,7 +255,7 @@ class Job:
 
     @property
     def judges(self) -> bool:
-        """Whether the job's exit code is that of a verdict (common/exit_codes.py)."""
+        """Return whether the job's exit code is that of a verdict (common/exit_codes.py)."""
         return any(step.name in ("judge", "write_ladder") for step in self.steps)
 
     def settings_files(self) -> dict[Path, str]:
@@ -313,7 +313,7 @@ class Submitted:
             self._client(job.client).write_record(cluster_type)
 
     def remove_record(self) -> None:
-        """Of a job that the cluster has refused."""
+        """Remove the record of a job that the cluster has refused."""
         for name in (RECORD, ID_FILE):
             (self.job.folder.root / name).unlink(missing_ok=True)
         if self.job.client is not None:

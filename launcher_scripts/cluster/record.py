@@ -69,7 +69,7 @@ class JobState:
 
 
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.2) -> bool:
-    """Whether `done` came true within that time."""
+    """Return whether `done` came true within that time."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -210,7 +210,7 @@ def _end_file(folder: Path, job_id: str) -> Path:
 
 
 def ready_of_run(path: Path, folder: Path) -> dict[str, Any] | None:
-    """What a ready file says, where it is of the run in this job folder; None where it is not."""
+    """Return the contents of a ready file if it is of the run in this job folder, else None."""
     with contextlib.suppress(ClusterError):
         ready = read_json(path)
         own = ((ready or {}).get("job") or {}).get("folder")

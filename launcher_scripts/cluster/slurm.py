@@ -31,7 +31,7 @@ _ALL = float("inf")
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What a job takes of each of its nodes, or what a node has; memory in megabytes."""
+    """A job's share of each of its nodes, or a node's resources; memory in megabytes."""
 
     cpus: float
     memory: float
@@ -46,7 +46,7 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """What matters of Slurm's configuration. memory: whether it counts as a resource."""
+    """The relevant part of Slurm's configuration. memory: whether it counts as a resource."""
 
     nodes: tuple[Mapping[str, str], ...]
     memory: bool
@@ -109,7 +109,7 @@ def _share(
     *,
     whole: bool,
 ) -> NodeShare:
-    """What a job with these options of sbatch takes of a node."""
+    """Return the share of a node that a job with these options of sbatch uses."""
     if whole or parameters["exclusive"] is True:
         return NodeShare(_ALL, _ALL, _ALL)
     cpus = parameters["ntasks_per_node"] * (parameters["cpus_per_task"] or 1)
@@ -260,7 +260,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
         return ScriptExecutor(job, self.options_of(job)).script()
 
     def test(self, job: Job) -> str | None:
-        """What sbatch says to the script without queueing it; None where no Slurm answers.
+        """Return sbatch's answer to the script without queueing it; None if Slurm is unreachable.
 
         Raises ClusterError when it refuses the script, or would queue it indefinitely.
         """
@@ -297,7 +297,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
             problems.check_choice("mpi type of this srun", options.mpi, types, "cluster.mpi")
 
     def _notes(self, job: Job) -> list[str]:
-        """What a user should know of the submission."""
+        """Return notes for the user about the submission."""
         options, needed = self.options_of(job), job.resources.cpus_per_task
         notes = ScriptExecutor(job, options).environment().notes()
         if needed is not None and options.cpus_per_task and options.cpus_per_task < needed:
@@ -431,7 +431,8 @@ def _check_reason(submitted: Submitted) -> None:
 
 
 def _dependency(job: Job, after: Submitted | None) -> str | None:
-    """What sbatch --dependency says: finished jobs must have worked, a service must have started.
+    """Return the value of sbatch --dependency: finished jobs must have succeeded, a service must
+    have started.
 
     Of an array all tasks must, but for a gateway, which serves with the first of them: the others
     may find no room. A cancelled job counts as started for Slurm, so what a service waits for is
@@ -448,7 +449,8 @@ def _dependency(job: Job, after: Submitted | None) -> str | None:
 
 
 def _after_any(after: Submitted | None) -> str | None:
-    """That the jobs before have ended, down to the last one that waited in this way itself."""
+    """Return the dependency on the end of the jobs before, down to the last one that waited in this
+    way itself."""
     ids: list[str] = []
     while after is not None:
         ids.insert(0, after.job_id)

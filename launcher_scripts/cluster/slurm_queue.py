@@ -65,7 +65,7 @@ def refused_key(said: str) -> str:
 
 
 def answers() -> bool:
-    """Whether this machine has Slurm's commands and its controller can be reached."""
+    """Return whether this machine has Slurm's commands and its controller can be reached."""
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
     asked = _ask("scontrol", "ping")
@@ -117,7 +117,7 @@ def check_partition(name: str | None, resources: Resources, problems: Problems, 
 
 
 def partitions(names: str | None) -> list[dict[str, str]]:
-    """What Slurm says of the partitions that a job may run in; see check_partition."""
+    """Return Slurm's data of the partitions that a job may run in; see check_partition."""
     shown = _shown("partition")
     if names is None:
         return [fields for fields in shown if fields.get("Default") == "YES"]
@@ -125,7 +125,7 @@ def partitions(names: str | None) -> list[dict[str, str]]:
 
 
 def nodes() -> list[dict[str, str]]:
-    """What Slurm says of every node."""
+    """Return Slurm's data of every node."""
     return _shown("node")
 
 
@@ -167,7 +167,7 @@ def slurm_seconds(text: str) -> int:
 
 
 def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
-    """What a command of Slurm answers; None where there is no such command."""
+    """Run a command of Slurm; None if the command is missing."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
     except FileNotFoundError:

@@ -36,7 +36,7 @@ _ENROOT_MOUNT_FLAGS = "none:x-create=auto,rbind"
 
 
 def is_file(image: str) -> bool:
-    """Whether an image is given as a path; anything else is a name in a registry."""
+    """Return whether an image is given as a path; anything else is a name in a registry."""
     named = image.endswith((".sqsh", ".squashfs")) and "://" not in image
     return named or image.startswith(("/", ".", "~"))
 

@@ -1,4 +1,4 @@
-"""What can go wrong, said once: what, got, choices, and where to change it."""
+"""Errors that say what, got, choices, and where to change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation's exit code means; read by Pythons that are too old for the rest."""
+"""Exit codes of an evaluation; read by Pythons that are too old for the rest."""
 
 # Of a verdict that was reached.
 VERDICTS = {0: "GO", 1: "NO-GO", 2: "INCONCLUSIVE"}

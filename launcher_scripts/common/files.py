@@ -80,7 +80,7 @@ def ask_to_publish(job_folder: Path) -> None:
 
 
 def may_publish(job_folder: Path) -> bool:
-    """Whether ask_to_publish was called for the job."""
+    """Return whether ask_to_publish was called for the job."""
     return (job_folder / _PROMOTION).exists()
 
 
@@ -141,7 +141,7 @@ class DigestChain:
 
 
 def file_digest(path: Path) -> str:
-    """What `b2sum -l 256` prints of the file, in hexadecimal. Raises OSError."""
+    """Return the output of `b2sum -l 256` for the file, in hexadecimal. Raises OSError."""
     digest = hashlib.blake2b(digest_size=_BYTES)
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -150,14 +150,14 @@ def file_digest(path: Path) -> str:
 
 
 def value_digest(value: Any) -> str:
-    """Of a plain value, whatever the order of its keys, in hexadecimal."""
+    """Return the digest of a plain value, whatever the order of its keys, in hexadecimal."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BYTES).hexdigest()
 
 
 def block_digests(ids: Sequence[int], size: int, digest: bytes) -> Iterator[bytes]:
-    """Of each whole block of `size` ids, over it and the digest before: each says everything that
-    stands up to the end of its block.
+    """Iterate over the digests of full blocks of `size` ids, each over the block and the digest
+    before: it identifies everything up to the end of its block.
 
     digest: of what stands before the ids
     """

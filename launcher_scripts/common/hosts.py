@@ -22,7 +22,7 @@ from launcher_scripts.common.errors import Problems, ServerError
 
 @dataclass(frozen=True)
 class Launcher:
-    """How one launching program numbers its processes.
+    """The environment variables with which a launching program numbers its processes.
 
     rank, size:   variables with this process's number and how many there are
     per_node:     variable with the number of processes on this node, where there is one

@@ -127,7 +127,7 @@ def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
 
 
 def _not(schema: Schema, known: Chain, _: list[str]) -> Any:
-    """What is left of listed values, types and properties."""
+    """Return the remaining listed values, types and properties."""
     excluded = schema.pop("not")
     if isinstance(excluded, dict) and excluded.keys() == {"anyOf"}:
         for each in excluded["anyOf"][: MAX_EXCLUDED + 1]:

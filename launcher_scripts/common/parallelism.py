@@ -54,7 +54,7 @@ class Parallelism:
         return range(start, start + base + (1 if pp_rank < longer else 0))
 
     def nodes(self, gpus_per_node: int) -> int:
-        """How many nodes of `gpus_per_node` GPUs hold all ranks."""
+        """Number of nodes of `gpus_per_node` GPUs that all ranks need."""
         return -(-self.world_size // gpus_per_node)
 
     def spread(self, nodes: int) -> int:

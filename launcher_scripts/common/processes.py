@@ -157,7 +157,7 @@ class ProcessStat:
 
 
 def seconds_since(ticks: int) -> float:
-    """How long ago a process started whose ProcessStat says `ticks`."""
+    """Return the seconds since a process started whose ProcessStat has `ticks`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -169,7 +169,7 @@ def process_stat(pid: int | str) -> ProcessStat:
 
 
 class Activity:
-    """Whether a process or a thread gets on, however slowly the machine lets it.
+    """Progress of a process or a thread, however slowly the machine lets it run.
 
     A hanging one does not: it neither uses processors nor waits for one.
     """
@@ -180,7 +180,7 @@ class Activity:
         self._cpu: int | None = None
 
     def works(self) -> bool:
-        """Whether it has used a processor since it was asked last, or wants one now."""
+        """Return whether it has used a processor since it was asked last, or wants one now."""
         try:
             stat = process_stat(self._pid)
         except OSError:
@@ -203,7 +203,7 @@ def start_of(pid: int) -> int | None:
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger."""
+    """Return whether a process was stopped by a signal or a debugger."""
     with contextlib.suppress(OSError):
         return process_stat(pid).state in SUSPENDED
     return False
@@ -236,7 +236,7 @@ _LOCK = ".lock"
 
 
 def is_word(path: str | Path) -> bool:
-    """Whether a shell that is not told where a path ends leaves it as it is.
+    """Return whether a shell that is not told where a path ends leaves it as it is.
 
     Triton's Python backend starts its workers in such a shell: with the path of the server's
     backends, and with that of the model.
@@ -262,7 +262,7 @@ class ServerLock:
 
     @property
     def region_prefix(self) -> str:
-        """How the names of the server's regions of shared memory begin."""
+        """Return the common prefix of the names of the server's shared memory regions."""
         return _region_prefix(self._folder.name)
 
     def hide_memory(self) -> None:

@@ -20,7 +20,7 @@ INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 
 
 def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantization | None:
-    """What int8_mode and quantization ask for; "" and None are no quantization.
+    """Return the quantization for int8_mode and quantization; "" and None are no quantization.
 
     Raises ConfigError for what the engine does not have (the modes 2 and 3 are
     FasterTransformer's), and where one says something else than the other.

@@ -39,7 +39,7 @@ class RowText:
         return whole if with_prompt else _after(whole, self.settled(self.prompt))
 
     def delta(self, seen: int, *, finished: bool) -> str:
-        """What is new since the row had `seen` tokens; the row was not finished then."""
+        """Return the new text since the row had `seen` tokens; the row was not finished then."""
         if seen == len(self.ids):
             return ""
         return _after(self.text(finished=finished, with_prompt=True), self.settled(seen))
@@ -100,7 +100,7 @@ class GrowingText:
         return self._row(0).settled(self._prompt)
 
     def news(self) -> str:
-        """What is new since the last time."""
+        """Return the new text since the last call."""
         if self._ended or (self._seen == len(self._ids) and not self._finished):
             return ""
         row = self._row(self._start)

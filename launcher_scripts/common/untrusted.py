@@ -89,7 +89,7 @@ def parse_yaml(text: bytes) -> Any:
 
 
 def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for when every alias is written out."""
+    """Return the number of values of a node when every alias is written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:

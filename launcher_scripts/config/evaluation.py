@@ -18,7 +18,7 @@ RENAMED_TASKS = {"boolq": "boolq_generate"}
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a task's items become prompts, and how their answers are generated.
+    """Generation of a task's answers: prompts from items, and decoding.
 
     template:      the prompt; {names} in it are the item's fields; None: the task's own
     target_file:   what the answers are compared with, where data_file does not hold it
@@ -142,7 +142,7 @@ class HarnessSettings:
 
     @property
     def gateway_is_file(self) -> bool:
-        """Whether `gateway` is a ready file, not an address."""
+        """Return whether `gateway` is a ready file, not an address."""
         return self.gateway is not None and "://" not in self.gateway
 
 
@@ -190,7 +190,7 @@ RUNNERS = ("auto", "transformers", "core", "nemo", "engine")
 
 @dataclass(frozen=True)
 class TwinSettings:
-    """What runs beside the served model, and on which texts.
+    """Comparison with the reference model: its runner, and the texts.
 
     checkpoint: the original; None: what the served model's manifest names as its source
     runner:     transformers, core (Megatron-LM core), nemo, or engine, this project's own in
@@ -219,7 +219,7 @@ _KEY = "evaluate.load.{}"
 
 @dataclass(frozen=True)
 class LoadPrompts:
-    """What is asked. Lengths are in tokens.
+    """Prompts of a load test. Lengths are in tokens.
 
     data_file: prompts to take in turn: JSON lines with `text` or `prompt`, or a text a line; None:
                random token ids
@@ -245,7 +245,7 @@ class LoadPrompts:
 
 @dataclass(frozen=True)
 class LoadBounds:
-    """What a request must keep to count as goodput, in milliseconds; None: anything.
+    """Limits of a request that counts as goodput, in milliseconds; None: no limit.
 
     between_tokens_ms: from one token to the next, on average over the answer
     """

@@ -1,4 +1,4 @@
-"""What the gateway is told: by the deploy stage's settings file, or by flags."""
+"""Options of the gateway, from the deploy stage's settings file or from flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPEN_PATHS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    """What is said of a gateway wherever it runs. Times in seconds, sizes in bytes.
+    """Options of a gateway wherever it runs. Times in seconds, sizes in bytes.
 
     key:   of the configuration, where this is said
     ports: the choices of `port`
@@ -93,7 +93,7 @@ class GatewayOptions:
 
     @classmethod
     def key_of(cls, name: str) -> str:
-        """Where an option is changed."""
+        """Return the key where an option is changed."""
         return f"{cls.key}.{name}"
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ PORTS = ("0 (a free one)", "1-65535")
 
 @dataclass(frozen=True)
 class Option:
-    """What a field does not say by its name, type and default.
+    """Extra metadata of a field.
 
     flag:    its command-line flag without the dashes; "": the field's name
     metavar: stands for the value in --help; None: the choices, or a word for the type
@@ -153,7 +153,7 @@ def _marks(kind: type) -> dict[str, _Path]:
 
 
 def _mark(hint: Any) -> _Path | None:
-    """That of a type, of one of its alternatives, or of its members."""
+    """Return the path role of a type, of one of its alternatives, or of its members."""
     inside = (_mark(argument) for argument in typing.get_args(hint))
     own = (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, _Path))
     return next((mark for mark in (*own, *inside) if mark is not None), None)
@@ -271,7 +271,7 @@ def _refuse(what: str, value: Any, problems: Problems) -> None:
 
 
 def is_required(item: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no default."""
+    """Return whether a field has no default."""
     return item.default is item.default_factory is dataclasses.MISSING
 
 

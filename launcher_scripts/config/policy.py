@@ -45,7 +45,8 @@ class _Checked:
 
 @dataclass(frozen=True)
 class MetricBounds(_Checked):
-    """Of one figure. max_drop: from the reference and the baseline, in place of their own."""
+    """Bounds of one metric. max_drop: from the reference and the baseline, in place of their
+    own."""
 
     min: float | None = None
     max: float | None = None
@@ -102,7 +103,7 @@ class TimeBounds(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedBounds(_Checked):
-    """Of the speed sweep: the slowest row counts for times, the fastest for tokens."""
+    """Bounds of the speed sweep: the slowest row counts for times, the fastest for tokens."""
 
     max_latency_ms: TimeBounds | None = None
     min_tokens_per_second: float | None = None
@@ -110,7 +111,7 @@ class SpeedBounds(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBounds(SpeedBounds):
-    """Of the load test: the slowest valid run counts for times, the best one for throughput.
+    """Bounds of the load test: the slowest valid run counts for times, the best one for throughput.
 
     path, clients, rate: the runs that count; None: all of them
     max_failed: requests of all runs together
@@ -132,7 +133,7 @@ class LoadBounds(SpeedBounds):
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What is asked of a report, by the section that is asked.
+    """Bounds of a report, by section.
 
     metrics, harness: task -> figure -> its bounds
     """

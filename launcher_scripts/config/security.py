@@ -1,4 +1,4 @@
-"""What a server lets whom do: addresses, restricted interfaces, TLS, and where its secrets are."""
+"""Security of a server: addresses, restricted interfaces, TLS, and its secrets."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ MIN_IDLE_TIMEOUT = 1
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Where the tokenizer comes from: `auto` (the checkpoint's own), `none`, or `files`."""
+    """Source of the tokenizer: `auto` (the checkpoint's own), `none`, or `files`."""
 
     source: str = option(
         "auto",
@@ -89,7 +89,7 @@ class TokenizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a checkpoint is read and converted, in the block `export.model`.
+    """Options of reading and converting a checkpoint, in the block `export.model`.
 
     prompt_, ia3_ and adapter_checkpoints are added to the base in order, and lora_checkpoints are
     kept beside it under the names of their files or folders.
@@ -146,7 +146,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """How the model is served, in the block `export.triton_deployment`."""
+    """Options of serving the model, in the block `export.triton_deployment`."""
 
     max_batch_size: int = option(1, "most rows of one request", least=1)
     quantization: str | None = option(
@@ -219,7 +219,7 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     @staticmethod
     def key_of(name: str) -> str:
-        """Where an option is changed."""
+        """Return the key where an option is changed."""
         of_serving = name in (item.name for item in dataclasses.fields(ServingOptions))
         return f"export.{'triton_deployment' if of_serving else 'model'}.{name}"
 
@@ -268,7 +268,7 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether what prompts have in common is computed once."""
+        """Return whether what prompts have in common is computed once."""
         if self.enable_prefix_caching is not None:
             return self.enable_prefix_caching
         return self.model_type in DECODER_ONLY and not (self.deterministic or self.interactive)
@@ -280,7 +280,7 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the shards go."""
+        """Folder of the shards."""
         return Path(self.triton_model_dir) / "1" / f"{self.parallelism.tp_size}-gpu"
 
 
@@ -380,7 +380,7 @@ class DeploySettings(ServerOptions):
 
     @property
     def is_closed(self) -> bool:
-        """Whether Triton answers only who has this start's credentials: the gateway has keys."""
+        """Return whether only this start's credentials open Triton: the gateway has keys."""
         return self.closed or (self.gateway is not None and self.gateway.api_keys is not None)
 
     @property
@@ -396,7 +396,7 @@ class DeploySettings(ServerOptions):
 
     @property
     def candidate_file(self) -> Path | None:
-        """What a server that is held back has in the place of the ready file."""
+        """File of a server that is held back, in place of the ready file."""
         if self.promote is None:
             return None
         return replica_file(Path(self.results_dir) / CANDIDATE, self.replica)
@@ -404,7 +404,7 @@ class DeploySettings(ServerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """How a served model is asked, in the block `evaluate`.
+    """Options of evaluating a served model, in the block `evaluate`.
 
     replicas: of how many servers the requests go to; 0: of the one of `ready_file` itself
     policy:   what the report is judged by, or a YAML file of it; None: it is not judged

@@ -240,7 +240,7 @@ T5_ENCODER_TEXT = TextContract(
 
 @dataclass(frozen=True)
 class Contract:
-    """What a served model takes and gives; a row of CONTRACTS.
+    """Inputs and outputs of a served model; a row of CONTRACTS.
 
     family:       the model family it serves
     text:         the text models around it
@@ -283,17 +283,17 @@ class Contract:
 
     @cached_property
     def returns_prompts(self) -> bool:
-        """Whether output_ids begin with the prompt."""
+        """Return whether output_ids begin with the prompt."""
         return any(tensor.name == "response_input_lengths" for tensor in self.outputs)
 
     @property
     def counts_prompts(self) -> bool:
-        """Whether the number of tokens that a request asks for includes its prompt's."""
+        """Return whether the number of tokens that a request asks for includes its prompt's."""
         return self.text.prompt_counts
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether context_logits are the prompt's; an encoder-decoder's are its output's."""
+        """Return whether context_logits are the prompt's; an encoder-decoder's are its output's."""
         return self.returns_prompts
 
     def declared_inputs(self, data_type: str) -> tuple[Tensor, ...]:

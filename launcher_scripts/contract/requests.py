@@ -93,7 +93,7 @@ class PromptType(IntEnum):
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How one row chooses its tokens; defaults are the contract's."""
+    """Sampling parameters of one row; defaults are the contract's."""
 
     top_k: int = 0
     top_p: float = 0.0
@@ -115,7 +115,7 @@ class SamplingParameters:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there change the logits."""
+        """Return whether tokens that are there change the logits."""
         added = self.presence_penalty or self.frequency_penalty or self.output_presence_penalty
         return self.repetition_penalty != 1 or bool(added)
 
@@ -170,14 +170,14 @@ class GenerateRequest:
 
     @property
     def asks_of_prompt(self) -> bool:
-        """Whether more is wanted of the prompt than what follows it."""
+        """Return whether more is wanted of the prompt than what follows it."""
         scored = self.num_prompt_log_probs >= 0
         return scored or self.return_context_logits or self.return_context_embeddings
 
 
 @dataclass(frozen=True, eq=False)
 class ModelLogProbs:
-    """What the model's own logits say of n tokens, in tensors.
+    """Log-probabilities of n tokens by the model's own logits, in tensors.
 
     log_probs: float32 [n];  ranks: int32 [n], 1 for the likeliest token
     top_ids:   int32 [n, K], the likeliest tokens at each place;  top_log_probs: float32 [n, K]
@@ -200,7 +200,7 @@ class Beam:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What one row became.
+    """The output of one row.
 
     output_ids:       generated ids, an end token included
     cum_log_probs:    sum of log p over the generated tokens, p over the whole vocabulary after
@@ -243,14 +243,14 @@ NO_STREAM = "the shared stream has ended"
 
 
 class SharedId(NamedTuple):
-    """What a request's id says. number: of the row; None: the request opens the stream."""
+    """The contents of a request's ID. number: of the row; None: the request opens the stream."""
 
     stream: str
     number: int | None
 
 
 class RowNews(NamedTuple):
-    """What is new of one row: its tokens, and whether those were the last.
+    """New tokens of one row, and whether those were the last.
 
     num_cached_tokens: prompt tokens that were in the prefix cache, with the first tokens
     """
@@ -275,7 +275,7 @@ def row_id(stream: str, number: int, name: str) -> str:
 
 
 def shared_id(request_id: str) -> SharedId | None:
-    """What `open_id` or `row_id` wrote; None for any other id."""
+    """Return the contents of an ID that `open_id` or `row_id` wrote; None for any other."""
     words = request_id.split(" ", 3)
     if words[0] == _OPEN and len(words) == 2:
         return SharedId(words[1], None)

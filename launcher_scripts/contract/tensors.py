@@ -340,7 +340,7 @@ _NOT_IN_ENSEMBLE = (
 
 
 def ensemble_passes_on(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Of a model's inputs those that its ensemble takes under their own names."""
+    """Return the model's inputs that its ensemble accepts under their own names."""
     return tuple(t for t in inputs if t.optional and t.name not in _NOT_IN_ENSEMBLE)
 
 

@@ -73,7 +73,7 @@ TEXT_OUTPUTS = (
 
 
 def _todays_inputs(known: Iterable[str]) -> tuple[Tensor, ...]:
-    """Of the inputs those that mean something to a model with the inputs `known`.
+    """Return the inputs that are valid for a model with the inputs `known`.
 
     known: names of the ensemble's inputs
     """

@@ -149,7 +149,7 @@ class Engine:
 
     @property
     def ranks(self) -> list[RankInfo]:
-        """Where every rank runs, rank 0 first."""
+        """Locations of all ranks, rank 0 first."""
         return list(self._ranks.infos)
 
     @property

@@ -182,7 +182,7 @@ def _with_own_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
 def _baseline(
     tasks: Tasks, bounds: BaselineBounds | None
 ) -> dict[tuple[str, str], ComparedAnswers]:
-    """What the earlier report has of each task."""
+    """Return the earlier report's results of each task."""
     if bounds is None:
         return {}
     path = Path(bounds.report)

@@ -56,12 +56,12 @@ class TimedModel:
 
     @property
     def counts(self) -> dict[str, float]:
-        """What a journal keeps of the answers until now."""
+        """Return the journal's counts of the answers until now."""
         return {"requests": self._requests, "tokens": self._tokens, "seconds": self._seconds}
 
     @property
     def pace(self) -> Pace:
-        """Of all answers until now."""
+        """Pace of all answers until now."""
         rate = self._tokens / self._seconds if self._tokens and self._seconds else None
         return Pace(self._requests, self._seconds, self._tokens, rate)
 
@@ -121,7 +121,7 @@ def timed(
 
 
 def open_reference(settings: TaskSettings) -> Reference | None:
-    """What settings.reference names, read before anything is asked: it must not fail afterwards."""
+    """Open settings.reference before any request: it must not fail afterwards."""
     if settings.reference is None:
         return None
     path = Path(settings.reference)
@@ -174,7 +174,7 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
 
 
 def _values(items: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """What every item has a number or a truth value for, besides its index and target."""
+    """Return every item's numbers and truth values, besides its index and target."""
     names = (set.intersection(*map(set, items)) if items else set()) - {"index", *TARGET_KEYS}
     return {
         name: [item[name] for item in items]
@@ -184,14 +184,14 @@ def _values(items: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def same_item(item: Mapping[str, Any], known: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Whether the reference has the item, with the same target."""
+    """Return whether the reference has the item, with the same target."""
     other = known.get(item["index"])
     shared = [key for key in TARGET_KEYS if other is not None and key in item and key in other]
     return other is not None and all(item[key] == other[key] for key in shared)
 
 
 def answer(item: Mapping[str, Any]) -> Any:
-    """What makes two items the same answer."""
+    """Return the key by which two items have the same answer."""
     return next((item[key] for key in ANSWER_KEYS if key in item), None)
 
 
@@ -249,7 +249,7 @@ class ComparedAnswers:
 
 
 def of_reference(section: Mapping[str, Any]) -> ComparedAnswers | None:
-    """What the reference of a task's section answered; None: it has none."""
+    """Return the reference's answers in a task's section; None if it has none."""
     reference = section.get("reference")
     if reference is None:
         return None
@@ -271,7 +271,7 @@ def of_report(
     metrics: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> ComparedAnswers:
-    """What an earlier report has of those of `items` that it has too."""
+    """Return the earlier report's answers to those of `items` that it has, too."""
     known = {item["index"]: item for item in others}
     pairs = [(item, known[item["index"]]) for item in items if same_item(item, known)]
     alike = [
@@ -281,7 +281,7 @@ def of_report(
 
 
 def values(items: Sequence[Item], figure: str) -> list[float] | None:
-    """What a figure is made of, item by item; None: it is one of all items together."""
+    """Return a metric's values item by item; None if it is one of all items together."""
     items = [item for item in items if _is_of(item, figure)]
     found = [item.get(_field(item, figure)) for item in items]
     numbers = [value for value in found if isinstance(value, (bool, int, float))]
@@ -289,12 +289,13 @@ def values(items: Sequence[Item], figure: str) -> list[float] | None:
 
 
 def is_perplexity(figure: str) -> bool:
-    """Whether a figure, through any filter, is one of the items' log-likelihoods."""
+    """Return whether a figure, through any filter, is one of the items' log-likelihoods."""
     return figure.partition(",")[0] == PERPLEXITY
 
 
 def flags(of_items: Sequence[float]) -> bool:
-    """Whether the items are right or wrong, and nothing between: lm-eval writes 0.0 and 1.0."""
+    """Return whether the items are right or wrong, and nothing between: lm-eval writes 0.0 and
+    1.0."""
     return all(value in (0, 1) for value in of_items)
 
 
@@ -335,7 +336,7 @@ def largest_difference(others: ComparedAnswers) -> float | None:
 
 
 def _same_flags(one: Item, other: Item, metrics: Iterable[str]) -> bool:
-    """Whether the items agree in all that is right or wrong of both."""
+    """Return whether the items agree in all that is right or wrong of both."""
     judged = {figure.partition(",")[0] for figure in metrics}
     return all(
         one[name] == value
@@ -345,14 +346,15 @@ def _same_flags(one: Item, other: Item, metrics: Iterable[str]) -> bool:
 
 
 def _field(item: Item, figure: str) -> str:
-    """What an item calls what the figure is made of; lm-eval's names end with their filter."""
+    """Return the item's field of a metric; lm-eval's names end with their filter."""
     name = figure.partition(",")[0]
     own = FIELDS.get(name, name)
     return own if own in item else name
 
 
 def _is_of(item: Item, figure: str) -> bool:
-    """Whether an item went through the figure's filter; lm-eval's usual one is called none."""
+    """Return whether an item went through the figure's filter; lm-eval's usual one is called
+    none."""
     wanted = figure.partition(",")[2] or "none"
     return bool(item.get("filter", wanted) == wanted)
 

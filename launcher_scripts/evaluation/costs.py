@@ -1,4 +1,4 @@
-"""What a measured rate costs at a GPU's price, and how close it comes to what the GPU allows.
+"""Cost of a measured rate at a GPU's price, and its distance from the hardware's limit.
 
 A floor is the least time that reading takes: for every token of a row, a decode step reads the
 weights once for all rows, and the keys and values of each row's context. It counts no arithmetic
@@ -51,7 +51,7 @@ def gpus(measured_on: Mapping[str, Any]) -> list[str]:
 
 
 def price_of(tokens_per_second: float, gpu_count: int, gpu_price: float) -> float:
-    """What a million tokens cost; gpu_price: of one GPU for an hour."""
+    """Return the price of a million tokens; gpu_price: of one GPU for an hour."""
     return gpu_price * gpu_count / 3600 / tokens_per_second * 1e6
 
 
@@ -94,7 +94,7 @@ def _sizes(row: Mapping[str, Any]) -> str:
 
 
 def floor_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What was measured beside its floor; None for an unknown GPU or model."""
+    """Return the measurements with their lower limit; None for an unknown GPU or model."""
     rows: list[dict[str, Any]] = []
     facts: dict[str, Any] = {}
     for name in ("speed", "load"):
@@ -138,7 +138,7 @@ def _load_floor(run: Mapping[str, Any], reads: StepReads) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepReads:
-    """What a decode step reads, and how fast the GPUs that share it can.
+    """The bytes that a decode step reads, and the bandwidth of the GPUs that share it.
 
     step_bytes: of weights, by all ranks together; token_bytes: of keys and values, for each token
     of a row's context; ranks: tensor-parallel ones, whose memories are read at once

@@ -33,7 +33,7 @@ EXIT_CODES = {FAIL: 1, INCONCLUSIVE: 2, PASS: 0}
 
 @dataclass(frozen=True)
 class Reason:
-    """What one bound came to.
+    """The outcome of one bound.
 
     bound:    its key in the policy
     measured: the figure, without its interval; None: not measured
@@ -100,7 +100,7 @@ def _order(one: Reason) -> tuple[int, bool]:
 
 
 def reason(check: Check, min_items: int) -> Reason:
-    """What a check comes to."""
+    """Return the outcome of a check."""
     asked = f"{'at least' if check.at_least else 'at most'} {check.show(check.limit)} is asked"
     measured = check.measured
     if measured is None:

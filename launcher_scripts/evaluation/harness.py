@@ -64,7 +64,7 @@ class HarnessTask:
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """What lm_eval measured; files are below the folder `harness` of the results."""
+    """Results of lm_eval; files are below the folder `harness` of the results."""
 
     version: str
     tasks: dict[str, HarnessTask]
@@ -72,7 +72,7 @@ class HarnessResult:
 
 
 def lm_eval_version(settings: HarnessSettings) -> str:
-    """That of the interpreter's lm_eval. Raises ConfigError where there is none."""
+    """Return the version of the interpreter's lm_eval. Raises ConfigError where there is none."""
     python = settings.python or sys.executable
     try:
         done = subprocess.run(
@@ -135,7 +135,7 @@ def _gateway(
 
 
 def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
-    """What the gateway at `openai` says of each model that it serves, by name."""
+    """Return the gateway's data of each model that it serves, by name."""
     return {model["id"]: model for model in _ask(f"{openai}/models", key)["data"]}
 
 
@@ -220,7 +220,7 @@ def command(
 
 
 def read_results(folder: Path, version: str) -> HarnessResult:
-    """What the files say that one run of lm_eval has written below `folder`.
+    """Read the files that one run of lm_eval has written below `folder`.
 
     Raises ServerError when there is no file of results, or one that is none.
     """

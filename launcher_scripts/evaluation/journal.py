@@ -1,4 +1,4 @@
-"""What an interrupted evaluation leaves to the next one: the results that it had.
+"""Journals: results that an interrupted evaluation continues from.
 
 Every measurement has a file of JSON lines in the results folder's `journal`. The first line says
 what the results depend on; a line follows for every run that went on with it, and for every
@@ -68,7 +68,7 @@ class Journal:
 
     @property
     def measured_on(self) -> dict[str, Any]:
-        """What the last run that had a result measured on; `runs`: when each of them began."""
+        """Return the hardware of the last run with a result; `runs`: when each of them started."""
         last = self._runs[-1] if self._runs else self._measured_on
         return last | {"runs": [run["date"] for run in self._runs]}
 

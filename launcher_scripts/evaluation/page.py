@@ -143,7 +143,7 @@ def clipped(text: str, length: int = TEXT_SHOWN) -> str:
 
 
 def hardware(server: Section) -> str:
-    """What the ranks of a server, or of all its replicas, run on."""
+    """Describe the hardware of a server's ranks, or of all its replicas."""
     devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
     found = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
     each = ", ".join(f"{count} x {name}" for name, count in found.items()) or "unknown hardware"
@@ -179,7 +179,7 @@ def _verdict(verdict: Section | None) -> dict[str, Any] | None:
 
 
 def _key_figures(report: Section) -> Iterator[dict[str, str]]:
-    """What a manager asks first: how good, how like the original, how fast, how dear."""
+    """Iterate over the key metrics: quality, similarity to the original, speed, cost."""
     for name, task in list(report["tasks"].items())[:3]:
         for metric, found in list(task["metrics"].items())[:1]:
             low, high = (figure(found[end], found["percent"]) for end in ("low", "high"))
@@ -341,7 +341,7 @@ def _load_plots(runs: Sequence[Section]) -> list[str]:
 
 
 def _timelines(runs: Sequence[Section]) -> Iterator[dict[str, Any]]:
-    """Of each path the fastest run first, then the others, invalid ones included."""
+    """Iterate over the timelines of each path, the fastest run first, invalid ones included."""
     drawn = sorted(
         (run for run in runs if len(run["timeline"]) > 1),
         key=lambda run: (run["valid"], run["tokens_per_second"]),
@@ -380,7 +380,7 @@ def _measured(report: Section) -> Iterator[tuple[str, Section]]:
 
 
 def _facts(on: Section) -> dict[str, Any]:
-    """What a section was measured on, a line each."""
+    """Return the set-up of a section, a line each."""
     server = on.get("server", {})
     facts = {
         kind: server[kind] for kind in ("http", "grpc", "openai", "replicas") if kind in server

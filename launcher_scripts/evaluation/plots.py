@@ -66,7 +66,8 @@ def speed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def task(items: Sequence[Mapping[str, Any]]) -> str | None:
-    """How likely the right answers were, by whether the model chose them; None without such."""
+    """Return the likelihood of the right answers, by whether the model chose them; None without
+    such."""
     if not items or not {"log_likelihood", "correct"} <= items[0].keys():
         return None
     title = "Log-likelihood of the target, right and wrong items"
@@ -189,7 +190,7 @@ def _latency_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) 
 
 
 def _best_of(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """What the plot shows, for who cannot see it."""
+    """Describe the plot for readers who cannot see it."""
     best = {
         path: max(runs, key=lambda run: run["tokens_per_second"]) for path, runs in lines.items()
     }

@@ -120,7 +120,7 @@ def _data(files: Iterable[str]) -> dict[str, str]:
 
 
 def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """What makes tokens of text: the files without how chats and texts are written."""
+    """Return the tokenizer's files, without the files for chats and for decoding."""
     left_out = (*CHAT_TEMPLATE_FILES, GENERATION_FILE)
     kept: dict[str, Any] = {
         name: content.hex() for name, content in files.items() if name not in left_out
@@ -140,20 +140,20 @@ def _configuration(settings: EvaluateSettings) -> dict[str, Any]:
 
 
 def data_files(task: TaskSettings) -> tuple[str, ...]:
-    """What a task reads."""
+    """Data files of a task."""
     target = task.generation.target_file
     return (task.data_file,) if target is None else (task.data_file, target)
 
 
 def questions_of(task: TaskSettings) -> dict[str, Any]:
-    """Of a task's settings, what its questions are made of besides the data."""
+    """Return the task's settings that its questions depend on, besides the data."""
     left_out = ("data_file", "batch_size", "reference")
     values = dataclasses.asdict(task)
     return {name: value for name, value in values.items() if name not in left_out}
 
 
 def client_versions() -> dict[str, str]:
-    """Of the packages of CLIENT_PACKAGES that are there."""
+    """Return the versions of installed CLIENT_PACKAGES."""
     result = {}
     for package in CLIENT_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -175,7 +175,7 @@ def project_commit() -> str | None:
 
 
 def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """What answers depend on: a journal goes on while this stays as it is.
+    """Return everything that answers depend on: a journal continues while this is unchanged.
 
     The server may have been started again, elsewhere, where a manifest says that it serves the same
     weights. Without one only the same start of a server is known to.
@@ -201,7 +201,7 @@ def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
 
 
 def reference_set_up(measured_on: Mapping[str, Any], path: Path, **own: Any) -> dict[str, Any]:
-    """What the answers of a reference in the folder or file `path` depend on."""
+    """Return everything that the answers of a reference in the folder or file `path` depend on."""
     return {
         **own,
         "data": measured_on["digests"]["data"],
@@ -277,7 +277,7 @@ class Report:
     def add_harness(
         self, settings: HarnessSettings, result: HarnessResult, measured_on: dict[str, Any]
     ) -> None:
-        """What lm_eval measured."""
+        """Add the results of lm_eval."""
         self._put("harness", _section(measured_on, settings, dataclasses.asdict(result)))
 
     def add_load(

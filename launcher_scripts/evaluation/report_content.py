@@ -53,7 +53,7 @@ def harness_tasks(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def harness_samples(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """What lm-evaluation-harness wrote for each item of a task, below `folder`/harness.
+    """Read lm-evaluation-harness's output for each item of a task, below `folder`/harness.
 
     Its file of samples has a JSON object a line, with doc_id, target, the filter that the answer
     went through, and the item's own figures; index is (doc_id, filter). None where the file is

@@ -72,7 +72,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class SectionDifference:
-    """What two sections of the same name have in common, and what not.
+    """The comparison of two sections of the same name.
 
     shared:  items of the same target that both have; missing_a, missing_b: those one lacks
     changed: index -> (A's item, B's item), where the answers differ
@@ -107,7 +107,7 @@ class ReportDifference:
 
     @property
     def comparable(self) -> bool:
-        """Whether the reports have anything in common."""
+        """Return whether the reports have anything in common."""
         return bool(self.measured) or any(
             section.shared or not section.missing_a + section.missing_b for section in self.sections
         )
@@ -173,7 +173,8 @@ def _set_up(
     b: Mapping[str, Any],
     sections: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> list[Difference]:
-    """What differs, what decides most first; what several sections share is said once."""
+    """Return the differences in the set-ups, the decisive ones first; shared ones are listed
+    once."""
     found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for section, (in_a, in_b) in sections.items():
         for name, one, other in differences(_lasting(in_a), _lasting(in_b)):
@@ -232,7 +233,8 @@ def _items(section: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the answers differ, or what is right or wrong of them, as far as both have it."""
+    """Return whether the answers differ, or what is right or wrong of them, as far as both have
+    it."""
     return any(
         one[name] != other[name]
         for name in one.keys() & other.keys()
@@ -275,7 +277,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _largest(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
-    """Of the numbers of the items, besides flags; only what differs."""
+    """Return the largest differences of the items' numbers, besides flags."""
     found: dict[str, float] = {}
     for one, other in pairs:
         for key in one.keys() & other.keys() - {"index"}:

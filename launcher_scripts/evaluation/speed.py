@@ -1,4 +1,4 @@
-"""How fast a model is served: a sweep over batch sizes and input and output lengths.
+"""Speed of a served model: a sweep over batch sizes and input and output lengths.
 
 An encoder alone generates nothing: it is asked for its states, of every input length once.
 

@@ -148,7 +148,7 @@ _BEST_FIRST = (0, 2, 1)  # the exit codes of verdicts
 
 @dataclass(frozen=True)
 class LadderRow:
-    """What is known of one precision.
+    """Results of one precision.
 
     metrics: by "<task>.<metric>", in the order of the report
     bytes:   of all ranks' weights, matrices as the server keeps them; None: not known
@@ -213,7 +213,7 @@ def choose(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
 
 
 def exit_code(rows: Sequence[LadderRow]) -> int:
-    """Of the best verdict of a rung: whether one can go live. 0 where nobody judged."""
+    """Exit code of the best verdict of a precision; 0 without a verdict."""
     verdicts = {row.verdict for row in rows}
     return next((code for code in _BEST_FIRST if VERDICTS[code] in verdicts), 0)
 
@@ -265,12 +265,13 @@ def _server_folder(section: Mapping[str, Any]) -> str | None:
 
 
 def _was_resumed(section: Mapping[str, Any]) -> bool:
-    """Whether results of earlier runs may be in it: the server is that of the last new one."""
+    """Return whether results of earlier runs may be in it: the server is that of the last new
+    one."""
     return "runs" in (section.get("measured_on") or {})
 
 
 def _is_newer(report: Path, jobs: Sequence[str]) -> bool:
-    """Whether a report was written after the last job was submitted."""
+    """Return whether a report was written after the last job was submitted."""
     records = [Path(job) / "job.json" for job in jobs[-1:]]
     return any(
         record.exists() and record.stat().st_mtime <= report.stat().st_mtime for record in records
@@ -288,7 +289,7 @@ def _speed(sections: Sequence[Mapping[str, Any]]) -> tuple[float | None, float |
 
 
 def _failure(jobs: Sequence[str]) -> str:
-    """What the first job that failed said last, as far as its log tells."""
+    """Return the last line of the first job that failed, as far as its log has one."""
     for job in map(Path, jobs):
         for log in sorted(job.glob("*.out")):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -409,8 +409,8 @@ class EventResponse(StreamingResponse):
 
 
 async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]) -> Result:
-    """What `work` gives. It is cancelled when the client goes or cancels it, or when the gateway's
-    time is over.
+    """Return the result of `work`. It is cancelled when the client goes or cancels it, or when the
+    gateway's time is over.
 
     Raises ClientDisconnect and ApiError then.
     """

@@ -79,7 +79,7 @@ class TokenLogProb:
 
 
 class Increment(NamedTuple):
-    """What is new of a row.
+    """New tokens of a row.
 
     token_ids:        generated, the end token included
     log_probs:        of these tokens, where asked for
@@ -107,7 +107,7 @@ class Backend(Protocol):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prompts that begin alike are computed once."""
+        """Return whether prompts that begin alike are computed once."""
         ...
 
     def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
@@ -189,7 +189,7 @@ class SentPrompts:
         self._blocks: dict[bytes, None] = {}  # the oldest first
 
     def tokens(self, digests: Sequence[bytes]) -> int:
-        """How many tokens at the beginning of a prompt it was given before."""
+        """Return the number of tokens at the beginning of a prompt that it was sent before."""
         count = len(digests)
         while count and digests[count - 1] not in self._blocks:
             count -= 1
@@ -244,7 +244,7 @@ class Replica:
         }
 
     def takes(self, model: str) -> bool:
-        """Whether it may be given rows of the model."""
+        """Return whether it may be given rows of the model."""
         return self.healthy and not self.leaving and model in self.backends
 
     async def generate(self, model: str, request: RowRequest) -> AsyncGenerator[Increment, None]:
@@ -314,7 +314,7 @@ class Replicas:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the servers compute prompts that begin alike once."""
+        """Return whether the servers compute prompts that begin alike once."""
         backends = (server.backends.get(self._model) for server in self._servers)
         return any(backend is not None and backend.shares_prefixes for backend in backends)
 
@@ -332,5 +332,6 @@ class Replicas:
 def prompt_digests(
     ids: Sequence[int], model: str, salt: int, adapter: int | None = None
 ) -> tuple[bytes, ...]:
-    """Of a prompt's blocks; texts of other models, salts and LoRA adapters have others."""
+    """Return the digests of a prompt's blocks; other models, salts and LoRA adapters have other
+    digests."""
     return tuple(block_digests(ids, _BLOCK_TOKENS, f"{model} {salt} {adapter}".encode()))

@@ -46,11 +46,11 @@ class AnswerText:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Those that are complete."""
+        """Complete calls."""
         return [] if self._tools is None else self._tools.calls
 
     def take(self, text: str, *, finished: bool) -> dict[str, Any]:
-        """What is new of a message, without its calls. finished: no more text comes"""
+        """Return the new part of a message, without its calls. finished: no more text comes"""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.take(text, finished=finished)
@@ -152,15 +152,15 @@ class Answering(ABC):
         """A whole answer without its index."""
 
     def first_deltas(self) -> Sequence[dict[str, Any]]:
-        """What comes before a choice's first piece."""
+        """Return the deltas before a choice's first text."""
         return ()
 
     @abstractmethod
     def delta(self, piece: Piece) -> dict[str, Any]:
-        """What is new of a choice, without its index."""
+        """Return the new part of a choice, without its index."""
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:  # noqa: ARG002
-        """What is new of a choice with a piece that says more than its text."""
+        """Return the new parts of a choice whose delta has more than text."""
         return (self.delta(piece),)
 
     def _event(self, choices: bytes, usage: bytes) -> bytes:
@@ -191,7 +191,7 @@ class Answering(ABC):
 
 
 class Completion(Answering):
-    """Of /v1/completions."""
+    """Responses of /v1/completions."""
 
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
@@ -224,7 +224,7 @@ class Completion(Answering):
 
 
 class Chat(Answering):
-    """Of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     prefix = "chatcmpl"
     kind = "chat.completion"
@@ -274,7 +274,7 @@ class Chat(Answering):
         return {"message": message, **self._rest(answer)}
 
     def deltas(self, _choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:  # noqa: ARG002
-        """What an answer's next text adds to its message. finished: it is the last one"""
+        """Return the deltas of a response's next text. finished: it is the last one"""
         return [{"content": text}] if text else []
 
     def first_deltas(self) -> Sequence[dict[str, Any]]:
@@ -298,8 +298,7 @@ class Chat(Answering):
 
 
 class ReadChat(Chat):
-    """Of /v1/chat/completions where an answer's text is read: for what the model thinks before it
-    answers, and for the tools that it calls."""
+    """Responses of /v1/chat/completions whose text is parsed for reasoning and for tool calls."""
 
     def __init__(
         self,
@@ -357,7 +356,7 @@ class ReadChat(Chat):
     def _named_call(
         self, choice: int, name: str, arguments: str, finished: bool
     ) -> list[dict[str, Any]]:
-        """What comes of the call that had to be made: its name once, its arguments as they come."""
+        """Return the deltas of a forced call: its name once, its arguments as they come."""
         first = choice not in self._named_begun
         if not arguments and not (first and finished):
             return []

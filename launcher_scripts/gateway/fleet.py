@@ -216,7 +216,7 @@ async def _repeat(work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _check(member: Member, now: float) -> None:
-    """Whether the server is healthy. One that was not is asked for its models again."""
+    """Check that the server is healthy. One that was not is asked for its models again."""
     replica = member.replica
     try:
         if not replica.healthy:

@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(eq=False)
 class Record:
-    """What becomes of a request, for its line in the log and for metrics.
+    """The progress of a request, for its line in the log and for metrics.
 
     owner: whose key it has; None: there are no keys
     received, first_token: by time.monotonic()
@@ -83,7 +83,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one gateway has for all requests.
+    """One gateway's limits for all requests.
 
     threads:     for templates and tokenizers
     timeout:     seconds, unless a request says one
@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """What completions and chats ask for under different names.
+    """Options that completions and chats have under different names.
 
     rows:      generated for every prompt; `n` of the body are shown
     log_probs: how many alternatives, None: no log-probabilities
@@ -211,7 +211,7 @@ class Generation:
         )
 
     def _request(self, number: int, seed: int) -> RowRequest:
-        """What the engine is asked for a row."""
+        """Return the engine's request of a row."""
         body, model, options = self.body, self.model, self.options
         end_ids = () if body.ignore_eos else model.end_ids
         sampling: dict[str, Any] = {
@@ -350,7 +350,7 @@ def check_length(model: ServedModel, prompt_len: int, max_tokens: int, name: str
 
 
 def _cache_salt(owner: str | None, given: str | None) -> int:
-    """Of whom the request may share the cache with: those with its key who gave the same salt."""
+    """Return the salt that separates the caches of keys and salts."""
     if owner is None and given is None:
         return 0
     said = json.dumps((owner, given)).encode()

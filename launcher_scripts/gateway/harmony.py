@@ -29,7 +29,7 @@ THOUGHT = Reasoning(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANN
 
 
 def writes_harmony(template: str) -> bool:
-    """Whether a model with this chat template answers so."""
+    """Return whether a model with this chat template answers so."""
     return all(mark in template for mark in (START, CHANNEL, MESSAGE))
 
 
@@ -58,8 +58,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What was thought is its `thinking`, and so is what was said before a call, beside which the
-    template takes no other text. What is empty is text, or is not there."""
+    """Move reasoning, and text before a call, to `thinking`, since the template allows no other
+    text beside a call. What is empty is text, or is not there."""
     thought, said = message.get(NAMES[0]), message.get("content") or ""
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
     if "tool_calls" in kept and thought and said:
@@ -108,7 +108,7 @@ class HarmonyText:
         self.calls: list[ToolCall] = []
 
     def take(self, text: str, *, finished: bool) -> dict[str, Any]:
-        """What is new of a message, without its calls. finished: no more text comes"""
+        """Return the new part of a message, without its calls. finished: no more text comes"""
         self._held += text
         found = {True: "", False: ""}  # what is thought, and what is answered
         while message := self._message or self._next_message(finished):

@@ -1,4 +1,4 @@
-"""Which models the servers serve, and what the gateway has to know of each."""
+"""Models of the servers, and their properties that the gateway needs."""
 
 from __future__ import annotations
 

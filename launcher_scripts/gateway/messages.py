@@ -34,7 +34,7 @@ class TextBlock(TextPart):
 
 
 class ThinkingBlock(LooseBody):
-    """What the model thought before it answered."""
+    """The reasoning of the model before its answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -103,7 +103,7 @@ class ToolUseBlock(LooseBody):
 
 
 class ToolResultBlock(LooseBody):
-    """What the tool gave."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -251,7 +251,7 @@ def chat_body(body: ConversationBody) -> ChatBody:
 
 
 async def count_tokens(model: ServedModel, body: ConversationBody, threads: ThreadsOfClient) -> int:
-    """Of the prompt. Raises ApiError."""
+    """Count the tokens of the prompt. Raises ApiError."""
     text = await model.chat_text(chat_body(body), threads)
     (ids,) = await model.encode_aside([text], threads, special_tokens=False)
     return len(ids)

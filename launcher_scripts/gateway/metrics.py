@@ -1,4 +1,4 @@
-"""What the gateway tells Prometheus, and what servers tell it; metric_names says what is meant."""
+"""Metrics of the gateway and of its servers for Prometheus; metric_names describes them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Metrics:
         return next((parent for parent in parents if path.startswith(parent)), _OTHER)
 
     def _count_tokens(self, record: Record) -> None:
-        """Those that came since the last time; none where a row has begun anew."""
+        """Count the tokens since the last call; none if a row has restarted."""
         before = self._counted.get(record, 0)
         if record.generated_tokens > before:
             self._counted[record] = record.generated_tokens

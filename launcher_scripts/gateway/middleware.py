@@ -41,7 +41,7 @@ _LEFT = 499  # the client has gone; nobody reads it
 
 @dataclass
 class Lifecycle:
-    """Whether the gateway takes new work, and how much it has.
+    """The gateway's state: whether it accepts new work, and how much it has.
 
     draining: it is about to end
     over:     what still ran then has had its time
@@ -134,7 +134,7 @@ class Keys:
 
 
 class Browsers:
-    """Which web pages may send requests where no key is needed.
+    """Web pages that may send requests if no key is needed.
 
     A browser sends what any page asks it to, and its name for an address can be made to mean
     another one (DNS rebinding). Such a name has a dot; an address cannot be made to mean another.

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, apart from its answer.
+"""Reasoning of a model before its answer, separated from the answer.
 
 A reasoning model writes its thoughts between two marks that its chat template knows, too. Some
 templates write the first mark themselves, at the end of the prompt.
@@ -25,7 +25,8 @@ class StopTexts:
         self._held = ""
 
     def take(self, piece: str, *, finished: bool = False) -> str:
-        """What may be shown after the next piece; nothing more once a stop text was found."""
+        """Return the text that may be shown after the next delta; none once a stop text was
+        found."""
         if not self.texts or self.found is not None:
             return "" if self.found is not None else piece
         text = self._held + piece
@@ -40,7 +41,7 @@ class StopTexts:
 
 
 def overlap(text: str, *marks: str) -> int:
-    """How many characters at the end of a text are the beginning of one of `marks`."""
+    """Return the length of the longest end of a text that is the beginning of one of `marks`."""
     sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
     return next((size for size in sizes if any(m.startswith(text[-size:]) for m in marks)), 0)
 
@@ -58,7 +59,7 @@ def with_both_names(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How the answers to one prompt show what was thought.
+    """Delimiters of the reasoning in responses to one prompt.
 
     begin, end: the marks
     begun: the prompt has the first one, and the answer usually only the second
@@ -70,12 +71,13 @@ class Reasoning:
 
     @property
     def marks(self) -> dict[str, str]:
-        """Those that are to come, as guided_grammar names them."""
+        """Delimiters that are to come, as guided_grammar names them."""
         return {"end": self.end} if self.begun else {"begin": self.begin, "end": self.end}
 
     @classmethod
     def after(cls, prompt: str, template: str, *, continues: bool = False) -> Reasoning | None:
-        """Of answers to a prompt that this template wrote; None if it knows no marks.
+        """Return the delimiters of responses to a prompt that this template wrote; None if it has
+        none.
 
         continues: the prompt ends within an answer
         """
@@ -101,7 +103,8 @@ class ReasoningText:
         self._begins = True  # blanks that come are left out
 
     def take(self, text: str, *, finished: bool) -> tuple[str, str]:
-        """What is new: of the reasoning, and of the answer. finished: no more text comes"""
+        """Return the new reasoning, and the new text of the response. finished: no more text
+        comes"""
         if self._thinks is False:
             return "", self._after_blanks(text)
         self._held += text
@@ -121,7 +124,8 @@ class ReasoningText:
         return self._after_blanks(shown), ""
 
     def _decide(self, finished: bool) -> bool:
-        """Whether it is known if the answer begins with the first mark, which is taken away."""
+        """Return whether it is known if the answer begins with the first mark, which is taken
+        away."""
         start = self._held.lstrip()
         if start.startswith(self._marks.begin):
             self._thinks, self._held = True, start.removeprefix(self._marks.begin)

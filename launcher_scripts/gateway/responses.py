@@ -114,13 +114,13 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _is_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is what was thought before the one that comes."""
+    """Return whether the last message is what was thought before the one that comes."""
     return bool(messages) and NAMES[0] in messages[-1] and messages[-1]["content"] is None
 
 
 @dataclass
 class _Output:
-    """What an answer consists of, item by item: reasoning, a message, and calls of tools."""
+    """The items of a response: reasoning, a message, and tool calls."""
 
     request_id: str
     items: list[dict[str, Any]] = field(default_factory=list)

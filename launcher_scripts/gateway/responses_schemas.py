@@ -46,7 +46,7 @@ class InputMessage(LooseBody):
 
 
 class ReasoningItem(LooseBody):
-    """What the model thought before an answer or a call."""
+    """The reasoning of the model before an answer or a call."""
 
     type: Literal["reasoning"]
     content: Content = None
@@ -62,7 +62,7 @@ class FunctionCall(LooseBody):
 
 
 class FunctionOutput(LooseBody):
-    """What the tool gave."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -107,7 +107,7 @@ def _as_function(item: Any) -> Any:
 
 
 class TextFormat(StrictBody):
-    """What the text has to be: as `response_format` of a chat, one level flatter."""
+    """The required form of the text: as `response_format` of a chat, one level flatter."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None

@@ -124,4 +124,4 @@ class Retelling(ABC, Generic[Body]):
 
     @abstractmethod
     def trouble(self, error: ApiError) -> dict[str, Any]:
-        """What the event of an error says."""
+        """Return the event of an error."""

@@ -29,7 +29,8 @@ class TokenTexts(Protocol):
     """The text of one row."""
 
     def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
-        """What each of the next tokens adds; with `finished` the last one all that was held back.
+        """Return the new text of each of the next tokens; with `finished` the last one adds all
+        that was held back.
 
         Without ids at most one part, which is what was held back.
         """
@@ -37,7 +38,7 @@ class TokenTexts(Protocol):
 
 
 def token_texts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> TokenTexts:
-    """Of a row whose text goes on after its prompt's.
+    """Return the texts of a row whose text goes on after its prompt's.
 
     Where a text is its tokens' bytes, the marks around what a model thinks are text, even if they
     are special tokens; and so are those of the format harmony.
@@ -49,7 +50,7 @@ def token_texts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> TokenTexts:
 
 @cache
 def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
-    """What a tokenizer's tokens stand for, remembered; None: its texts are not their bytes."""
+    """Return a function from tokens to bytes, cached; None if texts are not the tokens' bytes."""
     joined = tokenizer.joined_bytes
     if joined is None:
         return None
@@ -61,7 +62,7 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
 
 
 class _Joined:
-    """Of a vocabulary whose text is its tokens' bytes, one after the other."""
+    """Texts of a vocabulary whose text is its tokens' bytes, one after the other."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], context: Sequence[int]) -> None:
         self._bytes = bytes_of
@@ -78,7 +79,7 @@ class _Joined:
 
 
 class _Decoded:
-    """Of any other tokenizer, which is asked to decode the tokens together."""
+    """Texts of any other tokenizer, which decodes the tokens together."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
         self._text = GrowingText(decode)
@@ -106,7 +107,7 @@ class LogProbEntry:
 
 
 class Piece(NamedTuple):
-    """What is new of a row's answer.
+    """New text of a row's response.
 
     tokens:        generated so far, those of a stop text included
     finish_reason: stop, length, or None while more may come
@@ -207,7 +208,7 @@ class RowText:
 def prompt_entries(
     texts: TokenTexts, ids: Sequence[int], log_probs: Sequence[TokenLogProb | None]
 ) -> tuple[LogProbEntry, ...]:
-    """Those of an echoed prompt. texts: of a row without a prompt"""
+    """Return the entries of an echoed prompt. texts: of a row without a prompt"""
     entries, offset = [], 0
     for token_id, part, log_prob in zip(
         ids, texts.take(ids, finished=False), log_probs, strict=True

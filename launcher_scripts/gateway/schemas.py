@@ -120,7 +120,8 @@ class StreamOptions(StrictBody):
 
 
 class JsonSchema(StrictBody):
-    """Of `response_format`. name, description and strict say nothing that is not in the schema."""
+    """The schema of `response_format`. name, description and strict say nothing that is not in the
+    schema."""
 
     name: str | None = None
     description: str | None = None
@@ -129,7 +130,7 @@ class JsonSchema(StrictBody):
 
 
 class ResponseFormat(StrictBody):
-    """What the text has to be: free, any JSON object, or one that a schema describes."""
+    """The required form of the text: free, any JSON object, or one that a schema describes."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -142,7 +143,7 @@ class ResponseFormat(StrictBody):
 
 
 class StructuredOutputs(StrictBody):
-    """What the text has to be, as vLLM's clients say it: one of these."""
+    """The required form of the text, as vLLM's clients specify it: one of these."""
 
     json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(None, alias="json")
     regex: Expression | None = None
@@ -163,7 +164,7 @@ class StructuredOutputs(StrictBody):
 
 
 class SamplingBody(StrictBody):
-    """What completions and chats have in common."""
+    """Parameters that completions and chats have in common."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, lt=_MAX_NUMBER)
@@ -267,7 +268,7 @@ class Message(BaseModel):
 
 
 class ChatPrompt(StrictBody):
-    """How messages become a prompt."""
+    """Conversion of messages to a prompt."""
 
     tool_types = ("function",)
     messages: list[Message] = Field(min_length=1)
@@ -280,7 +281,7 @@ class ChatPrompt(StrictBody):
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """What the template is told besides the messages."""
+        """Return the template's variables besides the messages."""
         found: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             found["reasoning_effort"] = _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)

@@ -99,7 +99,7 @@ class ChatTemplate:
         return str(result[TEXT])
 
     def _takes_parts(self) -> bool:
-        """Whether a message's content may be a list of parts, rather than one text."""
+        """Return whether a message's content may be a list of parts, rather than one text."""
         message = {"role": "user", "content": [{"type": "text", "text": _PROBE}]}
         try:
             text = self.render([message])

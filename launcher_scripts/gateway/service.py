@@ -179,7 +179,7 @@ async def _serve(settings: GatewaySettings, keys: Keys, opened: socket.socket) -
 
 
 def uvicorn_config(app: ASGIApp, settings: GatewaySettings) -> uvicorn.Config:
-    """What the HTTP server in front of the application is told."""
+    """Return the configuration of the HTTP server in front of the application."""
     return uvicorn.Config(
         app,
         http=BoundedProtocol,
@@ -245,7 +245,8 @@ def _say(lines: str) -> None:
 
 
 def ready_lines(address: str, models: Sequence[ServedModel], *, keyed: bool) -> str:
-    """What is printed when the gateway answers: one line of facts, and a command to paste."""
+    """Return the lines that are printed when the gateway is ready: its address, and a command to
+    paste."""
     facts = {"openai": f"{address}/v1", "models": [model.name for model in models]}
     command = example_command(f"{address}/v1", models[0].name, keyed=keyed)
     return f"ready: {json.dumps(facts)}\ntry: {command}"
@@ -289,7 +290,7 @@ def _listening(settings: GatewaySettings) -> Iterator[socket.socket]:
 
 
 def _address(settings: GatewaySettings, opened: socket.socket) -> str:
-    """Where to ask; an address of all interfaces is named by the machine."""
+    """Return the address to connect to; the machine's name instead of all interfaces."""
     port = opened.getsockname()[1]
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https" if settings.tls_certificate else "http"

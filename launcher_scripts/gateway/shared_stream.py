@@ -30,7 +30,7 @@ class StreamLost(Exception):
 
 
 class _RowBuffer:
-    """What has come of one row and has not been taken yet.
+    """Received tokens of one row that have not been read yet.
 
     begun:  something has been taken
     error:  what the row ends with, once all that came before is taken
@@ -92,7 +92,7 @@ class SharedStream:
         self._calls: set[asyncio.Task[None]] = set()
 
     def is_open(self) -> bool:
-        """Whether the stream is there; one that is not is opened meanwhile."""
+        """Return whether the stream is there; one that is not is opened meanwhile."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read(self._opening()))
         return bool(self._name)

@@ -114,7 +114,7 @@ def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def schema_of_one(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """What the arguments of the function called so have to be. Raises ApiError."""
+    """Return the schema of the arguments of the function with this name. Raises ApiError."""
     for tool in tools:
         if tool["function"]["name"] == name:
             return dict(tool["function"].get("parameters") or _ANYTHING)
@@ -123,7 +123,7 @@ def schema_of_one(tools: Sequence[Mapping[str, Any]], name: str) -> dict[str, An
 
 
 def schema_of_any(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
-    """What a list of calls has to be: at least one, or exactly one. Raises ApiError."""
+    """Return the schema of a list of calls: at least one, or exactly one. Raises ApiError."""
     shared: dict[str, dict[str, Any]] = {}
     calls = []
     for tool in tools:
@@ -173,7 +173,7 @@ class ToolText:
         self.calls: list[ToolCall] = []
 
     def take(self, text: str, *, finished: bool) -> tuple[str, list[ToolCall]]:
-        """What is new: content, and calls that are complete.
+        """Return new content, and complete calls.
 
         finished: no more text comes
         """
@@ -213,7 +213,7 @@ class ToolText:
         return text
 
     def _may_be_a_call(self) -> bool:
-        """Whether the answer may be JSON from its first character on."""
+        """Return whether the answer may be JSON from its first character on."""
         start = self._held.lstrip()
         if self._begun or self.calls:
             return False

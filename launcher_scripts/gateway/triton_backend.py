@@ -207,7 +207,7 @@ class TritonBackend:
         return array.reshape(1, *(array.shape or (1,)))
 
     def _failure(self, error: ServerFailure | grpc.RpcError, request: RowRequest) -> ApiError:
-        """What the transport's error means for the client."""
+        """Return the client's error for an error of the transport."""
         if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())
             if error.status() is None:  # what the token model does not name is Triton's own
@@ -269,7 +269,8 @@ class _Row:
             self.outputs.append(NUM_CACHED_TOKENS.name)
 
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
-        """What a response adds. `news` is [1, beam, 4 + n]; see contract/tensors.py."""
+        """Return the increment of a response. `news` is [1, beam, 4 + n]; see
+        contract/tensors.py."""
         news = arrays["news"][0]
         self.finished = bool(news[0, 3])
         prompt = self._prompt_log_probs(arrays)
@@ -293,7 +294,8 @@ class _Row:
         )
 
     def _log_probs(self, arrays: Mapping[str, Any], ids: Sequence[int]) -> tuple[TokenLogProb, ...]:
-        """Those of the response's tokens, outputs [1, 1, n] and [1, 1, n, K]."""
+        """Return the log-probabilities of the response's tokens, outputs [1, 1, n] and [1, 1, n,
+        K]."""
         if self._request.log_probs is None:
             return ()
         found = {name: arrays[name][0, 0, : len(ids)] for name in TOKEN_LOG_PROBS if name in arrays}
@@ -314,7 +316,8 @@ class _Row:
 
 
 def _sampling(request: RowRequest) -> dict[str, Any]:
-    """What of the request is not the model's default, by the names of the contract."""
+    """Return the request's values that differ from the model's defaults, by the names of the
+    contract."""
     values: dict[str, Any] = {"random_seed": request.seed % (1 << 64)}
     if request.beam_width > 1:
         values |= {"beam_width": request.beam_width, "len_penalty": request.length_penalty}
@@ -347,7 +350,7 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
 
 
 def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str]:
-    """Those of `outputs` that are asked for; without alternatives none that is about these.
+    """Return the requested ones of `outputs`; without alternatives none of the log-probabilities.
 
     outputs: name -> field of ModelLogProbs;  count: of alternatives, None: no log-probabilities
     """

@@ -1,4 +1,4 @@
-"""What has become of the jobs that main.py started, and how to end them.
+"""Commands on the jobs that main.py started.
 
     python3 -m launcher_scripts.jobs list
     python3 -m launcher_scripts.jobs status deploy_gpt3_126m

@@ -104,7 +104,7 @@ _WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; see the options' help."""
+    """Options of the command line; see their help."""
 
     results: Path | None
     jobs: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ def wait(request: Request) -> int:
 
 
 def info(request: Request) -> int:
-    """Where everything of the jobs is, and the command line that started them."""
+    """Print the location of the jobs, and the command line that started them."""
     found = [_information(item) for item in look(request.chosen(), ask_servers=False)]
     if request.as_json:
         print(json.dumps(found, indent=2))

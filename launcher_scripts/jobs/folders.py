@@ -63,7 +63,7 @@ class KnownJob:
 
     @property
     def cluster(self) -> type[Cluster[Any]]:
-        """What takes care of it."""
+        """The cluster that runs it."""
         return CLUSTERS[self.record.cluster_type]
 
     @property

@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _head(path: Path, count: int) -> None:
-    """Which log follows, where there are several."""
+    """Print which log follows, if there are several."""
     if count > 1:
         print(f"==> {path} <==", flush=True)
     sys.stdout.flush()

@@ -44,7 +44,7 @@ GPU_USE, GPU_USED, GPU_TOTAL = (
 
 @dataclass(frozen=True)
 class Load:
-    """How busy a server is; None for what it does not say.
+    """Load of a server; None for missing values.
 
     gpu_use:  mean share of the GPUs' time, 0 to 1
     gpu_used, gpu_total: bytes of memory of all GPUs
@@ -78,7 +78,8 @@ class Load:
 
 
 def is_ready(ready: Mapping[str, Any]) -> bool | None:
-    """Whether the server of a ready file has loaded every model; None: nobody here can ask it.
+    """Return whether the server of a ready file has loaded every model; None: nobody here can ask
+    it.
 
     A closed server is asked through its gateway.
     """
@@ -152,7 +153,7 @@ def parse_load(text: str) -> Load:
 
 
 def _answer(address: str, path: str, headers: Mapping[str, str] = _NO_HEADERS) -> str | None:
-    """What a server says; None where it does not, or not with status 200."""
+    """Return a server's response; None unless its status is 200."""
     try:
         status, text = ask(address, path, _SECONDS, headers=headers)
     except OSError:
@@ -226,7 +227,7 @@ class Status:
 
     @property
     def held_back(self) -> bool:
-        """Whether the server waits for a verdict before it is published."""
+        """Return whether the server waits for a verdict before it is published."""
         return self.ready is not None and bool(self.ready.get("candidate"))
 
     @property
@@ -246,7 +247,7 @@ class Status:
 
     @property
     def blocked(self) -> bool:
-        """Whether the job waits for what will not come."""
+        """Return whether the job waits for what will not come."""
         return self.state.waiting and self.state.reason in BLOCKING_REASONS
 
     @property
@@ -264,7 +265,7 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """That of `status`: 0 serves or is done, 1 has failed, 3 is not so far, 5 unknown."""
+        """Exit code of `status`: 0 serves or is done, 1 has failed, 3 is not so far, 5 unknown."""
         if self.state.name in (UNKNOWN, FORGOTTEN):
             return NOBODY_KNOWS
         if self.state.ended and not self.state.succeeded:

@@ -1,4 +1,4 @@
-"""What the operations work on: a layer's tensors, grouped as they are used together."""
+"""Operands of the operations: a layer's tensors, grouped as they are used together."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Linear:
 
     @property
     def quantization(self) -> Quantization | None:
-        """How the weight is quantized, if it is."""
+        """Quantization of the weight, if any."""
         if self.scale is None:
             return None
         return "int8" if self.weight.dtype == torch.int8 else "fp8"
@@ -171,7 +171,7 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Router:
-    """How tokens choose among the experts of a layer.
+    """The choice among the experts of a layer by tokens.
 
     linear:         [experts, hidden]; what it makes of a token are its logits
     per_token:      how many experts a token goes through
@@ -246,7 +246,7 @@ class RowColumns:
 
 
 class SamplingColumns(Protocol):
-    """How the rows in flight choose their tokens, [slots + 1] each, the last slot one for padding.
+    """Sampling parameters of the rows in flight, [slots + 1] each, the last slot one for padding.
 
     Integers are int64, others float32. start: first cache token;  length: tokens in the cache;
     prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
@@ -286,7 +286,7 @@ class SamplingColumns(Protocol):
 
 
 class BeamColumns(Protocol):
-    """How the hypotheses of beam searches stand, [slots + 1] each; see SamplingColumns.
+    """States of beam search hypotheses, [slots + 1] each; see SamplingColumns.
 
     beam_score: float32, cumulative log-probability
     """
@@ -379,7 +379,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class RelativeBias:
-    """What a score gains by how far its key is from its query (Raffel et al. 2020).
+    """Bias of a score by the distance of its key from its query (Raffel et al. 2020).
 
     table: float32 [heads, 2 * reach + 1], for key - query from -reach to reach; keys farther away
            gain what those at the ends do
@@ -394,7 +394,7 @@ class RelativeBias:
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """What becomes of q.k on its way to the softmax, in this order.
+    """Operations on q.k before the softmax, in this order.
 
     scale:    what it is multiplied by
     softcap:  c makes c * tanh(s / c) of a score s
@@ -413,7 +413,7 @@ class AttentionScores:
 
 @dataclass(frozen=True)
 class VarlenBatch:
-    """Which new tokens of a prefill step belong to which row: the rows one after the other.
+    """Assignment of a prefill step's tokens to rows: the rows one after the other.
 
     spans: first cache token, tokens there before, and new tokens of every row
     tiles: `pieces` for kernels, int64 [tiles, 4] on the device. A negative number of tokens is of

@@ -212,7 +212,7 @@ def xielu(x: Tensor, curve: XIELUCurve) -> Tensor:
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
-    """What experts add to x [N, hidden], in parts to be summed: float32 [P, N, hidden].
+    """Return the experts' output for x [N, hidden], in parts to be summed: float32 [P, N, hidden].
 
     chosen, weights: as `route` gives them
 

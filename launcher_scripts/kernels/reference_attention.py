@@ -101,8 +101,8 @@ def context_attention(
 def _causal_bias(
     query: Tensor, past: int, first: int, scores: AttentionScores, window: int
 ) -> Tensor | None:
-    """What the scores of query [n, heads, head_size] on keys first..past+n-1 gain: float32
-    [heads or 1, n, T]; None where is_causal says all.
+    """Return the biases of query [n, heads, head_size] on keys first..past+n-1: float32 [heads or
+    1, n, T]; None if is_causal is enough.
     """
     new, slopes, relative = query.shape[0], scores.slopes, scores.relative
     if slopes is None and relative is None and not past and not window:
@@ -153,7 +153,7 @@ def _scaled(products: Tensor, scores: AttentionScores) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Of float32 scores [..., T], where there are sinks [..., 1] beside them."""
+    """Return the softmax of float32 scores [..., T], with sinks [..., 1] if there are any."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.expand(*scores.shape[:-1], 1)
@@ -230,7 +230,7 @@ def _for_all_heads(part: Tensor, query: Tensor) -> Tensor:
 def _source_bias(
     query: Tensor, key: Tensor, scores: AttentionScores, first: int, window: int
 ) -> Tensor | None:
-    """What the scores of positions first.. gain, float32 [heads or 1, n, T]."""
+    """Return the biases of the scores of positions first.., float32 [heads or 1, n, T]."""
     queries, keys = query.shape[1], key.shape[2]
     bias = None
     if scores.relative is not None:
@@ -281,7 +281,7 @@ def attend_spans(
 def source_attention_weights(
     query: Tensor, key: Tensor, scores: AttentionScores, *, window: int = 0
 ) -> Tensor:
-    """How source_attention weighs the keys: float32 [B, heads, n, T]."""
+    """Return the weights of the keys in source_attention: float32 [B, heads, n, T]."""
     key = _for_all_heads(key, query)
     bias = _source_bias(query, key, scores, 0, window)
     return _source_scores(query, key, bias, scores).softmax(-1)

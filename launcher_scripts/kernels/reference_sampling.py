@@ -42,7 +42,7 @@ class BeamShape:
     kept: int
 
     def within(self, vocab: int) -> BeamShape:
-        """Where there are not as many tokens."""
+        """Return the shape for fewer tokens."""
         siblings = min(self.siblings, vocab)
         return BeamShape(self.width, siblings, min(self.kept, self.width * siblings))
 
@@ -151,7 +151,7 @@ def copy_tokens(pool: Tensor, ids: Tensor | None, source: Tensor, target: Tensor
 
 
 def looking_is_free(device: torch.device) -> bool:
-    """Whether the host can use a tensor's values without waiting for the device."""
+    """Return whether the host can use a tensor's values without waiting for the device."""
     return device.type == "cpu"
 
 
@@ -175,7 +175,7 @@ class Words:
     length: Tensor
 
     def complete(self, slots: Tensor, columns: SamplingColumns, history: Tensor) -> Tensor:
-        """Which words their last token would complete now: bool [W]."""
+        """Return the words that their last token would complete now: bool [W]."""
         row_slots = slots[self.rows]
         length, start = columns.length[row_slots], columns.start[row_slots]
         size = self.prefix.shape[1]
@@ -195,7 +195,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Biases:
-    """What is added to logits: values float32 [N], to the tokens ids [N] of the rows [N]."""
+    """Addends of logits: values float32 [N], to the tokens ids [N] of the rows [N]."""
 
     rows: Tensor
     ids: Tensor
@@ -273,7 +273,7 @@ def _biases_in(columns: SamplingColumns, slots: Tensor) -> Biases:
 
 
 def _held(lists: Tensor, counts: Tensor) -> Tensor:
-    """Which entries of lists [B, L] are among the first counts [B]."""
+    """Return a mask of the first counts [B] entries of lists [B, L]."""
     return torch.arange(lists.shape[1], device=lists.device) < counts[:, None]
 
 
@@ -348,7 +348,7 @@ def forbid(
 def _counts(
     chosen: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor, vocab: int
 ) -> Tensor:
-    """How often the rows have each id at the places `chosen`, bool [B, T]: float32 [B, vocab]."""
+    """Return how often the rows have each id where `chosen`, bool [B, T]: float32 [B, vocab]."""
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, columns.start[slots][:, None] + offsets, 0)
     written = history[where]

@@ -78,7 +78,7 @@ LORA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a checkpoint has besides its model.
+    """Adapters of a checkpoint.
 
     prompt_start_id:       token ids from here on are rows of a task's prompt table
     ia3_num_tasks:         rows of every IA3 vector
@@ -138,7 +138,7 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """What there is that changes how the model computes."""
+        """Names of the adapters that change how the model computes."""
         found = {
             "prompt tables": self.prompt_tasks,
             "IA3 vectors": self.ia3_num_tasks,
@@ -222,7 +222,7 @@ def ia3_sites(family: str, decoder: bool = True) -> tuple[IA3Site, ...]:
 
 
 def adapter_stems(family: str, decoder: bool = True) -> tuple[str, ...]:
-    """Where adapters lie in one layer of each stack."""
+    """Names of the adapters in one layer of each stack."""
     stacks = ["layers.*"]
     if family != "gpt":
         stacks = ["encoder.block.*", "decoder.block.*"] if decoder else ["encoder.block.*"]

@@ -82,7 +82,7 @@ class BartConfig(ModelConfig):
 
     @property
     def head_size(self) -> int:
-        """Of the encoder's heads."""
+        """Size of the encoder's heads."""
         return self.hidden_size // self.num_heads
 
     @property

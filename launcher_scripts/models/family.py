@@ -1,4 +1,4 @@
-"""What a model family is, as data: hyperparameters and one row per weight."""
+"""Model families as data: hyperparameters and one row per weight."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Partition(str, Enum):
 
     @property
     def per_rank(self) -> bool:
-        """Whether every tensor-parallel rank has a file of its own."""
+        """Return whether every tensor-parallel rank has a file of its own."""
         return self in (Partition.COLUMN_PARALLEL, Partition.ROW_PARALLEL)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a weight comes from in one source dialect.
+    """Source of a weight in one source dialect.
 
     `keys` name the source tensors (`*` stands for the layer number); `layout` names the function
     of checkpoint/layout/layouts.py that turns them into the stored form. Several rows may read
@@ -168,7 +168,7 @@ def numbers_in(
 
 
 def _lists(numbers: str | None, layer: int) -> bool:
-    """Whether such a text has a layer."""
+    """Return whether such a text has a layer."""
     return str(layer) in (numbers or "").split(",")
 
 
@@ -246,7 +246,7 @@ class ModelConfig(ABC):
             problems.add("layer_branches has more than two branches side by side")
 
     def may_list(self, layer: int) -> bool:
-        """Whether a list of layers may name it."""
+        """Return whether a list of layers may name it."""
         return 0 <= layer < self.num_layers
 
     def window(self, layer: int) -> int:
@@ -285,11 +285,11 @@ class ModelConfig(ABC):
 
     @property
     def has_row_states(self) -> bool:
-        """Whether rows have states of a fixed size, besides what is kept of each token."""
+        """Return whether rows have states of a fixed size, besides what is kept of each token."""
         return not self.branch_kinds.isdisjoint(RECURRENT_KINDS)
 
     def has_branch(self, layer: int, kind: str) -> bool:
-        """Whether a layer has a branch of a kind of BRANCHES."""
+        """Return whether a layer has a branch of a kind of BRANCHES."""
         return any(kind in both for both in self.branches(layer))
 
     def normalizes_heads(self, layer: int) -> bool:
@@ -330,7 +330,7 @@ class ModelConfig(ABC):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """Whether tokens go through some of several MLPs in a layer."""
+        """Return whether tokens go through some of several MLPs in a layer."""
         return self.has_branch(layer, "moe")
 
     def unit_size(self, axis: str) -> int:
@@ -487,6 +487,6 @@ def check_draft_model(
 
 
 def _positions(config: Any) -> int | None:
-    """How many positions the model was made for; None: there is no end to them."""
+    """Number of positions of the model; None if unlimited."""
     made_for = config.position_embedding in ("learned", "rope")
     return int(config.max_positions) if made_for else None

@@ -362,7 +362,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
 
     @property
     def dense_bias(self) -> bool:
-        """Whether the attention's output projection has a bias."""
+        """Return whether the attention's output projection has a bias."""
         said = self.attention_dense_bias
         return self.attention_bias if said is None else said
 
@@ -395,12 +395,12 @@ class GPTConfig(AdapterSizes, MixerSizes):
 
     @property
     def attention_scale(self) -> float:
-        """What q.k is multiplied by."""
+        """Factor of q.k."""
         return float(self.softmax_scale or self.head_size**-0.5)
 
     @property
     def rotary_size(self) -> int:
-        """How many dimensions of a head rotate."""
+        """Number of dimensions of a head that rotate."""
         return int((self.rope_head_size or self.head_size) * self.rotary_percentage)
 
     @property
@@ -462,7 +462,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
         return divisors(gcd(self.num_heads, *sizes))
 
     def kv_copies(self, tp_size: int) -> int:
-        """How many ranks' worth of copies of each key/value head `tp_size` ranks need.
+        """Number of ranks' worth of copies of each key/value head that `tp_size` ranks need.
 
         The smallest divisor of the group size that makes the copied heads divisible by tp_size;
         1 means that no head is replicated.

@@ -1,4 +1,4 @@
-"""Where the tensors of a GPT lie in the checkpoints of other makers.
+"""Names of a GPT's tensors in the checkpoints of other makers.
 
 One dialect per maker: canonical name -> source keys and layout. A name without `.weight` stands
 for a layer's weight and bias; one with it goes before. Keys are as in the state dict, without the

@@ -1,4 +1,4 @@
-"""Where the tensors of a GPT lie in NeMo's checkpoints, classic and Megatron-LM core.
+"""Names of a GPT's tensors in NeMo's checkpoints, classic and Megatron-LM core.
 
 Keys are as in the state dict, without the common prefix ("model.language_model." or "model.").
 Variants of a dialect hold only the rows in which they differ. T5's table has "nemo" and some of its

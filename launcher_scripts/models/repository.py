@@ -53,7 +53,7 @@ REMOTE_SCHEMES = ("s3://", "gs://", "as://")
 
 
 def is_remote(repository: str) -> bool:
-    """Whether Triton fetches the repository itself, from a cloud storage."""
+    """Return whether Triton fetches the repository itself, from a cloud storage."""
     return repository.startswith(REMOTE_SCHEMES)
 
 
@@ -105,7 +105,7 @@ def config_parameters(text: str) -> dict[str, str]:
 
 
 def says_decoupled(text: str) -> bool:
-    """Whether a config.pbtxt says that the model streams."""
+    """Return whether a config.pbtxt says that the model streams."""
     return bool(_DECOUPLED.search(text))
 
 

@@ -317,7 +317,7 @@ class ReadyFiles:
         return bool(self._facts) and _same(self._shown(), self._facts)
 
     def _shown(self) -> dict[str, Any]:
-        """What the shared file says; nothing where there is none, or another text."""
+        """Read the shared file; {} if it is missing or of another run."""
         with contextlib.suppress(OSError, ValueError):
             shown = json.loads(self._shared.read_text(encoding="utf-8"))
             if isinstance(shown, dict):
@@ -353,12 +353,12 @@ class ReadyFiles:
 
 
 def _same(shown: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Whether both are of one run of a server, however long ago it said that it lives."""
+    """Return whether both are of one run of a server, however long ago it said that it lives."""
     return {**shown, "alive_at": None} == {**facts, "alive_at": None}
 
 
 def job_facts(settings: DeploySettings) -> dict[str, Any]:
-    """Which run of a server this is: its job folder, and Slurm's job id and number of restarts."""
+    """Identify this run of a server: its job folder, and Slurm's job id and number of restarts."""
     return {
         "folder": settings.job_folder,
         "id": os.environ.get("SLURM_JOB_ID"),

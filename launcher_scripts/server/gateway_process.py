@@ -169,7 +169,7 @@ class GatewayProcess:
         return f"the gateway (process {self._process.pid}) does not answer /health{state}: killed"
 
     def _ended(self) -> str | None:
-        """How it ended, with its last lines; None while it runs, or was not started."""
+        """Describe its end, with its last lines; None while it runs, or was not started."""
         if self._process is None or self._process.poll() is None:
             return None
         if self._reader is not None:

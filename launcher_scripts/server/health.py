@@ -36,7 +36,7 @@ _GAUGES = ("nv_inference_pending_request_count", names.RUNNING.name, names.WAITI
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """What the backend says of one model: `<status dir>/<model>.json`.
+    """The backend's status of one model: `<status dir>/<model>.json`.
 
     state: loading, ready or failed; ranks: rank, pid, host and device of each; timeline: what was
     done when in its start, in seconds since 1970
@@ -91,7 +91,7 @@ class TritonClient:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def ready(self) -> bool:
-        """Whether the server answers and has loaded every model."""
+        """Return whether the server answers and has loaded every model."""
         try:
             return self._ask("GET", "/v2/health/ready")[0] == 200
         except OSError:
@@ -301,7 +301,7 @@ def _ask(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
 
 
 def _speaks_http2(host: str, port: int, tls: bool) -> bool:
-    """Whether gRPC lets in whoever comes: the server begins to speak HTTP/2."""
+    """Return whether gRPC lets in whoever comes: the server begins to speak HTTP/2."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection((host, port), timeout=_SECONDS) as plain,

@@ -97,7 +97,7 @@ class Installation:
 
     @property
     def names_memory_apart(self) -> bool:
-        """Whether every region of shared memory has a name of its own under one prefix.
+        """Return whether every region of shared memory has a name of its own under one prefix.
 
         Before Triton 2.45 (24.04) regions are counted in each backend, so that two backends with
         one prefix take each other's.
@@ -275,7 +275,7 @@ def _packaged() -> Installation | None:
 
 
 def python_library_dirs() -> list[str]:
-    """Where the shared library of the running Python lies; [] if it has none of its own."""
+    """Return the folders of the running Python's shared library; [] if it has none of its own."""
     folder = sysconfig.get_config_var("LIBDIR")
     name = sysconfig.get_config_var("INSTSONAME")
     return [folder] if folder and name and (Path(folder) / name).is_file() else []

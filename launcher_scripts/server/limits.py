@@ -1,4 +1,5 @@
-"""What a server inherits of the operating system: limits, and whose its files are."""
+"""Resources that a server inherits from the operating system: limits, and the owner of its
+files."""
 
 from __future__ import annotations
 

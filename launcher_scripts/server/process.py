@@ -53,7 +53,7 @@ _WAITING_SECONDS = 15.0
 
 
 def is_sign(line: str) -> bool:
-    """Whether the line of a server's log says that it has given up a worker."""
+    """Return whether the line of a server's log says that it has given up a worker."""
     return any(sign in line for sign in _SIGNS)
 
 
@@ -65,7 +65,7 @@ class LostWorkerDetector:
         self._since: float | None = None
 
     def __call__(self) -> bool:
-        """Whether it has waited long; always False where the kernel does not tell."""
+        """Return whether it has waited long; always False where the kernel does not tell."""
         if not self._waits():
             self._since = None
             return False
@@ -153,7 +153,7 @@ def _self_signed() -> bytes:
 
 
 class Protection:
-    """What one run of a server lets whom do.
+    """Protection of one run of a server.
 
     sockets: name -> path of the interfaces that only the owner of `folder` reaches
     """
@@ -181,11 +181,12 @@ class Protection:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What opens the restricted parts of the HTTP interface."""
+        """Headers that open the restricted parts of the HTTP interface."""
         return {TOKEN_HEADER: self._token}
 
     def arguments(self) -> list[str]:
-        """Of tritonserver. Models are those of the repository: nobody loads others."""
+        """Return the arguments of tritonserver. Models are those of the repository: nobody loads
+        others."""
         arguments = ["--model-control-mode=none"]
         for port, (name, path) in enumerate(self.sockets.items(), start=1):
             if len(os.fsencode(path)) >= _MAX_SOCKET_PATH:
@@ -318,7 +319,7 @@ class ServerProcess:
         return self._process.poll()
 
     def end_reason(self) -> str:
-        """How the server ended, in words."""
+        """Describe the end of the server."""
         return ending(self.exit_code())
 
     def tail(self) -> str:
@@ -398,7 +399,7 @@ class ServerProcess:
 
 
 def ending(code: int | None) -> str:
-    """How a process with this exit code ended, in words; None: it runs."""
+    """Describe the end of a process with this exit code; None: it runs."""
     if code is None:
         return "is running"
     if code < 0:
@@ -431,7 +432,8 @@ def start_child(
 
 
 def _prepare_child() -> Callable[[], None]:
-    """What the child runs before the server: its limits, and SIGTERM when this program dies."""
+    """Return the child's preparation before the server: its limits, and SIGTERM when this program
+    dies."""
     limits = server_limits()
 
     def prepare() -> None:

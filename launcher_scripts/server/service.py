@@ -70,7 +70,7 @@ from launcher_scripts.server.process import (
 
 
 def rendezvous_folder(settings: DeploySettings) -> Path:
-    """Where the nodes of this server find rank 0 of each model."""
+    """Folder where the nodes of this server find rank 0 of each model."""
     return Path(settings.job_folder or settings.results_dir) / "ranks"
 
 
@@ -286,7 +286,7 @@ class Service:
         return {**found, "grpc": self._protection.client_address(found["grpc"])}
 
     def check_door(self) -> None:
-        """Of a server whose gateway has keys: they open it, and it answers nothing without one."""
+        """Check that a server whose gateway has keys opens for them, and for nobody without one."""
         if not self._settings.is_closed or self._stop.received is not None:
             return
         gateway, pids = self._gateway, self._process.members()
@@ -376,7 +376,7 @@ class Service:
         return "is suspended" if time.monotonic() - since > _SUSPENDED_SECONDS else None
 
     def _timeline(self, statuses: list[ModelStatus]) -> list[Event]:
-        """What happened when until now, on every model's side as well."""
+        """Return the events until now, on every model's side as well."""
         return [
             ("this step was started", round(process_started(), 3)),
             ("the server was started", round(self._server_started, 3)),
@@ -446,7 +446,7 @@ def _gateway(
 
 
 def _reason(error: ServerError) -> str:
-    """What went wrong, without the log."""
+    """Return the reason of a failure, without the log."""
     return "; ".join(error.problems) or str(error)
 
 

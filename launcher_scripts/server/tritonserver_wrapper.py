@@ -107,7 +107,8 @@ def backends_folder(installation: Installation) -> Path:
 
 
 def _usable(folder: Path, installation: Installation) -> bool:
-    """Whether it is there with all of its parts: somebody may clean the temporary folder up."""
+    """Return whether it is there with all of its parts: somebody may clean the temporary folder
+    up."""
     if not os.path.lexists(folder):
         return False
     found = folder.lstat()

@@ -1,4 +1,4 @@
-"""What every step has in common: settings in, by a file or by flags, and one exit status out.
+"""Code shared by all steps: settings in, by a file or by flags, and one exit status out.
 
 Command-line flags from a settings dataclass, for people who run a step without a stage.
 
@@ -134,7 +134,7 @@ def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Fie
 
 
 def _options(hint: Any, said: Option) -> Values:
-    """What argparse needs to know about a type: a switch, a list, or one value."""
+    """Return argparse's options for a type: a switch, a list, or one value."""
     arguments = typing.get_args(hint)
     many = typing.get_origin(hint) is tuple
     if arguments:  # of a tuple, or of X | None

@@ -75,7 +75,7 @@ def measure(settings: EvaluateSettings) -> None:
 
 
 def is_judged(settings: EvaluateSettings) -> bool:
-    """Whether the evaluation's policy has bounds on the load."""
+    """Return whether the evaluation's policy has bounds on the load."""
     policy = opened(settings.policy)
     halves = () if policy is None else (policy, policy.if_measured)
     return any(bounds is not None and bounds.load is not None for bounds in halves)

@@ -103,7 +103,7 @@ def _set_up(
     original: Original,
     reference: Reference,
 ) -> dict[str, Any]:
-    """What the answers of both depend on."""
+    """Return everything that the answers of both depend on."""
     settings = {name: value for name, value in asdict(twin).items() if name not in _PLACES}
     special = client.special_ids
     return set_up(
@@ -115,7 +115,7 @@ def _set_up(
 
 
 def _encodes(client: Client) -> bool:
-    """Whether the served model is an encoder-decoder; refuses what gives no logits."""
+    """Return whether the served model is an encoder-decoder; refuses what gives no logits."""
     contract = lookup(CONTRACTS, client.model_type, "model_type")
     if contract.encoder_only or contract.family not in FAMILIES:
         raise ConfigError(
@@ -134,7 +134,7 @@ def _encodes(client: Client) -> bool:
 
 
 def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tuple[str, Reference]:
-    """What runs the original, and its name; with `auto` the engine where the maker's code fails."""
+    """Return the reference and its name; with `auto` the engine if the maker's code fails."""
     needed, free = weight_bytes(original.source.config, 1, "fp32"), free_memory()
     if needed > free:
         raise ConfigError(
@@ -156,7 +156,8 @@ def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tupl
 
 
 def _served_side(client: Client, folder: Path, original: Original) -> TextSide | None:
-    """How the served model reads texts: by its own preprocessing where the server has one."""
+    """Return the served model's reading of texts: by its own preprocessing if the server has
+    one."""
     try:
         tokenizer = load_tokenizer(folder)
     except TokenizerError as error:
@@ -178,7 +179,8 @@ def _positions(config: Any) -> int | None:
 
 
 def _no_alternatives(_ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """What a reference gives that cannot compute other rotary positions than its own."""
+    """Iterate over nothing, for a reference that cannot compute other rotary positions than its
+    own."""
     return iter(())
 
 

@@ -1,4 +1,4 @@
-"""Whether this Python can run a step, said in one line before anything else is imported.
+"""Checks that this Python can run a step, before anything else is imported.
 
 It is read by Pythons that are too old for the rest: standard library only, no new syntax.
 """
@@ -69,7 +69,7 @@ def note_slow_checksums() -> None:
 
 
 def remedy(python: str, torch: bool = False) -> str:
-    """What makes the packages, and the key that names them."""
+    """Return the command that installs the packages, and the key that names them."""
     extra = " --with torch" if torch else ""
     return (
         "name an interpreter that has them as cluster.python, load a module that puts them on "

@@ -44,7 +44,7 @@ from launcher_scripts.steps.command import FlagTable, run_step
 
 @dataclass(frozen=True)
 class ModelConfigSettings:
-    """What config.pbtxt is to say; None: what the checkpoint or the template says.
+    """Values of config.pbtxt; None: those of the checkpoint or the template.
 
     template_path: a config.pbtxt whose kind of model is meant: its model_type, whether it streams,
                    and whether it has sessions; tensors are this project's
@@ -137,7 +137,7 @@ def prepare(given: ModelConfigSettings) -> None:
 
 
 def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportSettings:
-    """What an export would have been asked for."""
+    """Return the settings that an export would have had."""
     template = _template(given.template_path)
     serving = values_of(ServingOptions, given) | {
         "quantization": quantization_of(int(given.int8_mode), given.quantization, "--{}"),

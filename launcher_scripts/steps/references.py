@@ -1,4 +1,5 @@
-"""What computes the logits of a source checkpoint: its maker's code, or this project's engine.
+"""References that compute the logits of a source checkpoint: its maker's code, or this project's
+engine.
 
 Both the twin of an export and that of an evaluation take their reference from here.
 """
@@ -91,7 +92,7 @@ class EngineModel(Reference):
         rows: Iterable[GenerateRequest],
         in_flight: int = 8,  # noqa: ARG002
     ) -> Iterator[GenerateOutput]:
-        """What every row became, in order."""
+        """Iterate over the outputs of the rows, in order."""
         for row in rows:
             yield self._engine.submit(row).result(SECONDS)
 
@@ -137,7 +138,7 @@ def runner_of(source: str | None) -> str | None:
 
 
 def missing_packages(runner: str) -> list[str]:
-    """Those that this Python lacks."""
+    """Return the packages that this Python lacks."""
     return [name for name in RUNNERS[runner].packages if find_spec(name) is None]
 
 
@@ -252,7 +253,7 @@ class Original:
         return str(self.source.describe()["format"])
 
     def runner(self, wanted: str) -> str:
-        """What runs it: `wanted`, of `auto` the maker's code where that is installed.
+        """Name of the runner: `wanted`, of `auto` the maker's code if installed.
 
         Raises ConfigError for one that does not read this format or is not installed.
         """
@@ -269,7 +270,7 @@ class Original:
         return wanted
 
     def text_side(self, runner: str, folder: Path) -> TextSide | None:
-        """How it reads texts; None for a checkpoint without a tokenizer.
+        """Return its reading of texts; None for a checkpoint without a tokenizer.
 
         folder: an empty one, for its tokenizer's files
         """

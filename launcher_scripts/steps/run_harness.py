@@ -47,7 +47,8 @@ def measure(settings: EvaluateSettings) -> None:
 
 
 def _answers(settings: EvaluateSettings, served: dict[str, Any]) -> Path:
-    """Where lm_eval keeps answers: those of the same model, tokenizer and version alone."""
+    """Return the path where lm_eval keeps answers: only those of the same model, tokenizer and
+    version."""
     folder = Path(settings.results_dir) / journal.FOLDER
     if not settings.resume:
         for old in folder.glob(f"{FOLDER}-*.db"):

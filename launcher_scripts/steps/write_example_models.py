@@ -80,7 +80,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class ExampleSettings:
-    """Which examples, where, and how they are divided and typed."""
+    """The examples, their folder, and how they are divided and typed."""
 
     folder: str = field(metadata=described("where the examples go", metavar="FOLDER"))
     examples: tuple[str, ...] = option(tuple(EXAMPLES), "which ones", metavar="NAME")

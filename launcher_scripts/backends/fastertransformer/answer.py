@@ -299,7 +299,7 @@ class Answer:
         return [_after(output, first) if end else output for output, first, end in rows]
 
     def _before(self, outputs: Sequence[GenerateOutput]) -> list[int]:
-        """How many tokens of each row the responses so far held.
+        """Number of tokens of each row in the responses so far.
 
         Hypotheses of a beam search are news as a whole: others may have taken their places.
         """
@@ -310,13 +310,13 @@ class Answer:
         ]
 
     def _finished(self, outputs: Sequence[GenerateOutput]) -> list[bool]:
-        """Whether each row is as it ended."""
+        """Return for each row whether it has finished."""
         return [output is last for output, last in zip(outputs, self._last, strict=True)]
 
     def _progress(
         self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """How much of each row is news in this response, and whether that was all: [B, beam]."""
+        """New tokens of each row in this response, and whether they were the last: [B, beam]."""
         beams = beam_axis(outputs)
         progress = {}
         if "streamed_length" in self._wanted:

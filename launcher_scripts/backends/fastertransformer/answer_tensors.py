@@ -26,7 +26,7 @@ Requests = Sequence[GenerateRequest]
 
 @dataclass(frozen=True)
 class Shape:
-    """What an answer's tensors depend on besides rows and outputs.
+    """Properties that the tensors of a response depend on, besides rows and outputs.
 
     padding:         columns of the request behind those of its longest row
     end_id:          the model's, for rows that name none
@@ -156,7 +156,7 @@ ANSWER_TENSORS: dict[str, Callable[[Requests, Outputs, Shape], dict[str, Tensor]
 
 
 def beam_axis(outputs: Outputs) -> int:
-    """How many hypotheses the widest row has."""
+    """Number of hypotheses of the widest row."""
     return max(len(output.hypotheses) for output in outputs)
 
 
@@ -194,7 +194,8 @@ def _num_log_probs(output: GenerateOutput) -> int:
 
 
 def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:
-    """Of every hypothesis, [B, beam] and, if wanted, [B, beam, longest]; 0 where there is none."""
+    """Log-probabilities of every hypothesis, [B, beam] and, if wanted, [B, beam, longest]; 0 for
+    padding."""
     beams = beam_axis(outputs)
     sums = np.zeros((len(outputs), beams), dtype=np.float32)
     for row, output in enumerate(outputs):
@@ -236,8 +237,8 @@ def context_logits(outputs: Outputs) -> dict[str, Tensor]:
 
 
 def model_log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:
-    """Those of generated tokens [B, beam, longest] and of prompts [B, longest prompt], each with
-    [..., K] of the likeliest; of those that are `wanted` the ones that any row has asked for.
+    """Log-probabilities of generated tokens [B, beam, longest] and of prompts [B, longest prompt],
+    each with [..., K] of the most likely tokens; only `wanted` ones that any row requests.
 
     0 after a row's tokens, for rows not asked, and beyond a row's own K. Only the first of the
     beams has any: a beam search has none.

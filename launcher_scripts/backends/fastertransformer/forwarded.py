@@ -28,7 +28,7 @@ FINAL = 1  # Triton's flag of a last response
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """What the id of a request says of a text model that sends it on.
+    """A text model's request, as the ID of the request that it sends on describes it.
 
     key:     the request's name on the channel
     channel: the socket of the text model
@@ -41,7 +41,7 @@ class ForwardedRequest:
 
 
 def forwarded_request(request: Any) -> ForwardedRequest | None:
-    """What the text model says in the id; None of any other request.
+    """Return the text model's data from the ID, or None for any other request.
 
     Requests that models make have no parameters in servers before Triton 2.42 (24.01).
     """

@@ -372,7 +372,7 @@ class _MatcherGuide:
 
 
 def _vocabulary(tokenizer: Tokenizer, end: int) -> Any:
-    """What llguidance makes its tokenizer of."""
+    """Return the vocabulary that llguidance makes its tokenizer of."""
     if not isinstance(tokenizer, PieceTokenizer):
         return tokenizer.to_json()  # type: ignore[attr-defined]
     return _library().TokenizerWrapper(_Pieces(tokenizer.pieces(), end))

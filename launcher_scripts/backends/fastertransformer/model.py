@@ -270,7 +270,7 @@ class TritonPythonModel:
         return answer
 
     def _prompts(self, rows: Sequence[GenerateRequest], shape: Shape) -> list[Sequence[int]]:
-        """Of each row, what its output_ids begin with."""
+        """Return the tokens of each row's prompt that its output_ids begin with."""
         if not self._contract.returns_prompts:
             return [()] * len(rows)
         return [real_ids(row, shape.prompt_start_id) for row in rows]

@@ -113,7 +113,7 @@ def _trimmed(ids: Tensor, name: str, lengths: Sequence[int]) -> list[tuple[int, 
 def _output_lens(
     contract: Contract, columns: Mapping[str, Sequence[int]], inputs: Sequence[tuple[int, ...]]
 ) -> list[int]:
-    """How many tokens each row is to generate."""
+    """Number of tokens that each row is to generate."""
     name = contract.output_len
     if name is None:
         return [0] * len(inputs)

@@ -96,7 +96,8 @@ def model_type(config: Mapping[str, Any]) -> str:
 def engine_settings(
     config: Mapping[str, Any], model_dir: Path, version: str, device: str
 ) -> EngineSettings:
-    """What config.pbtxt (as Triton's JSON) asks for; wrong values raise one ConfigError.
+    """Return the engine's settings from config.pbtxt (as Triton's JSON); all wrong values raise one
+    ConfigError.
 
     Parameters without a meaning are named in the server's log: old guides have some (is_half).
 
@@ -206,7 +207,8 @@ LINGER_SECONDS = 5.0  # node 0 tells the reason and ends first
 
 
 def node_group(env: Mapping[str, str], model: str, model_dir: Path) -> NodeGroup:
-    """How this server's processes on all nodes find each other for one model.
+    """Return the group through which this server's processes on all nodes find each other for one
+    model.
 
     Raises ServerError where the environment contradicts itself.
     """
@@ -299,7 +301,7 @@ class StatusFile:
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody watches the server through its status files."""
+        """Return whether somebody watches the server through its status files."""
         return self._path is not None
 
     def write(
@@ -323,7 +325,7 @@ class StatusFile:
 
 
 def versions() -> dict[str, str]:
-    """What the engine runs on."""
+    """Versions of the libraries that the engine runs on."""
     result = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda is not None:
         result["cuda"] = torch.version.cuda
@@ -337,7 +339,7 @@ class ModelMetrics:
     """One model's metrics, brought up to date every second."""
 
     def __init__(self, model: str, engine: Engine) -> None:
-        """What the engine has counted before, for its warm-up, is left out."""
+        """Start from the engine's counters, so that its warm-up is left out."""
         self._model, self._engine = model, engine
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}

@@ -153,7 +153,7 @@ class Sessions:
 
 
 def idle_seconds(config: Mapping[str, Any]) -> float | None:
-    """How long a session may be idle; None: the model has no sessions. Raises ConfigError."""
+    """Seconds that a session may be idle; None if the model has no sessions. Raises ConfigError."""
     batching = config.get("sequence_batching")
     if batching is None:
         return None
@@ -193,7 +193,7 @@ def _new_lines(tensors: Mapping[str, Tensor], rows: int) -> list[Line]:
 
 
 def _check_room(lines: Sequence[Line], cache_tokens: int) -> None:
-    """Whether the rows, which keep their places for the whole session, fit beside each other."""
+    """Check that the rows, which keep their places for the whole session, fit beside each other."""
     needed = sum(line.session.extent_tokens for line in lines)
     if len(lines) > 1 and needed > cache_tokens:
         raise RequestError(

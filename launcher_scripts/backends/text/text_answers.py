@@ -1,4 +1,4 @@
-"""What a client is sent of its text: the newest state, as often as it can be sent.
+"""Responses with the newest state of a text, sent as often as the client can receive them.
 
 Copied beside the text models of a repository, so it imports nothing of this project.
 """

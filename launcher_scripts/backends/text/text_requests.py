@@ -72,7 +72,7 @@ class Reader:
 
     @property
     def generates(self) -> bool:
-        """Whether the token model makes text; else it is an encoder."""
+        """Return whether the token model makes text; else it is an encoder."""
         return self._output_len is not None
 
     def read(self, request: Any) -> TextRequest:

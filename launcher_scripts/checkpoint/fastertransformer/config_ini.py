@@ -37,7 +37,7 @@ _EMPTY = ("encoder", "decoder", "structure")
 
 @dataclass(frozen=True)
 class ConfigIni:
-    """What one config.ini says: the model, and how its files are cut and typed."""
+    """The contents of one config.ini: the model, and how its files are split and typed."""
 
     config: ModelConfig
     tp_size: int
@@ -74,7 +74,8 @@ def format_config(config: ModelConfig, tp_size: int, weight_data_type: str) -> s
 
 
 def fixed_content(text: str) -> bytes:
-    """What must stay of config.ini: all values but those of EDITABLE, however they are written.
+    """Return the values of config.ini that must not change: all but those of EDITABLE, however they
+    are written.
 
     Raises configparser.Error.
     """
@@ -190,6 +191,6 @@ def _size_in_name(folder: Path) -> int | None:
 
 
 def _size_in_files(folder: Path) -> int | None:
-    """How many ranks have files of their own, which end in `.<rank>.bin`."""
+    """Number of ranks that have their own files, which end in `.<rank>.bin`."""
     ranks = [int(match[1]) for path in folder.iterdir() if (match := _RANK.search(path.name))]
     return max(ranks) + 1 if ranks else None

@@ -266,7 +266,7 @@ class FTWriter:
         self.add(entry)
 
     def holds(self, file: WeightFile) -> bool:
-        """Whether an interrupted run has already written this file."""
+        """Return whether an interrupted run has already written this file."""
         return file.name in self._entries
 
     def write(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> None:
@@ -342,7 +342,7 @@ class FTWriter:
         replace_folder(self.partial, self.folder)
 
     def _remove(self) -> None:
-        """What is left of the partial folder, and the folders made for it."""
+        """Remove the rest of the partial folder, and the folders made for it."""
         shutil.rmtree(self.partial, ignore_errors=True)
         for path in self._created:
             if path.is_dir() and not any(path.iterdir()):

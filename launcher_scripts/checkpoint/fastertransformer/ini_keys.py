@@ -1,4 +1,4 @@
-"""What a key of config.ini is, and how the keys of one section are read; problems are collected."""
+"""Keys of config.ini, and reading those of one section with all problems collected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class IniKeys:
         return value
 
     def named(self, key: str, default: str, names: Mapping[str, str]) -> str:
-        """What the value is called outside of the file. names: that -> what the file says."""
+        """Return the name of the value outside of the file. names: that -> what the file says."""
         word = self.text(key, names[default], tuple(names.values()))
         return {name: value for value, name in names.items()}.get(word, default)
 
@@ -91,7 +91,7 @@ class Key:
     encoder_only: bool | None = None
 
     def written(self, config: Any, facts: Mapping[str, str]) -> str | None:
-        """What the file says of `config`; None where the key is left out."""
+        """Return the text in the file for `config`; None if the key is left out."""
         if self.encoder_only not in (None, getattr(config, "encoder_only", False)):
             return None
         if callable(self.text):
@@ -112,7 +112,7 @@ class Key:
 
 @dataclass(frozen=True)
 class IniFormat:
-    """How one family is written.
+    """The format in which one family is written.
 
     config_type: the dataclass of its hyperparameters
     main:        the section with tensor_para_size and weight_data_type

@@ -41,7 +41,8 @@ _ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu", "relu": "relu", "silu": 
 
 
 def _where(given: str, text: str) -> Any:
-    """What a model says whose Adapters have a field: `text`, with the Adapters filled in."""
+    """Return the value for a model whose Adapters have a field: `text`, with the Adapters filled
+    in."""
     return lambda config: text.format(config.parts) if getattr(config.parts, given) else None
 
 

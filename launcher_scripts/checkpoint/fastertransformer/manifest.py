@@ -34,7 +34,7 @@ _FILE_NAME = re.compile(r"[^/\0]{1,255}", re.DOTALL)
 
 
 class Digest(Protocol):
-    """What is used of hashlib's objects, and of those that look like them."""
+    """The part of hashlib's interface that is used here."""
 
     def update(self, data: Any, /) -> object: ...
 
@@ -260,7 +260,7 @@ def check_files(
 
 
 def check_size(path: Path, size: int, problems: Problems) -> bool:
-    """Whether `path` is a file of `size` bytes; a problem is noted when not."""
+    """Return whether `path` is a file of `size` bytes; a problem is noted when not."""
     if not path.is_file():
         problems.add(f"{path.name} is missing")
         return False

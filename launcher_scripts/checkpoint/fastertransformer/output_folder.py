@@ -44,7 +44,7 @@ def partial_folder(folder: Path) -> Path:
 
 
 def _old_folder(folder: Path) -> Path:
-    """Where a folder goes when another one takes its name."""
+    """Return the path that a folder moves to when another one takes its name."""
     return folder.with_name(folder.name + ".old")
 
 

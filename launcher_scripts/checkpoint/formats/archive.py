@@ -51,7 +51,7 @@ class Checksum:
 
 @dataclass
 class Checksums:
-    """What is known of one mapped file. Every part is compared once, when it is first asked for.
+    """Checksums of one mapped file. Every part is compared once, when it is first asked for.
 
     path: the file, for errors
     Parts are added before threads ask.
@@ -143,7 +143,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Mapping:
-    """Where in memory a mapped file lies, and what is known of its content."""
+    """A mapped file: its address in memory, and its checksums."""
 
     first: int
     last: int
@@ -340,7 +340,7 @@ def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
 
 
 def _ends_properly(whole: Region, end: int) -> bool:
-    """Whether the block of zeros that ends a tar archive is there.
+    """Return whether the block of zeros that ends a tar archive is there.
 
     tarfile's offset is behind that block or in front of it, as its versions please.
     """

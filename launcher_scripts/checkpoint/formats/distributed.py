@@ -42,7 +42,7 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 class Stored(NamedTuple):
-    """What a distributed checkpoint holds.
+    """The tensors and objects of a distributed checkpoint.
 
     find_object: name -> the torch.save file of an object that is not a tensor; None without such
     """
@@ -57,7 +57,7 @@ def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
 
 
 def read_stored(archive: Archive, folder: str) -> Stored:
-    """What the distributed checkpoint below `folder` (which ends in `/`) holds.
+    """Read the distributed checkpoint below `folder` (which ends in `/`).
 
     Raises CheckpointError for an unknown backend and for missing or damaged parts.
     """

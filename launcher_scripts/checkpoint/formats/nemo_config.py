@@ -31,7 +31,7 @@ _DEPTH = 3  # of folders in a checkpoint that are looked into
 
 @dataclass(frozen=True)
 class NemoSizes:
-    """What decides how a model can be divided; None where the configuration does not say."""
+    """Sizes that decide how a model can be divided; None if the configuration lacks them."""
 
     num_layers: int | None
     num_heads: int | None
@@ -61,7 +61,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def is_config(name: str) -> bool:
-    """Whether a file of a checkpoint, in any of its folders, is its model_config.yaml."""
+    """Return whether a file of a checkpoint, in any of its folders, is its model_config.yaml."""
     return PurePosixPath(name).name == CONFIG_NAME
 
 

@@ -120,8 +120,8 @@ def same_values(one: SourceTensor, other: SourceTensor) -> bool:
 
 
 def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two pieces share a place. They are compared with those that they meet on the axis
-    that tells most of them apart."""
+    """Return whether two pieces share a place. They are compared with those that they meet on the
+    axis that tells most of them apart."""
     boxes = [
         [(start, start + size) for start, size in zip(piece.start, piece.values.shape, strict=True)]
         for piece in pieces

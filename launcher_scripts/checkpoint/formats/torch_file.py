@@ -87,7 +87,7 @@ def _unbuilt(known: pickles.Globals) -> pickles.Globals:
 
 
 def _spans(data: bytes, origin: str, count: int) -> list[tuple[int, int]]:
-    """Where the first `count` pickles of `data` start and end; nothing is executed."""
+    """Return start and end of the first `count` pickles of `data`; nothing is executed."""
     spans, stream = [], io.BytesIO(data)
     try:
         for _ in range(count):

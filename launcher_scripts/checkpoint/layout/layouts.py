@@ -1,4 +1,5 @@
-"""How source tensors become the stored form: every layout that a row of the weight table names.
+"""Conversion of source tensors to the stored form: every layout that a row of the weight table
+names.
 
 A layout takes the source tensors of one row and returns blocks of units (see layouts.py), or the
 whole stored tensor, [in, out] or [out]. Sources are torch's: a linear weight is [out, in], so the

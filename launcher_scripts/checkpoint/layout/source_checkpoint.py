@@ -1,4 +1,4 @@
-"""What the readers of checkpoints have in common, and what a user tells them."""
+"""Base of the readers of checkpoints, and the options that a user gives them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Hints:
 
 
 class SourceCheckpoint(ABC):
-    """What a reader of some format offers to the export.
+    """A source checkpoint as the export uses it, whatever its format.
 
     By default it leaves the special ids to its tokenizer, and has weights alone.
     format:   its row of SOURCES
@@ -197,11 +197,11 @@ class SourceCheckpoint(ABC):
 
     @property
     def knows_token_ids(self) -> bool:
-        """Whether start, end and pad id of `config` are the model's own, not defaults."""
+        """Return whether start, end and pad id of `config` are the model's own, not defaults."""
         return False
 
     def stored_name(self, name: str) -> str:
-        """What the checkpoint's files call a tensor, for errors."""
+        """Return a tensor's name in the checkpoint's files, for errors."""
         return name
 
     @property
@@ -218,11 +218,11 @@ class SourceCheckpoint(ABC):
         return {}
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
+        """Return the description of the source for the manifest."""
         return {
             "path": str(self.archive.path),
             "format": self.format,

@@ -119,7 +119,7 @@ def _fill(target: NDArray[Any], source: NDArray[Any], memory: Workspace) -> None
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Of contiguous values to `dtype`; the result is valid until the next.
+    """Conversion of contiguous values to `dtype`; the result is valid until the next.
 
     name: the tensor's name, for errors
     """
@@ -152,7 +152,8 @@ class _Conversion:
 
 
 def _all_finite(values: NDArray[Any]) -> bool:
-    """Whether no value is NaN or infinite, of two bytes by the bits, which isfinite is slow at.
+    """Return whether no value is NaN or infinite, of two bytes by the bits, which isfinite is slow
+    at.
 
     The exponent is all ones from its own bits up among positive numbers (the largest of the bits
     as signed) and from those with the sign up among negative ones (the largest as unsigned).

@@ -1,4 +1,4 @@
-"""What an export does, as one task per tensor: settled before anything is written, then written.
+"""Tasks of an export, one per tensor: all are planned before anything is written.
 
 Every row of the weight table claims its source tensors. A required row whose tensors are not
 there, a source tensor no row claims, and a shape that does not fit are all reported at once.
@@ -56,14 +56,14 @@ _CHUNK = 1 << 20
 
 
 class Change(Protocol):
-    """What learning left for a stored tensor, applied when that is read."""
+    """A learned change of a stored tensor, applied when that is read."""
 
     def apply(self, blocks: Blocks) -> Blocks:
         """The blocks (see layouts.py), changed in float32."""
         ...
 
     def sources(self) -> Iterable[tuple[str, SourceTensor]]:
-        """What it is made of, by names for errors."""
+        """Return the tensors that it is made of, by names for errors."""
         ...
 
 
@@ -122,7 +122,7 @@ class Task:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def views(self) -> Iterator[NDArray[Any]]:
-        """What the source's files hold of the tensor."""
+        """Iterate over the pieces of the tensor in the source's files."""
         for tensor in self.tensors:
             for piece in tensor.pieces:
                 yield piece.values
@@ -253,7 +253,7 @@ def _note_impossible_depth(
 
 
 def source_of(spec: WeightSpec, dialects: Sequence[str]) -> Source | None:
-    """Where a row finds its tensors: the first of the dialects that says so."""
+    """Return the source of a row's tensors: the first of the dialects that has one."""
     if STORED in dialects:
         return Source((spec.name,))
     return next((spec.sources[name] for name in dialects if name in spec.sources), None)
@@ -327,7 +327,7 @@ class _Unfit:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one process after the other takes a task of."""
+    """A queue of tasks, shared by processes."""
 
     writer: FTWriter
     archive: Archive
@@ -398,7 +398,7 @@ def _nonfinite(task: Task) -> Iterator[str]:
 
 
 def _count(values: NDArray[Any]) -> int:
-    """How many are not finite; only a part of them is copied at a time."""
+    """Count the values that are not finite; only a part of them is copied at a time."""
     rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
     step = max(_CHUNK // max(rows.shape[1], 1), 1)
     count = 0

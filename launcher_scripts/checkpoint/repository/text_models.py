@@ -87,7 +87,7 @@ def check_text_models(repository: str) -> None:
 def parameters(
     role: str, settings: ExportSettings, checkpoint: FTCheckpoint, text: TextContract
 ) -> dict[str, Any]:
-    """What a text model's code wants to know, as config.pbtxt says it."""
+    """Parameters of a text model's code, as config.pbtxt gives them."""
     known: dict[str, Any] = {}
     if role != "postprocessing":
         known |= encoding_parameters(checkpoint)
@@ -101,7 +101,8 @@ def parameters(
 
 
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
-    """What fills rows up, and the tokens around an input where the model was trained so.
+    """Parameters of the encoding: padding, and the tokens around an input if the model was trained
+    so.
 
     The T5 models of transformers end their inputs with the end token, NeMo's do not; those around
     the inputs of a BART, a T5Gemma or a decoder from transformers are the tokenizer's.
@@ -123,7 +124,7 @@ def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
 
 
 def further_end_ids(folder: Path, config: Any) -> list[int]:
-    """What ends a text besides config.end_id, by generation_config.json.
+    """Return the IDs that end a text besides config.end_id, from generation_config.json.
 
     Nothing where that is not among them: then the configuration chose another.
     """
@@ -138,8 +139,8 @@ def further_end_ids(folder: Path, config: Any) -> list[int]:
 
 
 def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
-    """What stands before and after an input, which of it is the source's language, and what the
-    decoder begins with; several ids with blanks between them.
+    """Return the IDs before and after an input, which of them is the source's language, and the
+    decoder's first IDs; several are separated by blanks.
     """
     try:
         opening, closing = files.around()
@@ -160,7 +161,7 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
 
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
-    """What the version folder of a text model holds, besides the package of tokenizers."""
+    """Files in the version folder of a text model, besides the package of tokenizers."""
     room = Path(__file__).resolve().parents[2] / "backends"
     code: dict[str, tuple[str, ...]] = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),

@@ -1,4 +1,4 @@
-"""What the checkpoints of adapters hold together, and whether it fits the base.
+"""The combined contents of adapter checkpoints, and whether they fit the base.
 
 LoRA adapters that stay beside the weights: what each learned, stacked for a request's choice.
 
@@ -49,7 +49,7 @@ MERGED = "export.model.adapter_checkpoints, which merges it"
 
 @dataclass(frozen=True)
 class Part:
-    """What one adapter learned for a projection, or for one block of its outputs.
+    """The parameters of one adapter for a projection, or for one block of its outputs.
 
     adapter: its number
     """
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def blocks(self) -> slice:
-        """Of the outputs that it is for."""
+        """The outputs that it applies to."""
         whole = self.place.count == 1
         return slice(None) if whole else slice(self.place.index, self.place.index + 1)
 
@@ -210,7 +210,7 @@ _ADAPTER_VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Collected:
-    """What all checkpoints of parts hold together, in order.
+    """The contents of all checkpoints of parts, in order.
 
     base:     what they were trained on
     in_place: IA3 is folded into the weights
@@ -256,7 +256,7 @@ class Collected:
         problems.raise_if_any(CheckpointError)
 
     def parts(self, ia3_count: int, problems: Problems, loras: Mapping[str, Any]) -> Adapters:
-        """What the model then has besides itself.
+        """The adapters that the model then has.
 
         ia3_count: how many checkpoints of IA3 there are;  loras: the fields about LoRA
         """
@@ -365,8 +365,9 @@ def _lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
 
 
 def _low_rank(sides: Mapping[str, tuple[SourceTensor, ...]], scale: float, task: Task) -> LowRank:
-    """What training left on its tensor-parallel ranks. NeMo shares `out` by its rows always; `in`
-    by the rank's axis, or by its columns where the weight's own ranks share the inputs.
+    """Read the low-rank matrices that training left on its tensor-parallel ranks. NeMo shares `out`
+    by its rows always; `in` by the rank's axis, or by its columns where the weight's own ranks
+    share the inputs.
     """
     row_parallel = task.spec.partition is Partition.ROW_PARALLEL
     down = concatenated(sides["in"], 1 if row_parallel else 0)

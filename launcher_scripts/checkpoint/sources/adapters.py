@@ -90,7 +90,7 @@ class AdaptedCheckpoint(SourceCheckpoint):
         return self.base.extra_files()
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest records about the source."""
+        """Return the description of the source for the manifest."""
         return {**self.base.describe(), "adapters": dict(self.sources)}
 
     def names(self) -> set[str]:

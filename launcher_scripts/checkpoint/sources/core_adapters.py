@@ -66,7 +66,7 @@ _NEMO_ORDER = (
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """How the adapters were trained.
+    """Settings that the adapters were trained with.
 
     raw:      the section of the configuration
     problems: what is wrong with the adapters
@@ -97,7 +97,8 @@ class PeftSettings:
                 self.problems.add(f"{key} is not supported", got=self.raw[key])
 
     def targets(self, module: str, _linear: bool) -> bool | None:
-        """Whether LoRA was learned for a module: patterns name its last part, or all of it."""
+        """Return whether LoRA was learned for a module: patterns name its last part, or all of
+        it."""
         wanted = self.raw.get("target_modules")
         if not isinstance(wanted, list) or not wanted or self.raw.get("exclude_modules"):
             return None
@@ -217,7 +218,7 @@ def _order(
     gated: bool,
     settings: PeftSettings,
 ) -> tuple[int, int] | None:
-    """How the rows of `linear_fc1`'s tensor are stored, where they are not in order.
+    """Order in which the rows of `linear_fc1`'s tensor are stored; None for the normal order.
 
     The tools cut every rank's `linear_out` into a gate's and an up's half, and store the first
     halves of all ranks before the second ones: also what the canonical form has for one of the two

@@ -50,7 +50,7 @@ def experts_of(options: TrainingOptions, layers: int) -> dict[str, Any]:
 
 
 def _router(options: TrainingOptions) -> dict[str, Any]:
-    """How experts are chosen and weighed.
+    """Return the fields of the router: how experts are chosen and weighed.
 
     With softmax the core weighs those chosen by one over their logits alone, which is one over all
     divided by its sum, unless the softmax comes first (moe_router_pre_softmax). Only with sigmoid
@@ -83,8 +83,8 @@ def _router(options: TrainingOptions) -> dict[str, Any]:
 
 
 def _dense_layers(options: TrainingOptions, layers: int) -> str | None:
-    """Those without experts, by moe_layer_freq: every so many-th layer has them, from the first
-    on, or those of a 1 in a list."""
+    """Return the layers without experts, by moe_layer_freq: every n-th layer has experts, from the
+    first on, or those with 1 in a list."""
     said = options.get("moe_layer_freq") or 1
     marks = said if isinstance(said, (list, tuple)) else ()
     if type(said) is int and said > 0:

@@ -1,4 +1,4 @@
-"""What a training of Megatron-LM core says about its model, and a GPT's hyperparameters.
+"""Options of a training of Megatron-LM core, and a GPT's hyperparameters from them.
 
 Three tools write it in three ways: Megatron-LM as the arguments of its command line, Megatron
 Bridge as `run_config.yaml`, NeMo 2 as `context/model.yaml`. Bridge and NeMo name the fields of the
@@ -127,11 +127,11 @@ _SPEC_ARGUMENTS = (
 
 
 class CoreOptions(TrainingOptions):
-    """What the training says, under the names of the core's configuration."""
+    """Options of the training, under the names of the core's configuration."""
 
     @property
     def plus_one(self) -> bool:
-        """Whether norms' scales are stored as their distance from one."""
+        """Return whether norms' scales are stored as their distance from one."""
         return self.flag("layernorm_zero_centered_gamma", False)
 
     @property
@@ -191,7 +191,7 @@ def _is_plain_spec(function: Any) -> bool:
 
 @dataclass(frozen=True)
 class CoreGPT:
-    """What the training says.
+    """A GPT's hyperparameters from the options of the training.
 
     fields:   GPTConfig's but vocab_size (the table's rows) and the token ids
     plus_one: norms' scales are stored as their distance from one
@@ -348,7 +348,7 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
 
 
 def _attention(options: CoreOptions, layers: int) -> dict[str, Any]:
-    """What scores are multiplied by, and how far the layers attend.
+    """Return the fields of the attention: scale of the scores, and windows.
 
     The core's window counts the tokens before a token's own and those after it, here always 0.
     """
@@ -387,7 +387,8 @@ def _skipped(options: CoreOptions, name: str, said: Any, mark: int, layers: int)
 
 
 def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
-    """Of Megatron-LM: its arguments under the names of the core's configuration."""
+    """Read the options of Megatron-LM: its arguments under the names of the core's
+    configuration."""
     factor = args.get("rope_scaling_factor")
     ignored = bool(args.get("use_rope_scaling")) and factor not in (None, 8, 8.0)
     raw = dict(args)
@@ -413,13 +414,14 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
 
 
 def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
-    """Of Megatron Bridge: section `model` of run_config.yaml."""
+    """Read the options of Megatron Bridge: section `model` of run_config.yaml."""
     raw = {**_plain(model), "scale_factor": model.get("rope_scaling_factor")}
     return CoreOptions(raw, Problems(origin))
 
 
 def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
-    """Of NeMo 2: section `config` of model.yaml. Its class alone says whether ropes are scaled."""
+    """Read the options of NeMo 2: section `config` of model.yaml. Its class alone says whether
+    ropes are scaled."""
     raw = {**_plain(model), "rope_scaling": model.get("scale_factor") is not None}
     return CoreOptions(raw, Problems(origin))
 

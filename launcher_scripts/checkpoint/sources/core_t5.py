@@ -47,7 +47,7 @@ _MLP_NORMS = {"encoder": "post_attention_layernorm.", "decoder": "post_inter_att
 
 
 def is_t5(names: Mapping[str, Any]) -> bool:
-    """Whether there is an encoder."""
+    """Return whether there is an encoder."""
     return any(name.startswith("encoder.layers.") for name in names)
 
 
@@ -115,7 +115,7 @@ def read_t5(
 
 
 def _buckets(options: CoreOptions, table: SourceTensor) -> dict[str, Any]:
-    """Of a table [buckets, heads]."""
+    """Return the fields for a table of biases [buckets, heads]."""
     distance = options.size("relative_attention_max_distance", 128)
     return {"num_buckets": table.shape[0], "max_distance": distance}
 

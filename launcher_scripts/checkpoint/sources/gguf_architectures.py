@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import Restored, rope_p
 
 @dataclass(frozen=True)
 class Model:
-    """What a row's `config` gets: the fields, and the tensors' names and shapes.
+    """Input of a row's `config`: the fields, and the tensors' names and shapes.
 
     shapes:  name -> shape, rows first
     factors: the tensors that divide rotary frequencies
@@ -52,7 +52,7 @@ class GGUFArchitecture:
 
 
 def _common(model: Model) -> dict[str, Any]:
-    """What every model says."""
+    """Return the fields that every model has."""
     fields = model.fields
     hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
     table = model.shapes.get("token_embd.weight", (1,))
@@ -71,7 +71,7 @@ def _common(model: Model) -> dict[str, Any]:
 
 
 def _rotary(model: Model) -> dict[str, Any]:
-    """What models with rotary positions say."""
+    """Return the fields of models with rotary positions."""
     fields = model.fields
     common = _common(model)
     usual = max(common["hidden_size"] // common["num_attention_heads"], 1)
@@ -154,7 +154,7 @@ def _count(model: Model) -> int:
 
 
 def _experts(model: Model) -> dict[str, Any]:
-    """What models with experts say."""
+    """Return the fields of models with experts."""
     stacked = model.shapes.get("blk.0.ffn_gate_exps.weight", (1, 1, 1))
     if len(stacked) != 3 or 0 in stacked or stacked[0] != _count(model):
         model.fields.problems.add("expert_count does not fit ffn_gate_exps", got=stacked)
@@ -206,7 +206,8 @@ def _gemma3(model: Model) -> dict[str, Any]:
 
 
 def _attention_size(gemma: dict[str, Any], layers_of_27b: int) -> int:
-    """What scores are divided by the root of; llama.cpp knows the largest by its depth."""
+    """Return the number whose root divides scores; llama.cpp recognizes the largest model by its
+    depth."""
     if gemma["num_hidden_layers"] == layers_of_27b:
         return max(int(gemma["hidden_size"] // gemma["num_attention_heads"]), 1)
     return int(gemma["head_dim"])
@@ -327,7 +328,8 @@ def _falcon(model: Model) -> dict[str, Any]:
 
 
 def _falcon_names(model: Model) -> dict[str, str]:
-    """Where attention and MLP have a norm each, the first in the file is the MLP's."""
+    """Return the names of Falcon's norms: if attention and MLP have one each, the first in the file
+    is the MLP's."""
     if "blk.0.attn_norm_2.weight" not in model.shapes:
         return {}
     return {"blk.*.attn_norm": "h.*.ln_mlp", "blk.*.attn_norm_2": "h.*.ln_attn"}

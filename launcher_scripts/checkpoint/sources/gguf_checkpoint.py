@@ -34,7 +34,7 @@ from launcher_scripts.models.family import ModelConfig
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """What was read.
+    """A model as it was read from a GGUF file.
 
     row:     the architecture
     names:   what its tensors are called in Hugging Face
@@ -125,7 +125,7 @@ class QuantisedTensor(SourceTensor):
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Of quantized values the type of their scales, float16."""
+        """The stored element type; of quantized values the type of their scales, float16."""
         return _STORED_DTYPES.get(self.stored.tensor_type, np.dtype("<f2"))
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
@@ -156,7 +156,7 @@ class GGUFCheckpoint(WholeTensors):
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
-        """Whether the checkpoint is a GGUF file."""
+        """Return whether the checkpoint is a GGUF file."""
         return archive.container == "gguf"
 
     @classmethod
@@ -197,11 +197,11 @@ class GGUFCheckpoint(WholeTensors):
 
     @property
     def knows_token_ids(self) -> bool:
-        """Whether the file names them."""
+        """Return whether the file names them."""
         return "eos_token_id" in self.metadata
 
     def stored_name(self, name: str) -> str:
-        """What llama.cpp calls a tensor of transformers."""
+        """Return llama.cpp's name of a tensor of transformers."""
         layer = re.search(r"\.(\d+)\.", name)
         stem, _, part = re.sub(r"\.\d+\.", ".*.", name, count=1).rpartition(".")
         stem = re.sub(r"\.experts\.\d+\.", ".experts.#.", stem)
@@ -210,7 +210,7 @@ class GGUFCheckpoint(WholeTensors):
         return self.stored_names[stem].replace("*", layer[1] if layer else "") + f".{part}"
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {"architecture": self.architecture}
 
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -29,7 +29,7 @@ from launcher_scripts.checkpoint.formats.gguf_file import Fields
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads of queries, and of keys and values, a layer has."""
+    """Number of query heads, and of key/value heads, of a layer."""
 
     queries: int
     keys: int
@@ -221,7 +221,7 @@ def rope_parameters(
 def _unfit(
     kind: str, factors: Mapping[str, NDArray[Any]], rotary_size: int, scaled: bool
 ) -> str | None:
-    """What is wrong with the file's scaling."""
+    """Return the problem of the file's scaling; None if there is none."""
     if kind not in SCALINGS:
         return "unknown rope.scaling.type"
     if factors.keys() not in (set(), {ALWAYS}, {SHORT, LONG}) or (

@@ -129,8 +129,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Which tokens start, end and pad a sequence, and stand for the unknown, as
-    special_tokens_map.json says it: only those that the GGUF file names."""
+    """Return the start, end, padding and unknown tokens as special_tokens_map.json has them: only
+    those that the GGUF file names."""
     tokens = metadata.get("tokens")
     known = range(len(tokens) if isinstance(tokens, list) else 0)
     for field in _ROLES.values():
@@ -146,7 +146,8 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _adds(metadata: Mapping[str, Any], end: str) -> bool:
-    """Whether a text gets the start ("bos") or the end ("eos") token, by llama.cpp's defaults."""
+    """Return whether a text gets the start ("bos") or the end ("eos") token, by llama.cpp's
+    defaults."""
     usual = {
         "gpt2": lambda: end == "bos" and PRE_TOKENIZERS[metadata["pre"]].starts,
         "llama": lambda: end == "bos",

@@ -191,7 +191,7 @@ def _refuse_missing(
 
 
 def foreign_weights(files: Sequence[str]) -> str:
-    """Which weights a folder holds that are not in transformers' form, and what to do; "" if none.
+    """Name the weights of a folder that are not in transformers' form, and what to do; "" if none.
 
     files: names relative to the folder
     """
@@ -291,7 +291,7 @@ class HuggingFaceCheckpoint(WholeTensors):
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
-        """Whether the folder looks like one of transformers."""
+        """Return whether the folder looks like one of transformers."""
         return CONFIG_NAME in archive.names()
 
     @classmethod
@@ -361,7 +361,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         return files if name is None else tokenizer_files.with_class(files, name)
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {key: self.raw.get(key) for key in ("model_type", "transformers_version")}
 
 
@@ -385,7 +385,7 @@ def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Pro
 
 
 def _generation(archive: Archive) -> dict[str, Any]:
-    """What generation_config.json, if there is one, says of GENERATION_KEYS."""
+    """Read GENERATION_KEYS of generation_config.json, if there is one."""
     if GENERATION_FILE not in archive.names():
         return {}
     said = read_mapping(archive, GENERATION_FILE)

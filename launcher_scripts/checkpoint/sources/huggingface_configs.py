@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says, as the project's hyperparameters.
+"""Hyperparameters from a Hugging Face config.json.
 
 One function per model type. Each gets the raw file, not what a version of transformers makes of
 it: version 5 reports every T5 as tied, and keeps whether logits are scaled under another key.
@@ -69,7 +69,7 @@ def gpt_bigcode(raw: RawConfig) -> GPTConfig:
 
 
 def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
-    """Of GPT-Neo's layers: "global" or "local"."""
+    """Return the kinds of GPT-Neo's layers: "global" or "local"."""
     raw.unused("attention_layers")  # attention_types says the same
     types = raw("attention_types", default=[[["global", "local"], 12]])
     with suppress(TypeError, ValueError):
@@ -258,7 +258,7 @@ def falcon(raw: RawConfig) -> GPTConfig:
 
 
 def has_decoder(raw: RawConfig) -> bool:
-    """Whether a T5's checkpoint holds more than its encoder."""
+    """Return whether a T5's checkpoint holds more than its encoder."""
     return any(key.startswith(("decoder.block.", "decoder.layers.")) for key in raw.keys)
 
 

@@ -1,4 +1,4 @@
-"""What the config.json of a Hugging Face decoder with rotary positions says, as a GPTConfig.
+"""GPTConfig from the config.json of a Hugging Face decoder with rotary positions.
 
 One function per model type, as in huggingface_configs.py. Defaults are those of transformers' own
 config classes.
@@ -267,8 +267,8 @@ def olmo3(raw: RawConfig) -> GPTConfig:
 
 
 def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
-    """Which layers have no window, by sliding_window_pattern: every so many-th, or those where a
-    text that repeats, as LLLG, has a G, and the last."""
+    """Return a test for layers without a window, by sliding_window_pattern: every n-th, or G in a
+    text that repeats, as LLLG, and the last layer."""
     pattern = raw("sliding_window_pattern", default=4)
     if not isinstance(pattern, str):
         interval = raw.size("sliding_window_pattern", default=4)
@@ -281,7 +281,7 @@ def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
 
 
 def exaone4_attention(raw: RawConfig) -> Fields:
-    """Where layers have a window, those without it do not turn."""
+    """Read EXAONE 4's attention: if some layers have a window, those without it do not rotate."""
     if raw("sliding_window", default=None) is None:
         raw.unused("sliding_window_pattern", "layer_types")
         return {}
@@ -486,7 +486,7 @@ def vaultgemma(raw: RawConfig) -> GPTConfig:
 
 
 def _gemma2(raw: RawConfig) -> Fields:
-    """What Gemma 2 and 3 have beyond Gemma 1."""
+    """Read the fields that Gemma 2 and 3 have beyond Gemma 1."""
     raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
     return {
         "norm_placement": "sandwich",

@@ -1,5 +1,4 @@
-"""What config.json says of decoders with mixtures of experts, as a GPTConfig; see
-huggingface_decoders."""
+"""GPTConfig from the config.json of decoders with mixtures of experts; see huggingface_decoders."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def mixtral(raw: RawConfig) -> GPTConfig:
 
 
 def experts_of(raw: RawConfig, *names: str, normalized: bool) -> Fields:
-    """How many experts there are, by one of these names, and how many a token goes through."""
+    """Read the number of experts, by one of these names, and the number that a token uses."""
     return {
         "num_experts": raw.size(*names),
         "experts_per_token": raw.size("num_experts_per_tok"),

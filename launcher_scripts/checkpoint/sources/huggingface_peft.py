@@ -175,14 +175,14 @@ class _Settings:
         return 1.0
 
     def patterned(self, name: str, default: str, module: str) -> float:
-        """What a pattern says of a module; the default where none does."""
+        """Return the value of the first pattern that matches a module; else the default."""
         for pattern, value in (self.raw.get(name) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return self.number(value, f"{name} of {pattern}")
         return self.number(self.raw.get(default, 8), default)
 
     def scale(self, module: str, rank: int) -> float:
-        """What multiplies LoRA of a module with matrices of this rank."""
+        """Return the factor of LoRA for a module with matrices of this rank."""
         said = self.patterned("rank_pattern", "r", module)
         if said != rank:
             self.problems.add(f"LoRA of {module} has another rank", got=rank, choices=[said])
@@ -190,7 +190,7 @@ class _Settings:
         return alpha / (math.sqrt(said) if self.raw.get("use_rslora") else said)
 
     def targets(self, module: str, linear: bool) -> bool | None:
-        """Whether LoRA was learned for a module, by its whole name."""
+        """Return whether LoRA was learned for a module, by its whole name."""
         wanted = self.raw.get("target_modules")
         if self.targets_parameter(f"{module}.weight"):
             return True
@@ -272,7 +272,7 @@ class _Parts:
 
 
 def matches(path: Path) -> bool:
-    """Whether a folder is an adapter of PEFT."""
+    """Return whether a folder is an adapter of PEFT."""
     return (path / CONFIG_NAME).is_file()
 
 
@@ -422,7 +422,7 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
 def _lora(
     name: str, module: str, sides: Mapping[str, SourceTensor], settings: _Settings
 ) -> dict[str, Update]:
-    """What was learned for a linear layer or a table, by the names of its tensors."""
+    """Read the LoRA of a linear layer or a table, by the names of its tensors."""
     embedding = "embedding_A" in sides
     down, up = ("embedding_A", "embedding_B") if embedding else ("A", "B")
     wanted = {down, up} | ({"magnitude_vector"} if settings.raw.get("use_dora") else set())
@@ -471,7 +471,7 @@ def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint)
 
 
 def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
-    """How transformers may name the base's modules."""
+    """Return the names that transformers may use for the base's modules."""
     family = family_of(base.config).name
     rows = [row for row in ARCHITECTURES.values() if row.family == family]
     if any(row.dialect in base.dialects for row in rows):

@@ -51,7 +51,7 @@ _PB_BLOCK = 128  # of ModelOpt's FP8_PB_WO, without a group_size
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """How a checkpoint stores weights in FP8.  block: rows and columns that share a scale"""
+    """The way a checkpoint stores weights in FP8. block: rows and columns that share a scale"""
 
     note = "weights stored in fp8 are widened; scales of activations are left out"
 

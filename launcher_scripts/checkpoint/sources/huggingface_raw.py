@@ -322,12 +322,12 @@ class RawConfig:
 
 
 def irrelevant(key: str, table: Mapping[str, tuple[str, ...]] = IRRELEVANT) -> bool:
-    """Whether a row of the table covers the key."""
+    """Return whether a row of the table covers the key."""
     return any(fnmatchcase(key, pattern) for keys in table.values() for pattern in keys)
 
 
 def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says about generation, under generation_config.json's names."""
+    """Return the generation settings of a config.json, under generation_config.json's names."""
     patterns = IRRELEVANT["generation"]
     return {
         key: value

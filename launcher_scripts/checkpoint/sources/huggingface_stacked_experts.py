@@ -47,7 +47,7 @@ _OF_ONE = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<part>\w+)")
 
 @dataclass(frozen=True)
 class Mxfp4Scheme:
-    """How gpt-oss stores its experts."""
+    """The way gpt-oss stores its experts."""
 
     note = "weights stored in mxfp4 are widened"
 
@@ -126,7 +126,8 @@ def own_experts(
 
 
 def _in_turn(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
-    """Of gpt-oss: weights [experts, in, out] and biases [experts, out] of gate and up in turn."""
+    """Split gpt-oss's experts: weights [experts, in, out] and biases [experts, out] with gate and
+    up interleaved."""
     layer, _, part = name.rpartition(_EXPERTS)
     stem, biased = part.removesuffix("_bias"), part.endswith("_bias")
     if stem not in _PARTS or len(tensor.shape) != (2 if biased else 3):
@@ -140,7 +141,7 @@ def _in_turn(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTenso
 
 
 def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
-    """Of the other models: weights [experts, out, in], of gate and up one after the other.
+    """Split other models' experts: weights [experts, out, in], gate before up.
 
     Rows that cannot be divided make parts of different sizes, which do not fit the weight table.
     """

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, and what to do about a path that names none.
+"""Locations of checkpoints, and advice about a path without one.
 
 Neither numpy nor torch is needed here: the login side asks, too.
 """
@@ -40,7 +40,7 @@ def snapshot_of(path: Path) -> Path:
 
 
 def hub_advice(path: str) -> str:
-    """What to do with a path that looks like a model's name on the hub; "" for another."""
+    """Return advice about a path that looks like a model's name on the hub; "" for another."""
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
         return ""
     return (

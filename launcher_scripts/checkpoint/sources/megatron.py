@@ -79,7 +79,7 @@ class MegatronCheckpoint(TensorShards):
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
-        """Whether the folder looks like Megatron-LM's."""
+        """Return whether the folder looks like Megatron-LM's."""
         return any(PurePosixPath(name).name == WEIGHTS_NAME for name in archive.names())
 
     @classmethod
@@ -112,7 +112,7 @@ class MegatronCheckpoint(TensorShards):
         return training_arguments(self.args)
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {"checkpoint_version": self.version}
 
 
@@ -137,8 +137,8 @@ def _root(archive: Archive) -> str:
 
 
 def the_latest(archive: Archive, roots: set[str]) -> str:
-    """Of folders ("" or ending in `/`) that hold a checkpoint each, the one that the tracker file
-    names, or the only one there is.
+    """Return the folder ("" or ending in `/`) that the tracker file names, or the only one there
+    is.
 
     Raises CheckpointError where the tracker file names a folder that holds no such checkpoint.
     """
@@ -202,8 +202,8 @@ def _load(archive: Archive, name: str) -> Mapping[str, Any]:
 
 
 def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What one rank holds: its model, or `model0`, `model1`, ... of its virtual stages, up to the
-    first that is missing."""
+    """Return the models of one rank: its model, or `model0`, `model1`, ... of its virtual stages,
+    up to the first that is missing."""
     names = ["model"] if "model" in loaded else (f"model{number}" for number in count())
     found: Iterator[Any] = (loaded.get(name) for name in names)
     return list(takewhile(lambda model: isinstance(model, dict), found))

@@ -77,7 +77,7 @@ class MegatronCoreCheckpoint(WholeTensors):
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
-        """Whether there is a distributed checkpoint."""
+        """Return whether there is a distributed checkpoint."""
         return bool(roots(archive))
 
     @classmethod
@@ -114,7 +114,7 @@ class MegatronCoreCheckpoint(WholeTensors):
         return replace(found, adapters=found.own_adapters(own)) if own else found
 
     def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
-        """Those that were saved together with the base."""
+        """Adapters that were saved together with the base."""
         settings = peft_settings(self.archive, self.root)
         path = self.archive.path
         return (core_adapters.adapter_of(path, tensors, settings, self.config, self.dialects),)
@@ -144,7 +144,7 @@ class MegatronCoreCheckpoint(WholeTensors):
         return training_arguments(self.args)
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {"tool": self.tool, "folder": self.root.rstrip("/")}
 
 
@@ -176,7 +176,7 @@ def _parent(root: str) -> str:
 def _read_options(
     archive: Archive, root: str, stored: Stored
 ) -> tuple[str, Mapping[str, Any], CoreOptions]:
-    """What wrote the checkpoint, its arguments, and what they say of the model."""
+    """Return the program that wrote the checkpoint, its arguments, and the model's options."""
     names = archive.names()
     context = _parent(root) + CONTEXT
     if root + RUN_CONFIG in names:
@@ -204,7 +204,7 @@ def _read_options(
 
 
 def peft_settings(archive: Archive, root: str) -> PeftSettings:
-    """How the adapters in the checkpoint below `root` were trained.
+    """Read the training settings of the adapters in the checkpoint below `root`.
 
     Raises CheckpointError where it does not say so.
     """
@@ -253,7 +253,7 @@ def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any]
 
 
 def holds_adapter(path: Path) -> bool:
-    """Whether a folder holds a distributed checkpoint that is none of NeMo 1."""
+    """Return whether a folder holds a distributed checkpoint that is none of NeMo 1."""
     if not path.is_dir():
         return False
     archive = Archive(path)

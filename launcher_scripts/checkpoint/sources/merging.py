@@ -31,7 +31,7 @@ _ZERO = np.float32(0)
 
 
 class Update(Protocol):
-    """What an adapter holds for one tensor of its maker's model."""
+    """An adapter's contents for one tensor of its maker's model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Update(Protocol):
     def tensors(self) -> Sequence[SourceTensor]: ...
 
     def problem(self) -> str | None:
-        """What does not fit within itself."""
+        """Return the first contradiction within itself; None if consistent."""
         ...
 
     def arrays(self) -> Sequence[NDArray[Any]]:
@@ -164,7 +164,7 @@ def _sum(values: NDArray[Any], unit: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What one checkpoint of an adapter holds.
+    """The contents of one checkpoint of an adapter.
 
     updates:  name of a tensor of the maker's model -> what was learned for it, in order
     dialects: sets of dialects of the weight table whose names they may be; of several the one
@@ -199,7 +199,7 @@ class Adapter:
         ]
 
     def places(self, tasks: Sequence[Task]) -> dict[str, list[Place]]:
-        """Where every name of the adapter's maker goes in an export of these tasks.
+        """Return the targets of every name of the adapter's maker in an export of these tasks.
 
         Raises CheckpointError with everything that does not fit the base.
         """
@@ -215,7 +215,7 @@ class Adapter:
         return claims
 
     def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[Place]]:
-        """Where every name of the adapter's maker goes."""
+        """Return the targets of every name of the adapter's maker."""
         every = [_claims(tasks, dialects) for dialects in self.dialects]
         found = [claims for claims in every if not _contradict(claims)] or every
         counts = [len(claims.keys() & self.updates.keys()) for claims in found]
@@ -250,7 +250,7 @@ class Adapter:
             )
 
     def _keeps_tie(self, value: Update, places: Sequence[Place]) -> bool:
-        """Whether a table that is the output layer's too stays the same for both."""
+        """Return whether a table that is the output layer's too stays the same for both."""
         tables = [place for place in places if place.table]
         if len(tables) < 2 and not (tables and getattr(tables[0].config, "tied_embeddings", False)):
             return True
@@ -278,8 +278,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the maker's model goes: the task's number, its row, and which of the
-    row's tensors it is."""
+    """The target of a tensor of the maker's model: the task's number, its row, and the index among
+    the row's tensors."""
 
     number: int
     spec: WeightSpec
@@ -290,7 +290,7 @@ class Place:
 
     @property
     def table(self) -> bool:
-        """Whether it is a table of the vocabulary."""
+        """Return whether it is a table of the vocabulary."""
         return self.spec.partition is Partition.VOCAB_PARALLEL
 
     def laid(self, value: Update) -> Update:
@@ -301,7 +301,8 @@ class Place:
         return value
 
     def fits(self, value: Update) -> bool:
-        """Whether the value has the tensor's shape. It is tried on arrays that take no memory."""
+        """Return whether the value has the tensor's shape. It is tried on arrays that take no
+        memory."""
         expected = self.spec.shape_on(self.config, 1)
         rows = value.rows if isinstance(value, Replaced) else None
         if rows is not None:
@@ -333,7 +334,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Merged:
-    """What was learned for a tensor, as a plan.Change."""
+    """Everything learned for a tensor, as a plan.Change."""
 
     name: str
     place: Place
@@ -364,7 +365,7 @@ class _Merged:
 
 
 def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
-    """Whether a matrix would be two of the base's: its family has another kind of layers."""
+    """Return whether a matrix would be two of the base's: its family has another kind of layers."""
     return any(
         len({place.layout for place in places}) < len(places)
         for places in claims.values()
@@ -373,7 +374,7 @@ def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
 
 
 def _meaning(value: Update, places: Sequence[Place]) -> tuple[object, ...]:
-    """Where the rows of a tensor go: equal for dialects that agree."""
+    """Return a key for the targets of a tensor's rows: equal for dialects that agree."""
     rows = np.arange(
         value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"
     )

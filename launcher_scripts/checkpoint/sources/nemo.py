@@ -97,7 +97,7 @@ _GPT_VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class NemoModel:
-    """What a model_config.yaml says.
+    """The settings of a model_config.yaml.
 
     fields:   the family's hyperparameters, but vocab_size (the table's rows) and the token ids
     dialects: dialects of the weight table, the first that has a row wins
@@ -358,7 +358,7 @@ class NemoCheckpoint(TensorShards):
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
-        """Whether the archive looks like NeMo's."""
+        """Return whether the archive looks like NeMo's."""
         return bool(config_files(archive)) or nemo_files.is_training(archive)
 
     @classmethod
@@ -395,7 +395,7 @@ class NemoCheckpoint(TensorShards):
         return tokenizer_files.nemo_files(self.raw, self.archive.path, find)
 
     def details(self) -> dict[str, Any]:
-        """What the manifest records besides path, format and dialects."""
+        """Details that the manifest records besides path, format and dialects."""
         return {
             "container": "training" if self.training else self.archive.container,
             **({"checkpoint": self.training.name} if self.training else {}),

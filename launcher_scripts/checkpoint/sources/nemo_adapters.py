@@ -106,7 +106,7 @@ class PartFile:
 
     @property
     def kinds(self) -> set[str]:
-        """What it holds: ia3, adapter, prompt."""
+        """Kinds of adapters in it: ia3, adapter, prompt."""
         found = {"ia3": self.ia3, "adapter": self.adapters or self.loras, "prompt": self.others}
         return {kind for kind, tensors in found.items() if tensors}
 
@@ -134,7 +134,7 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
 
 
 def selects_layers(raw: Mapping[str, Any]) -> bool:
-    """Whether the parts were learned for some layers only (`layer_selection`)."""
+    """Return whether the parts were learned for some layers only (`layer_selection`)."""
     peft = section(raw, "peft")
     return any(section(peft, tuning).get("layer_selection") for tuning in peft)
 

@@ -1,4 +1,4 @@
-"""What lies where in an archive of NeMo's: its settings, and the state dicts of its ranks.
+"""Files in an archive of NeMo's: its settings, and the state dicts of its ranks.
 
 A run with virtual pipeline stages keeps several chunks of layers on one rank, each a nested state
 dict of its own (`model0`, `model1`, ...).
@@ -117,7 +117,7 @@ def chunked_stages(
 
 
 def _chunks(archive: Archive, name: str) -> list[StateDict]:
-    """What one file holds: one state dict, or one for every virtual stage."""
+    """Return the contents of one file: one state dict, or one for every virtual stage."""
     origin = f"{name} of {archive.path}"
     loaded = torch_file.load_state(archive.region(name), origin)
     numbers = {
@@ -202,14 +202,14 @@ def locate(path: Path, wanted: str) -> tuple[Path, str]:
 
 
 def is_training(archive: Archive) -> bool:
-    """Whether the archive is a folder of checkpoints with their hyperparameters near."""
+    """Return whether the archive is a folder of checkpoints with their hyperparameters near."""
     if archive.container != "folder" or not _candidates(archive):
         return False
     return _hparams(archive.path) is not None
 
 
 def without_sizes(archive: Archive) -> str:
-    """What a folder of checkpoints that is not a source of its own lacks; "" for any other."""
+    """Describe what a folder of checkpoints lacks to be a source; "" for any other folder."""
     names = sorted(_candidates(archive)) if archive.container == "folder" else []
     if not names:
         return ""

@@ -246,7 +246,7 @@ def _extra_states(num_layers: int) -> Iterator[_Member]:
 
 
 def _torch_file(name: str, pickled: bytes) -> bytes:
-    """What torch.save writes for an object without tensors, whose pickle is given."""
+    """Return the bytes that torch.save writes for an object without tensors, from its pickle."""
     identity = str(int.from_bytes(hashlib.sha256(pickled).digest(), "big"))[:40]
     records = {
         "data.pkl": pickled,
@@ -318,7 +318,7 @@ class GGUFLlama:
 
     @property
     def tied_embeddings(self) -> bool:
-        """Whether the output layer is the embedding table."""
+        """Return whether the output layer is the embedding table."""
         return self.shape.tied_embeddings
 
     def weights(self, query_groups: int | None = None) -> dict[str, Weight]:

@@ -103,7 +103,8 @@ def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
 
 
 def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields, float | None]:
-    """How layers without a window turn, and the base of those with one; None: it is not said.
+    """Return the rotation of layers without a window, and the base of those with one; None if it is
+    missing.
 
     local_base: where a section of the file does not say it
     """

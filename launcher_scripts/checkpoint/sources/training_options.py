@@ -1,4 +1,4 @@
-"""What a training of Megatron-LM core or NeMo says, and which of its settings may go unread.
+"""Options of a training of Megatron-LM core or NeMo, and which of them may be ignored.
 
 A training says hundreds of things, and every release adds some that change nothing about its model:
 unlike a config.json, not every unknown key can be refused. What is looked at are keys whose names
@@ -176,7 +176,7 @@ class TrainingOptions:
         return default if value is None else bool(value)
 
     def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
-        """What the table has for the value, whose letters may be capitals."""
+        """Return the table's entry for the value, ignoring case."""
         value = str(self.get(key) or default).lower()
         if value not in table:
             self.problems.add(f"{key} is not supported", got=value, choices=sorted(table))

@@ -1,4 +1,4 @@
-"""Which files are the tokenizer of a checkpoint: of NeMo's, by what its model_config.yaml says."""
+"""Files of a checkpoint's tokenizer; of NeMo's, by its model_config.yaml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tokenizer classes of transformers cut a text, as rows of a table.
+"""Tokenizer classes of transformers, and how they split a text, as rows of a table.
 
 A class says what its files leave open: how text is normalized and cut into words, which tokens are
 special by default, and what stands around a text. Since transformers 5 this is so beside a
@@ -38,7 +38,7 @@ _FAIRSEQ = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer's files hold.
+    """The contents of a tokenizer's files.
 
     tokens:   token -> id, of byte pairs
     scores:   the tokens and scores of a unigram model, in the order of their ids

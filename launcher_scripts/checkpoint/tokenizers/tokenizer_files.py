@@ -293,7 +293,7 @@ def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
 
 
 def has_plain(archive: Archive, root: str) -> bool:
-    """Whether plain_files finds a tokenizer in that folder."""
+    """Return whether plain_files finds a tokenizer in that folder."""
     names = archive.names()
     return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
 

@@ -1,4 +1,4 @@
-"""What every tokenizer answers, and what the files beside one say."""
+"""The interface of every tokenizer, and the settings in the files next to one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def library_call(
 
 
 class Tokenizer(ABC):
-    """What every tokenizer answers. No special token is added or needs to be removed by the caller.
+    """The interface of every tokenizer. No special token is added or needs to be removed by the
+    caller.
 
     vocab_size: number of ids, special ones included
     start_id, end_id, pad_id: as NeMo gives them; None where the tokenizer has no such token
@@ -85,7 +86,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for in UTF-8, a special token for its name; b"" outside."""
+        """Return one token's bytes in UTF-8, a special token's name; b"" for unknown ids."""
 
     @abstractmethod
     def around(self) -> tuple[list[int], list[int]]:

@@ -118,7 +118,8 @@ class HuggingFaceTokenizer(_FastTokenizer):
         return next((found for found in ids if found is not None), None)
 
     def around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer's post-processor adds; transformers gives a translator its own."""
+        """Return the tokens that the tokenizer's post-processor adds; transformers gives a
+        translator its own."""
         translator = translator_of(self._said)
         if translator is not None:
             return around_of_translator(self, self._said, translator)

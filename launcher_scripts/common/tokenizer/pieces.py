@@ -169,7 +169,7 @@ class MarianTokenizer(NumberedPieceTokenizer):
 
 
 def piece_bytes(piece: str) -> bytes:
-    """What a piece of SentencePiece stands for: <0xNN> is a byte, U+2581 a blank."""
+    """Return the bytes of a piece of SentencePiece: <0xNN> is a byte, U+2581 a blank."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace(BLANK, " ").encode()
 

@@ -37,7 +37,7 @@ def with_language(ids: Sequence[int], own: int | None, other: int) -> tuple[int,
 
 
 def begun_in(target: int, own: int | None, closing: Sequence[int], start: int) -> tuple[int, ...]:
-    """What the decoder begins with for a text in the language `target`.
+    """Return the first IDs of the decoder for a text in the language `target`.
 
     In the first mBARTs, which name the source's language last, the language is the start token.
 

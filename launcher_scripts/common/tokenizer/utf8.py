@@ -17,7 +17,8 @@ _SENTINELS = 125
 
 
 def is_byt5(*said: Mapping[str, Any]) -> bool:
-    """Whether tokenizer_config.json or config.json names the tokenizer; nothing else tells it."""
+    """Return whether tokenizer_config.json or config.json names the tokenizer; nothing else tells
+    it."""
     return any(tokenizer_class(each).startswith(BYT5) for each in said)
 
 

@@ -58,8 +58,8 @@ class BeamBatch:
 
     @property
     def kernels_key(self) -> Hashable | None:
-        """What the kernels of a step depend on beside its slots; None where they read tensors that
-        were made with the batch.
+        """Return a key of everything the kernels of a step depend on besides its slots; None if
+        they read tensors that were made with the batch.
         """
         changes = self.processing
         made = (changes.words, changes.biases, changes.guided, self.stop_words, self.diversity)
@@ -118,8 +118,8 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _bonus(batch: BeamBatch, diversity: Tensor, states: RowStates) -> Tensor:
-    """What each sibling gains: [G, S], diversity * (its rank mod W) * length^len_penalty, which is
-    FasterTransformer's bonus on length-normalized scores.
+    """Return the bonus of each sibling: [G, S], diversity * (its rank mod W) * length^len_penalty,
+    which is FasterTransformer's bonus on length-normalized scores.
     """
     width = batch.shape.width
     slots = batch.slots.view(-1, width)[:, 0]
@@ -132,7 +132,7 @@ def _bonus(batch: BeamBatch, diversity: Tensor, states: RowStates) -> Tensor:
 def _completed(
     logits: Tensor, words: Words, slots: Tensor, states: RowStates, history: Tensor
 ) -> Tensor:
-    """Which tokens would complete a stop word: bool [B, vocab]."""
+    """Return the tokens that would complete a stop word: bool [B, vocab]."""
     completed = words.complete(slots, states, history).float()
     hits = torch.zeros_like(logits)
     return hits.index_put_((words.rows, words.last), completed, accumulate=True) > 0
@@ -177,7 +177,7 @@ class BeamSearch:
         return copies
 
     def copies(self, batch: BeamBatch, candidates: Candidates) -> list[BeamCopy]:
-        """What rank 0 is told of a step's candidates, without those of padding."""
+        """Return a step's candidates for rank 0, without padding."""
         if self._communicator.rank != 0:
             return []
         count = len(batch.searches)

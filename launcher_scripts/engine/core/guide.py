@@ -1,4 +1,4 @@
-"""What may come next in a row whose text has to follow a grammar."""
+"""Guides: the allowed next tokens of a row whose text must follow a grammar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Guide(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the text is complete and nothing can follow it."""
+        """Return whether the text is complete and nothing can follow it."""
         ...
 
     def is_ready(self, timeout: float) -> bool:
@@ -32,8 +32,8 @@ class Guide(Protocol):
         ...
 
     def mask(self) -> bytes:
-        """Which ids may come next: a bit each, 1 for those, the first id's the lowest of the first
-        32-bit word. As many words as the vocabulary needs, or more.
+        """Return the allowed next ids: a bit each, the first id's the lowest of the first 32-bit
+        word. As many words as the vocabulary needs, or more.
         """
         ...
 
@@ -70,7 +70,7 @@ def _has_mask(row: Row, guide: Guide, deadline: float) -> bool:
 
 
 def new_masks(rows: Iterable[Row]) -> Iterator[TokenMask]:
-    """Of the guided rows that get a token in the step that is planned."""
+    """Iterate over the masks of guided rows that get a token in the step that is planned."""
     for row in rows:
         if row.guide is not None and row.launched > row.masked:
             row.masked = row.launched

@@ -114,7 +114,7 @@ class Hypotheses:
 
 
 def _best(hypotheses: list[Hypothesis], count: int) -> list[Hypothesis]:
-    """Of equal ones the earlier."""
+    """Return the best hypotheses, of equal ones the earlier."""
     return sorted(hypotheses, key=lambda each: -each.score)[:count]
 
 

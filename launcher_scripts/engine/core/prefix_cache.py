@@ -25,7 +25,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(eq=False)
 class Prefix:
-    """What an extent begins with, block by block.
+    """The beginning of an extent, block by block.
 
     salt:     of the first block
     digests:  of the blocks that are there or will be, as far as computed says
@@ -54,7 +54,7 @@ class Prefix:
 
 
 class Found(NamedTuple):
-    """Where the first `tokens` tokens of a prompt are in the cache.
+    """Location in the cache of the first `tokens` tokens of a prompt.
 
     coming: how many will be there in a few steps; no fewer than `tokens`
     read:   how many of them are in the draft model's cache, too
@@ -255,7 +255,7 @@ class PrefixCache(ExtentAllocator):
 def prefix_of(
     request: GenerateRequest, prompt: Sequence[int], most: int, config: ModelConfig
 ) -> Prefix | None:
-    """Of a request of its own, without a session; None where it cannot be shared.
+    """Return the prefix of a request without a session; None if it cannot be shared.
 
     most: how many tokens the row may come to have
     """

@@ -1,4 +1,4 @@
-"""Whether the engine can do what a request asks; a wrong one is answered before it is run."""
+"""Checks of requests; a wrong one gets an error before it is run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def with_prompt(
 def prompt_in_session(
     session: Session, request: GenerateRequest, prompt: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """What the request adds to the cache: the token left over from before, and its own prompt.
+    """Return the ids that the request adds to the cache: the token left from before, and its own
+    prompt.
 
     A request without ids goes on where the session is, be it after an end token.
     """
@@ -54,7 +55,7 @@ def prompt_in_session(
 
 
 def check_adapters(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
-    """Whether the model has the tables and vectors that the request names."""
+    """Check that the model has the tables and vectors that the request names."""
     parts = adapters_of(config)
     if request.ia3_task is not None:
         if not parts.ia3_num_tasks:
@@ -151,8 +152,8 @@ def parts(request: GenerateRequest, config: ModelConfig) -> tuple[tuple[int, ...
 
 
 def may_grow(request: GenerateRequest, config: ModelConfig) -> bool:
-    """Whether a row can lose its place and be computed again from its ids alone, with the same
-    answer.
+    """Return whether a row can lose its place and be computed again from its ids alone, with the
+    same answer.
     """
     return not (request.asks_of_prompt or _needs_every_step(request, config))
 
@@ -215,7 +216,7 @@ def check_request(
 
 
 def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
-    """Whether the model has the parts that the request is about."""
+    """Check that the model has the parts that the request is about."""
     if not isinstance(config, ENCODER_DECODERS):
         if request.decoder_input_ids or request.return_hidden_state:
             problems.add("decoder_input_ids and hidden states need a model with an encoder")

@@ -1,4 +1,4 @@
-"""What a step produces, on its way to the host."""
+"""Results of a step, on their way to the host."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BeamResult:
 
 @dataclass
 class StepResult:
-    """What a step produces; reading it waits for the device.
+    """Results of a step; reading them waits for the device.
 
     unsettled: what is to be done once the tokens that the last pipeline stage chooses are here
     done:      marks the end of a step over prompts, on a GPU
@@ -124,7 +124,7 @@ class ScoreCopy:
 
 
 class Arrivals:
-    """Where the tokens of the last steps arrive on the host: a line for each, one after the other.
+    """Host buffers of the last steps' tokens: a line for each, one after the other.
 
     The device counts the lines that it writes. So a step that is a CUDA graph writes its own: to
     launch a kernel, or a copy, takes the host a quarter of a small model's step.
@@ -257,7 +257,7 @@ class BeamCopy:
 
 
 def _event_behind(copied: Tensor) -> torch.cuda.Event | None:
-    """What the host waits for before it reads copies that were launched; None on the CPU."""
+    """Return the event that the host waits for before it reads copies; None on the CPU."""
     if not copied.is_cuda:
         return None
     event = torch.cuda.Event()

@@ -27,7 +27,7 @@ UNGUIDED = "guided_grammar and the request's other inputs leave no token that ma
 
 
 class Snapshot(NamedTuple):
-    """How far a row had come: to be looked at later, by any thread.
+    """Progress of a row, to be read later by any thread.
 
     The tokens of a row without a beam search only ever become more, so how many there were is all
     that is kept. Of a beam search these are the best hypotheses of that step.
@@ -139,20 +139,21 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """Whether it may get a token in the next step, by those that it has."""
+        """Return whether it may get a token in the next step, by those that it has."""
         if self.waits_for_tokens and self.launched > len(self.tokens):
             return False
         return self.prefilled == self.prefill_length and self.launched < self.request.output_len
 
     @property
     def awaits_decode_step(self) -> bool:
-        """Whether it is in a decode step, not seen yet, that depended on the tokens before."""
+        """Return whether it is in a decode step, not seen yet, that depended on the tokens
+        before."""
         return self.waits_for_tokens and self.launched > len(self.tokens) > self.resumed
 
     @property
     def reordered(self) -> int:
-        """Of a beam search that has been launched: how many of the generated tokens in the cache
-        may differ between the hypotheses.
+        """Number of generated tokens in the cache that may differ between the hypotheses of a
+        launched beam search.
 
         Those known to be shared a step ago still are: all that go on descend from the same.
         """
@@ -176,13 +177,13 @@ class Row:
 
     @property
     def given(self) -> int:
-        """How many ids the caller sent, of the encoder's input where there is one."""
+        """Number of ids that the caller sent, of the encoder's input if there is one."""
         return len(self.request.input_ids)
 
     @property
     def stopped(self) -> bool:
-        """Whether an end token, a stop word or the guide ended the row; of a beam search its best
-        text.
+        """Return whether an end token, a stop word or the guide ended the row; of a beam search its
+        best text.
         """
         if self.hypotheses is not None:
             text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
@@ -193,7 +194,8 @@ class Row:
 
     @property
     def begins_decoding(self) -> bool:
-        """Whether decoding takes the whole prompt: one token, of which nothing else is asked."""
+        """Return whether decoding takes the whole prompt: one token, of which nothing else is
+        asked."""
         request = self.request
         asked = request.return_context_logits or request.return_context_embeddings
         alone = len(self.prompt) == self.width == 1 and request.output_len > 0
@@ -201,12 +203,12 @@ class Row:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What is computed before the row decodes: its prompt, and tokens it had before."""
+        """Ids that are computed before the row decodes: its prompt, and tokens it had before."""
         return (*self.prompt, *self.tokens[: self.resumed])
 
     @property
     def prefill_length(self) -> int:
-        """How many tokens are computed before the row decodes."""
+        """Number of tokens that are computed before the row decodes."""
         return len(self.prompt) + self.resumed
 
     @property
@@ -231,7 +233,7 @@ class Row:
 
     @property
     def window(self) -> int:
-        """How many of the last tokens attention covers; 0: all."""
+        """Number of last tokens that attention covers; 0: all."""
         return 0 if self.session is None else self.session.window
 
     @property
@@ -247,7 +249,7 @@ class Row:
 
     @property
     def room(self) -> int:
-        """How many tokens a draft may foretell, one more of the row's own behind them."""
+        """Maximum number of draft tokens, with one more of the row's own after them."""
         left = min(self.reserved - self.cached, self.request.output_len - len(self.tokens)) - 1
         return max(0, min(left, self.request.num_speculative_tokens))
 
@@ -330,7 +332,7 @@ def take_beams(row: Row, result: BeamResult) -> None:
 
 
 def _ends_in_stop_word(row: Row) -> bool:
-    """Whether the text so far ends in a stop word; a word may begin in the prompt."""
+    """Return whether the text so far ends in a stop word; a word may begin in the prompt."""
     if not row.request.stop_words:
         return False
     longest = max(map(len, row.request.stop_words))
@@ -409,7 +411,7 @@ def _context_logits(row: Row) -> Tensor:
 
 
 def _prompt_log_probs(row: Row) -> ModelLogProbs | None:
-    """Of the prompt's tokens, the first of which nothing foretells."""
+    """Return the log-probabilities of the prompt's tokens; the first token has none."""
     count = row.request.num_prompt_log_probs
     if count < 0:
         return None

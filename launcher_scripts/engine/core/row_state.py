@@ -85,7 +85,7 @@ class RowStates:
 
     @property
     def columns(self) -> RowColumns:
-        """What a decode step begins with."""
+        """Return the columns that a decode step begins with."""
         return RowColumns(
             self.token, self.start, self.length, self.source_start, self.source_length
         )
@@ -104,7 +104,8 @@ class RowStates:
         self._set_lists([row for row in rows if not row.beams and row.fits_columns])
 
     def _set_lists(self, rows: Sequence[RowStart]) -> None:
-        """Those of all rows that have any; the counts say what belongs to a row."""
+        """Set the lists of all rows that have any; the counts say how many entries belong to a
+        row."""
         rows = [row for row in rows if row.request.logit_bias or row.request.bad_words]
         if not rows:
             return
@@ -121,7 +122,8 @@ class RowStates:
             column[slots] = filled.to(column.dtype).to(self.device, non_blocking=True)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
-        """What may come next in these rows; all masks of a model are of one size."""
+        """Set the masks of allowed next tokens of these rows; all masks of a model are of one
+        size."""
         slots = indices([mask.slot for mask in masks], self.device)
         words = torch.frombuffer(
             bytearray(b"".join(mask.words for mask in masks)), dtype=torch.int32
@@ -164,7 +166,7 @@ def _ends(word: Sequence[int]) -> list[int]:
 
 
 def _integers(row: RowStart, start: int) -> dict[str, int]:
-    """What a row or a hypothesis, from cache token `start` on, has in the columns of integers."""
+    """Return the integer columns of a row or a hypothesis from cache token `start` on."""
     sampling, listed = row.request.sampling, row.fits_columns
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return {
@@ -191,7 +193,7 @@ def _integers(row: RowStart, start: int) -> dict[str, int]:
 
 
 def _floats(row: RowStart, slot: int) -> dict[str, float]:
-    """What it has in those of floats; the first hypothesis alone counts until the search has made
+    """Return the float columns; only the first hypothesis counts until the search has made
     others.
     """
     sampling = row.request.sampling

@@ -39,7 +39,8 @@ from launcher_scripts.kernels.reference_sampling import (
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of n tokens, the token itself in column 0 and the K likeliest ones of its place after it.
+    """Scores of n tokens: the token itself in column 0, then the K most likely ones of its
+    position.
 
     log_probs: float32 [n, 1 + K]
     ids:       int64 [n, 1 + K]; of the token itself its rank instead, 1 for the likeliest
@@ -92,7 +93,7 @@ def model_log_probs(scores: Sequence[TokenScores], count: int, start: int = 0) -
 
 @dataclass(frozen=True)
 class Processing:
-    """What is known on the host about the rows of a step, so that only needed work is launched.
+    """Properties of a step's rows known on the host, so that only needed work is launched.
 
     slots:         [B]
     words, biases: those made with the batch
@@ -114,12 +115,12 @@ class Processing:
 
     @property
     def has_rules(self) -> bool:
-        """Whether any row needs Ops.process."""
+        """Return whether any row needs Ops.process."""
         return self.listed or self.penalized or self.forbids
 
     @property
     def forbids(self) -> bool:
-        """Whether a minimum length or n-grams may forbid tokens."""
+        """Return whether a minimum length or n-grams may forbid tokens."""
         return self.min_length or self.longest_ngram > 0
 
     def biased(self, logits: Tensor) -> Tensor:
@@ -258,12 +259,12 @@ class SamplingBatch:
 
     @cached_property
     def choice(self) -> Choice:
-        """What one of the rows needs is done for all."""
+        """Return the choice for the batch: work that one of the rows needs is done for all."""
         return max((self.least, *(row.choice for row in self.rows)))
 
     @cached_property
     def processing(self) -> Processing:
-        """What an eager choice needs to know of the rows' parameters."""
+        """Return the parameters of the rows that an eager choice needs."""
         return processing(self.rows, self.device)
 
     @cached_property
@@ -277,12 +278,12 @@ class SamplingBatch:
 
     @property
     def scored_rows(self) -> tuple[int, ...]:
-        """Which rows of the batch want the model's log-probabilities."""
+        """Indices of the rows in the batch that need the model's log-probabilities."""
         return () if self.choice != Choice.EAGER or self.scored is None else self.scored.rows
 
     @property
     def wants_log_probs(self) -> bool:
-        """Whether any row wants those of its tokens."""
+        """Return whether any row wants those of its tokens."""
         return any(row.request.return_log_probs for row in self.rows)
 
     def wanted(self, sampled: Sampled) -> Sampled:
@@ -307,12 +308,12 @@ class Sampled:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
+        """The tensors that are not None."""
         own = [self.tokens, *([] if self.log_probs is None else [self.log_probs])]
         return own if self.scores is None else [*own, self.scores.log_probs, self.scores.ids]
 
     def copy(self, rows: int) -> Sampled:
-        """Of the first rows, in memory that no later step writes to."""
+        """Copy the first rows into memory that no later step writes to."""
         log_probs = None if self.log_probs is None else self.log_probs[:, :rows].clone()
         return Sampled(self.tokens[:rows].clone(), log_probs, self.scores)
 

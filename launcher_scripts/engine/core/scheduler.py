@@ -1,4 +1,4 @@
-"""Which rows run in the next step: rows join and leave between steps (in-flight batching)."""
+"""The scheduler of in-flight batching: it chooses the rows of the next step."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class Scheduler:
         return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
 
     def _holds(self) -> bool:
-        """Whether rows that wait do so a step longer, for more of them to join at once."""
+        """Return whether rows that wait do so a step longer, for more of them to join at once."""
         if self._mixes:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))

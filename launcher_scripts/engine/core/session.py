@@ -55,7 +55,7 @@ class Session:
 
     @property
     def window(self) -> int:
-        """How many tokens attention covers; 0: all."""
+        """Number of tokens that attention covers; 0: all."""
         return self.memory_len if self.memory_len < self.session_len else 0
 
     @property
@@ -99,7 +99,7 @@ class Session:
 
 
 def learned_positions(config: ModelConfig) -> int | None:
-    """How many positions a model with a table of them has; None for one without."""
+    """Number of positions of a model with a table of them; None for one without."""
     learned = config.position_embedding == "learned"
     return config.max_positions if learned and isinstance(config, WITH_TABLES) else None
 
@@ -112,7 +112,7 @@ def check_session(
     config: ModelConfig,
     cache_tokens: int,
 ) -> None:
-    """Whether the session and the model have room for a request with `prompt` tokens."""
+    """Check that the session and the model have room for a request with `prompt` tokens."""
     if not isinstance(config, GPTConfig):
         problems.add("only a decoder-only model has sessions")
     if session.closed:

@@ -70,7 +70,8 @@ class StateCopies:
                 self._planned.append(StateCopy(row.slot, snapshot))
 
     def has_room(self, session: Session) -> bool:
-        """Whether there is room for the session's states between its requests, which is taken."""
+        """Return whether there is room for the session's states between its requests, which is
+        taken."""
         if self._there and session.snapshot is None:
             session.snapshot = self._cache.pin_snapshot()
         return not self._there or session.snapshot is not None
@@ -81,8 +82,8 @@ class StateCopies:
             self._planned.append(StateCopy(session.snapshot, row.slot))
 
     def keep(self, session: Session, row: Row) -> bool:
-        """Whether the session can have what the row leaves: not where its states have got tokens
-        that the session does not get.
+        """Return whether the session can have what the row leaves: not where its states have got
+        tokens that the session does not get.
         """
         if session.snapshot is None or not row.slots:
             return True

@@ -1,4 +1,4 @@
-"""What an engine counts of its rows as it goes, for whoever watches it."""
+"""Statistics of an engine's rows, for monitoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sample(NamedTuple):
 
 
 class Histogram:
-    """How many values there were in each bucket, and their sum."""
+    """Number of values in each bucket, and their sum."""
 
     def __init__(self, metric: names.Metric) -> None:
         self._metric = metric
@@ -111,8 +111,8 @@ class Statistics:
         self._rows_of_both = 0
 
     def tokens_are_here(self) -> float:
-        """Of some rows of the step; returns the time, which is all of theirs. The decoding rows'
-        come last."""
+        """Record that tokens of some rows have arrived; returns the time, which is all of theirs.
+        The decoding rows' come last."""
         self._newest = time.perf_counter()
         return self._newest
 

@@ -95,7 +95,8 @@ class PromptBudget:
         return median(self._decode_seconds) if self._decode_seconds else 0.0
 
     def limits(self, decoding: int, waiting: int) -> Limits:
-        """Of a step in which so many rows decode, and so many prompt tokens wait."""
+        """Return the limits of a step in which this many rows decode, and this many prompt tokens
+        wait."""
         if not self._target:
             return Limits(self._max_tokens, self._max_tokens)
         if decoding and waiting <= EVEN_STEPS * MIN_MIXED_TOKENS:
@@ -222,7 +223,7 @@ class RowExtents:
                 row.reserve(needed)
 
     def spares(self, length: int) -> bool:
-        """Whether there is so much room for another row, and enough for those that grow."""
+        """Return whether there is so much room for another row, and enough for those that grow."""
         needed = length + SPARE_SHARE * self.cache.capacity
         if self.cache.free_tokens < needed:
             self.trim()

@@ -87,8 +87,8 @@ class TokenChoice:
         return self.arriving(self.by_choice(logits, slots, choice), slots)
 
     def arriving(self, sampled: Sampled, slots: Tensor) -> Sampled:
-        """What a step has chosen for the rows in slots [B], which it writes into the host's memory
-        itself, where there are no further stages.
+        """Return the tokens chosen in a step for slots [B], which it writes into the host's memory
+        itself if there are no further stages.
         """
         if self._arrivals is None or self._stages > 1:
             return sampled
@@ -190,7 +190,7 @@ class ContextResults:
     def _add_scores(
         self, row: RowStart, part: PrefillPart, hidden: Tensor, result: StepResult
     ) -> None:
-        """What each position says of the prompt's next token; the last one has none."""
+        """Add the scores of the prompt's next token at each position; the last one has none."""
         first, count = part.past - row.past + 1, row.request.num_prompt_log_probs
         tokens = row.ids[first : first + part.count]
         if not tokens:

@@ -1,4 +1,4 @@
-"""How the ranks of one engine exchange tensors: torch.distributed over gloo or NCCL.
+"""Exchange of tensors between the ranks of one engine: torch.distributed over gloo or NCCL.
 
 GPU memory that the ranks of a node map into each other's address space: the peer buffers.
 
@@ -33,7 +33,7 @@ PEER_BUFFER_WORDS = 1 << 22
 
 
 def lane_words(ranks: int) -> int:
-    """How many words a rank can send at a time: what it sends to so many ranks is bounded."""
+    """Number of words that a rank can send at a time, which limits what it sends to all ranks."""
     return PEER_BUFFER_WORDS // (2 * ranks)
 
 
@@ -113,7 +113,8 @@ class Communicator:
 
     @property
     def peer_buffers(self) -> PeerBuffers | None:
-        """Where the tensor-parallel ranks write to each other, if they share memory."""
+        """Buffers through which the tensor-parallel ranks write to each other, if they share
+        memory."""
         return None
 
     def tp_concat(self, tensor: Tensor) -> Tensor:
@@ -314,7 +315,7 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _done() -> None:
-    """Of an exchange with nobody."""
+    """Return the result of an exchange with no other rank."""
 
 
 def close_store(store: dist.TCPStore) -> None:

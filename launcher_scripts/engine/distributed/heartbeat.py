@@ -108,7 +108,7 @@ class Mark(Protocol):
     """Something that the device passes behind what was launched before it, as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it; RuntimeError when the device has failed."""
+        """Return whether the device has passed it; RuntimeError when the device has failed."""
 
 
 class _Launched(NamedTuple):
@@ -151,7 +151,7 @@ class _Steps:
 
 
 class _Now(NamedTuple):
-    """What the rank does since `since`, and the seconds it may rightly take beyond the usual."""
+    """The rank's activity since `since`, and the seconds it may take beyond the usual."""
 
     phase: str
     patience: float
@@ -334,7 +334,8 @@ class Watchdog:
         return result
 
     def _comes(self, beat: Heartbeat, step: int) -> bool:
-        """Whether the rank may still come to an exchange of the step: it computes, or reads it."""
+        """Return whether the rank may still come to an exchange of the step: it computes, or reads
+        it."""
         reads = beat.phase == WAITING and beat.step < step and self._extra(beat) > 0
         return reads or (beat.phase in OWN_WORK and beat.step <= step)
 
@@ -383,7 +384,7 @@ class Watchdog:
 
 
 def _is_ahead(peer: Heartbeat, beat: Heartbeat) -> bool:
-    """Whether `peer` has been done with what `beat` computes."""
+    """Return whether `peer` has been done with what `beat` computes."""
     finished = peer.phase == WAITING and peer.step >= beat.step
     return peer.ticks > beat.ticks or (finished and peer.step > 0)
 

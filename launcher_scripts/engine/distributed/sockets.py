@@ -66,7 +66,8 @@ def listening_address(asked: str | None) -> str:
 
 
 def published_addresses(listening: str) -> tuple[str, ...]:
-    """Where others find a socket that listens there, the likeliest first; names come last."""
+    """Return addresses at which others find a listening socket, the most likely first; names come
+    last."""
     if listening != EVERY:
         return (listening,)
     return tuple(dict.fromkeys([*interface_addresses().values(), socket.gethostname()]))

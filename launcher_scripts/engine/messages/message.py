@@ -23,12 +23,12 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Message(Record, frozen=True, tag=True):
-    """What one process sends to another."""
+    """Base of the messages between processes."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank runs."""
+    """Location of a rank."""
 
     rank: int
     pid: int
@@ -128,7 +128,7 @@ def encode(message: Any) -> bytes:
 
 
 def _write_value(value: Any) -> Any:
-    """What msgspec does not know by itself: a Path or a tensor."""
+    """Encode a Path or a tensor, which msgspec does not support by itself."""
     if isinstance(value, Path):
         return str(value)
     import torch  # the hosts of other nodes' ranks do without it

@@ -1,4 +1,4 @@
-"""What rank 0 decides and every rank carries out: one plan per step."""
+"""The plan of a step, which rank 0 makes and every rank carries out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = int | Tensor
 
 
 class Choice(IntEnum):
-    """How the rows of a step choose their tokens; what one of them needs is done for all.
+    """Sampling of a step's rows; work that one of them needs is done for all.
 
     GREEDY: the likeliest token;  SAMPLED: by temperature, top-k, top-p and min-p;
     PROCESSED: as SAMPLED, after biases, penalties, bad words, minimum lengths and n-grams;
@@ -89,7 +89,7 @@ class RowStart(Record, frozen=True, dict=True):
 
     @cached_property
     def fits_columns(self) -> bool:
-        """Whether the columns of row_state.py have room for the row's lists."""
+        """Return whether the columns of row_state.py have room for the row's lists."""
         words = sum(map(len, self.request.bad_words))
         return max(words, len(self.request.logit_bias)) <= MAX_LISTED
 
@@ -122,7 +122,7 @@ class RowStart(Record, frozen=True, dict=True):
 
     @property
     def most(self) -> int:
-        """How many positions the row may come to have."""
+        """Maximum number of positions of the row."""
         return self.dropped + self.past + self.stride
 
 
@@ -153,17 +153,17 @@ class Draft(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """How many run."""
+        """Number of running rows."""
         return len(self.ids) + self.proposed
 
     @property
     def foretold(self) -> int:
-        """How many may follow the last one."""
+        """Maximum number of tokens after the last one."""
         return self.tokens - 1
 
 
 class Proposal(Record, frozen=True):
-    """What the draft model does for a row: it reads on, and proposes `count` tokens behind that.
+    """The draft model's work for a row: it reads on, and proposes `count` tokens after that.
 
     past: tokens of the row in the draft model's cache, at the places that they have in the model's
     ids:  the row's tokens behind them, never empty
@@ -212,7 +212,7 @@ class Place(Record, frozen=True):
 
 
 class TokenMask(NamedTuple):
-    """Which ids may come next in a guided row; words as Guide.mask gives them."""
+    """Allowed next ids of a guided row; words as Guide.mask gives them."""
 
     slot: int
     words: bytes
@@ -235,8 +235,8 @@ class Bounds(NamedTuple):
 
 
 class StepShape(Record, frozen=True):
-    """What the kernels of a decode step depend on: how many rows it has, the buckets of its bounds
-    (see graphs.py), and how the rows choose their tokens.
+    """Properties that the kernels of a decode step depend on: number of rows, the buckets of its
+    bounds (see graphs.py), and sampling.
 
     prompt: of a pass over prompts instead, the bucket of its tokens (see prompt_batch.py); where
             there is an encoder, of its pass over one input (see encode_step.py)
@@ -299,7 +299,7 @@ class Plan(Message, frozen=True):
     under_way: int = 0
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
-        """What kinds of work the step has, and how many tokens; rows: by their slots."""
+        """Return the kinds of work of the step, and its number of tokens; rows: by their slots."""
         copied = self.moves or self.copies or self.state_copies
         kinds = (
             copied,
@@ -321,5 +321,5 @@ class Plan(Message, frozen=True):
 
     @property
     def bounds(self) -> Bounds:
-        """Of all rows but those in `apart`."""
+        """Bounds of all rows but those in `apart`."""
         return Bounds(self.longest, self.longest_source, lora=self.lora)

@@ -98,7 +98,7 @@ class DecodeStep:
         return self._through(x, self._context(rows, bounds, lora_adapters))
 
     def _entered(self, x: Hidden) -> Hidden:
-        """What the first layer reads, of what begin_step made."""
+        """Return the input of the first layer from the output of begin_step."""
         embedding = self.embedding
         if embedding is None:
             exact = self.communicator.from_previous_stage(x.exact)

@@ -92,7 +92,7 @@ class Encoder:
         return Layer(((attention,), (MLP(weights.mlp, *shared, config.activation),)))
 
     def context(self, spans: Spans, positions: Tensor) -> EncodeContext:
-        """What a pass over rows with positions [N] shares."""
+        """Return the shared context of a pass over rows with positions [N]."""
         tables = rotary_tables(self._rotaries, self.kernels, positions)
         return EncodeContext(spans=spans, rotary=tables)
 
@@ -151,7 +151,7 @@ LONGEST_BEFOREHAND = 512
 
 @dataclass(frozen=True)
 class Sources:
-    """What the encoder reads of several rows.
+    """Encoder inputs of several rows.
 
     values: int64 [3 * tokens + 3 * blocks]: ids, their positions, the cache tokens that get their
             keys and values, and the blocks of their Spans
@@ -200,7 +200,7 @@ def pack(
 
 
 def bucket_tokens(tokens: int) -> int:
-    """How many tokens a recorded pass of so many has: powers of two, then four to an octave."""
+    """Return the number of tokens of a recorded pass: powers of two, then four to an octave."""
     if tokens <= COARSE_BUCKETS:
         return max(MIN_BUCKET, _power_of_two(tokens))
     step = _power_of_two(tokens) // 8

@@ -1,4 +1,4 @@
-"""What the engine does differently from family to family: one row each."""
+"""Differences between families in the engine: one row each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tokens of a pass attend to, by kind of pass; the sublayers of layers.py ask it."""
+"""Attention context of a pass, by kind of pass; the sublayers of layers.py use it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Stack:
     def embed(
         self, ids: Tensor, positions: Tensor, rows: Sequence[tuple[Prompt | None, int]] = ()
     ) -> Tensor:
-        """What the first layer reads of token ids [N] at positions [N]: float32 [N, hidden].
+        """Return the input of the first layer for token ids [N] at positions [N]: float32 [N,
+        hidden].
 
         rows: prompt and tokens of every row, where one may have virtual tokens
         """
@@ -114,7 +115,7 @@ Made = TypeVar("Made")
 
 
 class StepGraphs(Protocol):
-    """What a runner asks of the graphs of its steps."""
+    """A runner's requirements of its recorded steps."""
 
     def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
         """function(slots); `key` names everything else its kernels depend on.

@@ -65,7 +65,7 @@ class ExtentAllocator:
                     self._free[left : left + 2] = [(first, size + more)]
 
     def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
-        """Which extents go where, front to back, so that a gap of `length` tokens is left.
+        """Return the moves of extents, front to back, that leave a gap of `length` tokens.
 
         movable: start -> tokens of the extents that may move. Of all gaps that can be gathered the
         one for which fewest tokens move; None where there is none.
@@ -157,7 +157,8 @@ class KVCache:
 
 
 def plan_capacity(wanted: int, token_bytes: int, memory: int) -> int:
-    """How many tokens the pool holds: as many as wanted, as far as `memory` bytes reach."""
+    """Return the number of tokens of the pool: as many as wanted, as far as `memory` bytes
+    allow."""
     return max(0, min(wanted, memory // max(token_bytes, 1)))
 
 

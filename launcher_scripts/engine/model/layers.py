@@ -115,7 +115,7 @@ class Recurrent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext(ABC, Generic[Stream]):
-    """What the sublayers of one pass share.
+    """State that the sublayers of one pass share.
 
     rotary:    of the new tokens' positions; of a StepContext, of all positions
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
@@ -163,7 +163,7 @@ class Sublayer(ABC):
 
     @property
     def input_norm(self) -> Norm | None:
-        """What hidden states are normalized by for the branch."""
+        """Norm of the branch's input; None without one."""
         return self.in_proj.norm
 
     def prepare(self) -> None:
@@ -172,7 +172,7 @@ class Sublayer(ABC):
 
     @abstractmethod
     def branch(self, x: Given, context: ForwardContext[Given], /) -> Tensor:
-        """What out_proj reads: [N, its inputs]."""
+        """Return the input of out_proj: [N, its inputs]."""
 
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
         """x float32 [N, hidden] plus what the branch adds: the same."""
@@ -247,7 +247,7 @@ class Sublayer(ABC):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What the attentions of a layer have in common.
+    """Common options of a layer's attentions.
 
     cache:  of the layer; an encoder's holds no tokens
     scores: without what the weights add to them
@@ -406,7 +406,7 @@ class MixtureOfExperts(MLP):
         """Nothing: the norm of experts is a kernel of its own."""
 
     def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
-        """What this rank's parts of the experts add, in parts: float32 [P, N, hidden]."""
+        """Return the sum of this rank's parts of the experts, in parts: float32 [P, N, hidden]."""
         kernels, hidden = self.kernels, self._normalized(x)
         chosen, weights = kernels.route(hidden, self.router)
         if self.scale_input:

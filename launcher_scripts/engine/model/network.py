@@ -70,7 +70,7 @@ from launcher_scripts.models.family import ModelConfig
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder made of several rows.
+    """Encoder outputs of several rows.
 
     hidden:     float32 [N, hidden], the rows one after the other
     attentions: of each row float32 [layers, heads, n, n]; None where nobody asked

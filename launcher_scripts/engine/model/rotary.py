@@ -109,7 +109,7 @@ def plain_frequencies(size: int, base: float) -> Tensor:
 
 
 def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, ...]:
-    """Those of a model's layers, in the order of RotaryTables."""
+    """Rotaries of a model's layers, in the order of RotaryTables."""
     if config.position_embedding != "rope":
         return (None,)
     if not isinstance(config, GPTConfig):
@@ -145,7 +145,7 @@ def rotary_tables(
     positions: Tensor,
     reach: Tensor | None = None,
 ) -> RotaryTables:
-    """Of positions [N]; see Rotary.tables."""
+    """Return the tables of positions [N]; see Rotary.tables."""
     return tuple(
         None
         if rotary is None

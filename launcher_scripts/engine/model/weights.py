@@ -341,7 +341,7 @@ class WeightLoader(ABC):
         return Adapter(up, down, None if before else norm)
 
     def _lora(self, stem: str, layer: int) -> LoRA | None:
-        """What adapters add to the projection called `stem` within a layer."""
+        """Return the adapters of the projection called `stem` within a layer."""
         parts = self._parts
         if stem not in parts.lora_targets:
             return None

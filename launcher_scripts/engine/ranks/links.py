@@ -39,7 +39,7 @@ from launcher_scripts.engine.messages.message import Decoder, Message, encode
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """How an engine on node 0 meets the other nodes.
+    """The other nodes of an engine on node 0.
 
     node_rank: this process among them
     model:     the model's name, by which the others know what they join
@@ -63,7 +63,7 @@ _FOLDER = ".launcher"
 
 
 class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where rank 0 of one model waits for the other nodes.
+    """Address of rank 0 of one model for the other nodes.
 
     attempt: how often the server was started again before
     """

@@ -40,7 +40,7 @@ WORKER = "launcher_scripts.engine.ranks.worker"
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What a rank's process is told through its standard input: whom to speak to, as whom.
+    """Instructions of a rank's process on its standard input: the address of rank 0, and its rank.
 
     checkpoint_dir, draft_checkpoint_dir: where this node has the shards of the model and of its
     draft model, when not where rank 0 has them
@@ -85,14 +85,14 @@ class RankProcess:
         return f"ended with exit code {code}"
 
     def works(self) -> bool:
-        """Whether it gets on; see Activity."""
+        """Return whether it gets on; see Activity."""
         return self._activity.works()
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def wait(self, timeout: float) -> bool:
-        """Whether the rank ends within `timeout` seconds."""
+        """Return whether the rank ends within `timeout` seconds."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

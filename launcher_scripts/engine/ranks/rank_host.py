@@ -107,7 +107,8 @@ class RankHost:
             self._finish(f"model {self.model} does not take this node: {message.reason}")
 
     def _order(self, rank: int) -> RankOrder:
-        """What a rank is told; it uses the address by which this process reached rank 0."""
+        """Return the instructions of a rank, with the address by which this process reached
+        rank 0."""
         return RankOrder(
             rank,
             (self._link.other_host,),

@@ -140,7 +140,7 @@ class WorkerGroup:
         return LOOPBACK
 
     def wait_for(self, message: type, timeout: float) -> bool:
-        """Whether every rank sends `message` (Loaded or Ready) within `timeout` seconds.
+        """Return whether every rank sends `message` (Loaded or Ready) within `timeout` seconds.
 
         False at once when a rank fails.
         """

@@ -167,7 +167,7 @@ def _after(row: RowStart, draft: Draft) -> RowStart:
 
 
 def _places(drafts: Sequence[Draft], most: int) -> list[int]:
-    """Where the drafts' tokens are in rows of `most`, one after the other."""
+    """Return the indices of the drafts' tokens in rows of `most`, one after the other."""
     return [most * at + place for at, draft in enumerate(drafts) for place in range(draft.tokens)]
 
 

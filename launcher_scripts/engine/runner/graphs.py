@@ -67,7 +67,8 @@ def bucket_bounds(bounds: Bounds) -> Bounds:
 
 
 def bucket_reorder(tokens: int) -> int:
-    """How many of the last tokens of hypotheses a step copies, of which `tokens` may differ."""
+    """Return the number of last tokens of hypotheses that a step copies, of which `tokens` may
+    differ."""
     return bucket_tokens(tokens, MIN_REORDER) if tokens else 0
 
 

@@ -49,7 +49,7 @@ from launcher_scripts.models.family import ModelConfig, check_draft_model
 
 
 class Timeline:
-    """What happened, with the time of day in seconds since 1970, in order."""
+    """Events of a start, with the time of day in seconds since 1970, in order."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, float]] = []
@@ -73,7 +73,7 @@ SWITCH_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is loaded from and how.
+    """Settings from which an engine is loaded.
 
     checkpoint_dir:  folder of shards, `<tp_size>-gpu`
     draft_checkpoint_dir: the same of the draft model, which proposes tokens; None: there is none
@@ -143,7 +143,7 @@ class EngineSettings:
 
     @property
     def cache_type(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """Element type of the KV cache."""
         return FP8 if self.kv_cache_dtype == "fp8" else DTYPES[self.data_type]
 
     @property
@@ -161,7 +161,7 @@ class EngineSettings:
 
 
 class RankSetup(Message, frozen=True):
-    """What a rank is told first."""
+    """The first message to a rank."""
 
     settings: EngineSettings
 
@@ -211,7 +211,7 @@ class Checkpoints(NamedTuple):
 
     @property
     def configs(self) -> tuple[ModelConfig, ModelConfig | None]:
-        """What they are checkpoints of."""
+        """Configurations of the checkpoints."""
         return self.model.config, None if self.draft is None else self.draft.config
 
 
@@ -284,7 +284,8 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
 
 
 def served_part(config: ModelConfig, model_type: str | None) -> ModelConfig:
-    """What `model_type` serves of a checkpoint: all of it, or an encoder-decoder's encoder."""
+    """Return the part of a checkpoint that `model_type` serves: all of it, or an encoder-decoder's
+    encoder."""
     if model_type is None:
         return config
     contract = lookup(CONTRACTS, model_type, "model_type")
@@ -345,7 +346,7 @@ def refuse_fp8(settings: EngineSettings, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Launches:
-    """How a rank launches its operations: as those of `kernels`, and whole steps as `graphs`."""
+    """The way a rank launches its operations: as those of `kernels`, and full steps as `graphs`."""
 
     kernels: Ops
     graphs: StepGraphs | None = None

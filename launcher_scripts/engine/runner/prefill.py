@@ -69,7 +69,7 @@ class Prefill:
         self._graphs = graphs if network.replays_prompts else None
 
     def mixes(self, rows: Sequence[RowStart]) -> bool:
-        """Whether rows may decode in the pass over these rows' prompts."""
+        """Return whether rows may decode in the pass over these rows' prompts."""
         return self._network.replays_prompts and _alike(rows)
 
     def run(
@@ -92,7 +92,8 @@ class Prefill:
             self._replay(self._graphs, prompts, sizes, result)
 
     def _bucket(self, prompts: PackedPrompts) -> Sizes | None:
-        """What a pass that is a CUDA graph is filled up to; None where it is launched."""
+        """Return the sizes to which a pass with a CUDA graph is padded; None if it is launched
+        eagerly."""
         if self._graphs is None or not _alike(prompts.rows):
             return None
         return prompts.bucket(self._states.padding_slot)
@@ -300,7 +301,7 @@ def _bucketed(longest: int) -> int:
 
 
 def _alike(rows: Sequence[RowStart]) -> bool:
-    """Whether nothing about the rows but their numbers decides what is launched."""
+    """Return whether nothing about the rows but their numbers decides what is launched."""
     return not any(
         row.general or row.beams or row.prompt is not None or row.request.asks_of_prompt
         for row in rows

@@ -26,8 +26,8 @@ NOTHING: Integers = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
-    """How many of each a packed batch has: tokens of prompts, pieces of queries (see VarlenBatch),
-    rows of prompts, and rows that decode.
+    """Sizes of a packed batch: tokens of prompts, pieces of queries (see VarlenBatch), rows of
+    prompts, and rows that decode.
 
     lora: whether any row has a LoRA adapter
     """
@@ -41,14 +41,14 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Nowhere:
-    """Where tokens and rows that only fill a batch up go: a cache token and a slot of no row."""
+    """Targets of tokens and rows that only pad a batch: a cache token and a slot of no row."""
 
     token: int
     slot: int
 
 
 def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
-    """What a pass over so many is filled up to; None where it is larger than all buckets.
+    """Return the sizes to which such a pass is padded; None if it is larger than all buckets.
 
     decoding: rows that decode in the same pass, filled up to already
     """
@@ -60,8 +60,8 @@ def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
 
 
 def several_rows(tokens: int) -> int:
-    """What the rows of prompts in a pass of so many tokens are filled up to, where they are more
-    than one; more than so many, of a few tokens each, have buckets of their own.
+    """Return the number to which several rows of prompts in a pass of this many tokens are padded;
+    more rows, of a few tokens each, have their own buckets.
     """
     return max(16, tokens // 32)
 
@@ -78,7 +78,8 @@ def recorded_tokens(decoding: int, max_rows: int) -> list[int]:
 
 
 def bucket_sizes(tokens: int, rows: int) -> Sizes:
-    """Of a batch that is filled up: every row, and what fills up, may end in part of a piece."""
+    """Return the sizes of a padded batch: every row, and the padding, may end in part of a
+    piece."""
     return Sizes(tokens, tokens // QUERIES_PER_TILE + rows + 1, rows)
 
 
@@ -185,11 +186,12 @@ class PackedPrompts:
         return [*self.decoding, *self.complete.values()]
 
     def places(self, first: int) -> list[int]:
-        """Of the last tokens of these rows in a pass whose prompts begin at place `first`."""
+        """Return the indices of the last tokens of these rows in a pass whose prompts begin at
+        `first`."""
         return [*range(len(self.decoding)), *(first + place for place in self.complete)]
 
     def _lora_adapters(self) -> list[int]:
-        """Of each token of the prompts."""
+        """Return the adapter of each token of the prompts."""
         return [row.lora_adapter for row, part in self._pairs for _ in range(part.count)]
 
 

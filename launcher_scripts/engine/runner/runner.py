@@ -107,7 +107,7 @@ class DecodeBatches:
         return self._mixed[1]
 
     def _padding(self, rows: int, width: int = 1) -> int:
-        """How many rows fill up a step of searches of this width."""
+        """Return the number of rows that pad a step of searches of this width."""
         if self._max_rows is None:
             return 0
         if self._fixed:
@@ -173,7 +173,7 @@ class Runner:
         return partial(recorded_tokens, max_rows=self.states.padding_slot) if mixes else None
 
     def _mixes(self, prompts: Sequence[RowStart]) -> bool:
-        """Whether rows decode in the pass over such prompts."""
+        """Return whether rows decode in the pass over such prompts."""
         return not self._deterministic and self._prefill.mixes(prompts)
 
     def execute(self, plan: Plan) -> StepResult:
@@ -262,7 +262,7 @@ class Runner:
         return self._with_lora([*first, *steps, *mixed, *rest])
 
     def _with_lora(self, shapes: Iterable[StepShape]) -> list[StepShape]:
-        """Those with adapters, too, where the model has any."""
+        """Return shapes with adapters, too, if the model has any."""
         both = (False, True) if self._has_lora else (False,)
         return [replace(shape, lora=lora) for shape in shapes for lora in both]
 
@@ -276,7 +276,7 @@ class Runner:
         ]
 
     def _bucketed(self, bounds: Bounds) -> Bounds:
-        """What the kernels of a step of such rows are chosen for."""
+        """Return the bounds that the kernels of a step of such rows are chosen for."""
         if self._deterministic:
             general = bounds.general or self._has_ia3
             bounds = self._longest._replace(general=general, lora=self._has_lora)

@@ -34,7 +34,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one client process does.
+    """Requests of one client process.
 
     requests: of a closed loop, to be asked in turn; of an open loop, each at its time
     clients:  of a closed loop; 0: an open loop
@@ -244,7 +244,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class DriverResult:
-    """What one client process saw.
+    """Results of one client process.
 
     begin: when the run began to count
     busy:  share of the time in which the event loop's thread computed
@@ -346,5 +346,5 @@ async def _sample_lags(lags: list[float]) -> None:
 
 
 def lag_p99(driven: Sequence[DriverResult]) -> float:
-    """Of the slowest process, in seconds."""
+    """The lag of the slowest process, in seconds."""
     return max((float(np.percentile(each.lags, 99)) for each in driven if each.lags), default=0.0)

@@ -1,4 +1,4 @@
-"""What a run measured, from the answers of its clients.
+"""Metrics of a run from the responses of its clients.
 
 Percentiles are of the requests that were asked after the warm-up. Rates are of what came between
 the end of the warm-up and the end of the run, whoever had asked for it: in a run of a number of
@@ -136,7 +136,7 @@ def token_gaps(answer: Answer) -> list[float]:
 
 
 def within(answer: Answer, bounds: LoadBounds) -> bool:
-    """Whether an answer keeps every bound."""
+    """Return whether an answer keeps every bound."""
     measured = (
         (bounds.first_token_ms, first_token(answer)),
         (bounds.between_tokens_ms, per_token(answer)),
@@ -267,7 +267,7 @@ def _objection(run: LoadRun) -> str | None:
 
 
 def _flat(run: LoadRun, carried: LoadRun) -> str | None:
-    """That more clients bring no more; None: they do."""
+    """Return a note if more clients bring no more throughput; None if they do."""
     gain = run.tokens_per_second / max(carried.tokens_per_second, 1e-9)
     if run.clients is None or gain >= GAIN:
         return None

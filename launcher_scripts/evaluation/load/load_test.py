@@ -56,7 +56,7 @@ _START_SECONDS = 120.0  # for a process to import what it needs
 
 
 def run_plan(target: Target, plan: Plan, processes: int) -> list[DriverResult]:
-    """What each process saw; one process is this one.
+    """Run each client process; one of them is this process.
 
     Raises ServerError when a process dies.
     """
@@ -118,7 +118,7 @@ def find_guidellm() -> str:
 def run_guidellm(
     target: Target, load: Load, plan: Plan, texts: Sequence[str], seed: int, limit: float
 ) -> list[DriverResult]:
-    """What guidellm saw. texts: the plan's prompts; limit: seconds for its whole command.
+    """Run guidellm. texts: the plan's prompts; limit: seconds for its whole command.
 
     Raises ServerError when it fails as a whole or takes longer; requests that fail are answers with
     an error.
@@ -234,7 +234,7 @@ Noted = Callable[[LoadRun], None]
 
 
 class LoadTest:
-    """What is measured so far is in `runs`. To be used while `client` is open."""
+    """A load test; results so far are in `runs`. To be used while `client` is open."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class LoadTest:
             self._plan(each)
 
     def loads(self) -> Iterator[Load]:
-        """Those of one path."""
+        """Iterate over the loads of one path."""
         yield from (Load(clients=count) for count in self._load.clients)
         yield from (Load(rate=rate) for rate in self._load.rates)
         if self._load.trace_file is not None:
@@ -275,7 +275,7 @@ class LoadTest:
                 self.run(path, load)
 
     def saturation(self) -> Saturation:
-        """Of the first path, by clients where there are some, else by rates."""
+        """Return the saturation of the first path, by clients if there are some, else by rates."""
         sizes = self._load.clients or self._load.rates
         by_clients = bool(self._load.clients)
         start = Load(clients=int(min(sizes))) if by_clients else Load(rate=min(sizes))

@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """How one served model is asked. model_type: as its config.pbtxt says it."""
+    """Requests to one served model. model_type: as its config.pbtxt has it."""
 
     model_name: str
     model_type: str
@@ -67,7 +67,7 @@ class _HttpPath:
         await self._session.close()
 
     async def _events(self, url: str, body: Any) -> AsyncGenerator[list[Any], None]:
-        """What each read brings: the objects of its whole events."""
+        """Iterate over the objects of the complete events in each read."""
         async with self._session.post(url, json=body) as response:
             await _check(response)
             rest = b""

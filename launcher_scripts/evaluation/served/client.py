@@ -75,7 +75,8 @@ class Client:
             server.close()
 
     def is_ready(self) -> bool:
-        """Whether every server answers and serves the model. One that is not there does not."""
+        """Return whether every server answers and serves the model. One that is not there does
+        not."""
         return all(server.is_ready(self.model_name) for server in self._servers)
 
     def max_batch_size(self) -> int:
@@ -143,7 +144,7 @@ class Client:
 
     @cached_property
     def special_ids(self) -> SpecialIds:
-        """Those that the served preprocessing knows of; none without one."""
+        """Special IDs of the served preprocessing; none without one."""
         text = find_models(self._first, self.model_name).text
         if "preprocessing" not in text:
             return SpecialIds()
@@ -177,7 +178,7 @@ class Client:
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
-        """Those of config.pbtxt, as texts, and max_batch_size."""
+        """Parameters of config.pbtxt, as texts, and max_batch_size."""
         config = self._first.model_config(self.model_name)
         return {"max_batch_size": config.get("max_batch_size", 0), **parameters_of(config)}
 
@@ -188,11 +189,11 @@ class Client:
 
     @property
     def streams(self) -> bool:
-        """Whether the model answers as tokens come (`decoupled`)."""
+        """Return whether the model answers as tokens come (`decoupled`)."""
         return self._first.streams(self.model_name)
 
     def requests_taken(self) -> int:
-        """How many requests the model has taken since its servers began."""
+        """Number of requests that the model has received since its servers started."""
         return sum(server.requests_taken(self.model_name) for server in self._servers)
 
     def _each(
@@ -288,7 +289,7 @@ def _addresses(ready: dict[str, Any]) -> str:
 
 
 def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
-    """What the first server says, with all addresses; or why there is nothing to use yet."""
+    """Return the first server's data with all addresses; or why there is nothing to use yet."""
     found = []
     for path in replica_files(Path(settings.ready_file), settings.replicas):
         reason, ready = _read_ready_file(path, settings)

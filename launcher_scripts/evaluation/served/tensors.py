@@ -198,7 +198,7 @@ def output_names(rows: Sequence[GenerateRequest], model_type: str = "GPT") -> tu
 
 
 def _tensors_of(count: int) -> int:
-    """How many of the tensors of ModelLogProbs there are with the `count` likeliest tokens."""
+    """Return the number of tensors of ModelLogProbs with the `count` most likely tokens."""
     return 0 if count < 0 else 2 if count == 0 else 4
 
 
@@ -262,7 +262,8 @@ def _log_probs(
     tokens: int,
     count: int,
 ) -> ModelLogProbs | None:
-    """Those of the first `tokens` tokens at `place`, with the `count` likeliest; None below 0."""
+    """Return the log-probabilities of the first `tokens` tokens at `place`, with the `count` most
+    likely; None below 0."""
     if count < 0:
         return None
     own, ranks, *tops = (

@@ -34,7 +34,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """How many token ids the model in `folder` knows: config.ini's, else the tokenizer's."""
+    """Return the vocabulary size of the model in `folder`: config.ini's, else the tokenizer's."""
     config = read_model_ini(folder)
     for section in config.values():
         if "vocab_size" in section:

@@ -152,7 +152,7 @@ class CoreModel(Reference):
 
 
 def unsupported_reasons(said: Mapping[str, Any]) -> list[str]:
-    """What a tool changes outside of the core's own model."""
+    """Return the changes of a tool outside of the core's own model."""
     changed = [
         f"{name} {said[name]}"
         for name, usual in SCALING.items()

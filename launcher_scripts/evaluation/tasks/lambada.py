@@ -143,7 +143,7 @@ def measure(
 
 
 def rows_to_score(items: Iterable[Item]) -> Iterator[tuple[int, ...]]:
-    """What the model must read to judge the items: all their tokens but the last."""
+    """Iterate over the tokens that the model must read to judge the items: all but the last."""
     return (item.tokens[:-1] for item in items)
 
 
@@ -163,7 +163,8 @@ def fitting(items: Sequence[Item], positions: int | None) -> list[Item]:
 
 
 def learned_positions(folder: Path) -> int | None:
-    """Where the model's table of positions ends, by its config.ini; None: it has no such table."""
+    """Return the size of the model's table of positions, by its config.ini; None without a
+    table."""
     config = read_model_ini(folder)
     if not config.has_section("gpt") or not config["gpt"].getboolean(
         "has_positional_encoding", True

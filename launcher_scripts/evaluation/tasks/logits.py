@@ -55,7 +55,7 @@ class RowComparison:
 
     @classmethod
     def of(cls, values: Mapping[str, Sequence[Any]]) -> RowComparison:
-        """What `plain` gave."""
+        """Restore a comparison from the output of `plain`."""
         types: dict[str, Any] = {"same": np.bool_, "chosen": np.int64}
         arrays: dict[str, Any] = {
             name: np.array(each, types.get(name, np.float64)) for name, each in values.items()
@@ -79,7 +79,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class Fit:
-    """How the served logits follow from the reference's over some positions.
+    """The fit of the served logits to the reference's over some positions.
 
     error:    root mean square of their difference over that of the reference's logits
     scale:    the factor of the reference's logits that comes nearest to the served ones
@@ -169,7 +169,7 @@ class PositionRange:
 
 
 def by_position(rows: Sequence[RowComparison]) -> list[PositionRange]:
-    """Whether the difference grows along the rows; at least one row."""
+    """Test if the difference grows along the rows; at least one row."""
     result = []
     for first, stop in buckets(max(len(row.kl) for row in rows)):
         part = [row.part(first, stop) for row in rows if len(row.kl) > first]

@@ -78,7 +78,7 @@ class NemoModel(Reference, Model):
         rows: Iterable[GenerateRequest],
         in_flight: int = 8,  # noqa: ARG002
     ) -> Iterator[GenerateOutput]:
-        """What every row became, in order, up to its end token."""
+        """Iterate over the outputs of the rows, in order, up to their end tokens."""
         for row in rows:
             refuse_tuned([row], "NeMo's model", beam_width=row.sampling.beam_width != 1)
             ids = list(row.input_ids)

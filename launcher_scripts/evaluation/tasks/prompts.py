@@ -60,7 +60,7 @@ def answers(
     settings: TaskSettings,
     progress: ProgressCallback,
 ) -> list[str]:
-    """What the model generates behind every prompt."""
+    """Generate a continuation of every prompt."""
     task = settings.generation.prompt_task
     virtual = () if task is None else read_virtual_tokens(asked.folder, task)
     rows = [row_of(asked, prompt, settings.generation, virtual) for prompt in prompts]

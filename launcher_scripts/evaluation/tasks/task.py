@@ -1,4 +1,4 @@
-"""What a task is: a question asked of a served model, and figures with their certainty.
+"""Tasks: questions to a served model, and metrics with confidence intervals.
 
 95 % confidence intervals of what an evaluation counts, and how many items would be enough.
 
@@ -66,7 +66,8 @@ class Interval:
         return replace(self, value=value, low=low, high=high, grown=lambda n: ends(self.grown(n)))
 
     def items_to_decide(self, limit: float, least: int = 1) -> int | None:
-        """How many items leave `limit` outside the interval; None: no number of them."""
+        """Return the number of items that leave `limit` outside the interval; None if no number
+        does."""
 
         def decides(items: int) -> bool:
             low, high = self.grown(items)
@@ -211,7 +212,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast answers came.
+    """Speed of the responses.
 
     requests: how many were answered, `batch_size` of them at a time
     seconds:  from the first request to the last answer; of an interrupted evaluation the sum over
@@ -250,7 +251,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task measured: figures by name, per item what they were made of, and its pace."""
+    """Results of a task: metrics by name, the items that they are made of, and its pace."""
 
     metrics: dict[str, Metric]
     items: list[dict[str, Any]]
@@ -259,7 +260,8 @@ class TaskResult:
 
 
 class Model(Protocol):
-    """What a task may ask: evaluation/served/client.py's Client, or anything else with logits."""
+    """The model that a task uses: evaluation/served/client.py's Client, or anything else with
+    logits."""
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8
@@ -270,7 +272,7 @@ class Model(Protocol):
     def generate_each(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
-        """What every row became, in order."""
+        """Iterate over the outputs of the rows, in order."""
         ...
 
     def hidden_states(
@@ -291,7 +293,7 @@ class NoReferenceError(ConfigError):
 
 
 class Reference(ABC):
-    """What computes the logits of an original, in this process.
+    """A model that computes the logits of an original, in this process.
 
     name: of what, and of which files
     """
@@ -312,7 +314,7 @@ class Reference(ABC):
 
 
 def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> None:
-    """What only the served model knows cannot be compared with what `who` answers.
+    """Reject models with adapters: the served model cannot be compared with `who` then.
 
     asked: what else of the rows it does not know
     """

@@ -60,7 +60,8 @@ class TransformersModel(Reference, Model):
     def generate_each(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
-        """What every row became, in order; `in_flight` rows are padded to one batch."""
+        """Iterate over the outputs of the rows, in order; `in_flight` rows are padded to one
+        batch."""
         waiting = iter(rows)
         while batch := list(itertools.islice(waiting, in_flight)):
             yield from self._generate(batch)
@@ -267,7 +268,8 @@ def _read_pieces_with_own_code() -> None:
 
 
 def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """How transformers searches as the served engine does; the rows must agree on it."""
+    """Return the arguments with which transformers searches as the served engine does; the rows
+    must agree on them."""
     widths = {(row.sampling.beam_width, row.sampling.len_penalty) for row in rows}
     if len(widths) > 1:
         raise ConfigError(

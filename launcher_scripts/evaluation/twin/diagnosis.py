@@ -68,7 +68,7 @@ class AlteredFile:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What can be looked up where the logits differ; None: it cannot be read here.
+    """Details to look up if the logits differ; None if they cannot be read here.
 
     settings: hyperparameters with another value: name -> (served, original)
     weights:  files that are not what the original's tensors give
@@ -103,7 +103,7 @@ def diagnose(
     precision: str,
     inspection: Inspection,
 ) -> list[Finding]:
-    """What explains the difference; nothing where rounding does.
+    """Return explanations of the difference; none if it is rounding.
 
     positions: those of `rows`
     sample:    asked for where rounding does not explain the difference
@@ -146,7 +146,7 @@ def _scaled(found: Fit, limit: float, said: dict[str, Any]) -> Finding | None:
 def _opened(
     sample: Sample, reference: Reference, limit: float, start_id: int | None
 ) -> Finding | None:
-    """Whether the served model reads an opening token more, or less, than it is given."""
+    """Test if the served model reads an opening token more, or less, than it is given."""
     if start_id is None or sample.decoder_ids or len(sample.ids) < 3:
         return None
     ids, logits = sample.ids, sample.logits
@@ -224,7 +224,7 @@ def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
 def _rotary(
     sample: Sample, limit: float, inspection: Inspection, said: dict[str, Any]
 ) -> Iterator[Finding]:
-    """Whether other rotary positions explain it: by computing them, else by how it begins.
+    """Test if other rotary positions explain it: by computing them, else by how it begins.
 
     A query at position 0 has one key to look at, so there no rotation changes anything.
     """

@@ -225,7 +225,7 @@ def _room(settings: TwinSettings, twins: Twins) -> int:
 def _text_difference(
     settings: TwinSettings, twins: Twins, pairs: Sequence[tuple[Row, Row]]
 ) -> Metric:
-    """What it costs that the served model reads texts otherwise, on a few of them."""
+    """Measure the effect of different tokenization on a few texts."""
     pairs = pairs[:_PRICED]
     asked = (_request(own, 0) for own, _ in pairs)
     differences = []
@@ -244,13 +244,13 @@ def _text_difference(
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """What an encoder reads of a text, and what its decoder does."""
+    """Return the encoder's and the decoder's part of a text."""
     words = text.split()
     return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
 
 
 def _answers(settings: TwinSettings, twins: Twins, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Of every row its greedy continuation, and RowComparison.plain of both together."""
+    """Iterate over the rows' greedy continuations, and RowComparison.plain of both together."""
     size = settings.batch_size
     for batch in (rows[first : first + size] for first in range(0, len(rows), size)):
         added: list[tuple[int, ...]] = [()] * len(batch)

@@ -33,7 +33,7 @@ Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 @dataclass(frozen=True)
 class TextSide:
-    """How one of the two models reads text.
+    """One of the two models' ways of reading text.
 
     encode:      a text's ids with the tokens that belong around it
     tokenizer:   the vocabulary
@@ -51,7 +51,7 @@ class TextSide:
 def text_findings(
     texts: Sequence[str], served: Sequence[Sequence[int]], original: Sequence[Sequence[int]]
 ) -> list[Finding]:
-    """What the ids of the same texts, of the served model and of the original, tell.
+    """Compare the ids of the same texts, of the served model and of the original.
 
     Another beginning or end is told apart from another vocabulary.
     """
@@ -96,7 +96,7 @@ def text_findings(
 
 
 def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None:
-    """Whether the ids stand for other tokens; None where they do not."""
+    """Test if the ids stand for other tokens; None if they do not."""
     most = max(served.vocab_size, original.vocab_size)
     ids = [each for each in range(most) if served.token_bytes(each) != original.token_bytes(each)]
     if not ids:
@@ -115,7 +115,7 @@ def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None
 
 
 def chat_finding(served: Render | None, original: Render | None) -> Finding | None:
-    """Whether the served model writes chats differently; None where it does not.
+    """Test if the served model writes chats differently; None if it does not.
 
     An original without a template says nothing about chats: any may be added.
     """
@@ -152,7 +152,8 @@ def _bos(name: str, ids: Sequence[int], counted: dict[str, Any]) -> Finding:
 
 
 def _lead(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
-    """What `longer` has in front of all of `shorter`; None where it does not end with that."""
+    """Return the tokens that `longer` has before all of `shorter`; None if it does not end with
+    that."""
     more = len(longer) - len(shorter)
     return tuple(longer[:more]) if more > 0 and longer[more:] == shorter else None
 

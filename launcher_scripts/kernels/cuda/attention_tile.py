@@ -1,4 +1,4 @@
-"""What attention does with a tile of keys and values, in the Triton language.
+"""Attention over a tile of keys and values, in the Triton language.
 
 Attention of one new token per row, with matrix products; for steps of many rows.
 
@@ -31,7 +31,7 @@ def load_keys_values(keys, values, pool, tokens, last, SIZE: tl.constexpr, BLOCK
 
 @triton.jit
 def reached(distance, reach):
-    """Where a table of biases (see RelativeBias) has a distance."""
+    """Return the offsets of distances in a table of biases (see RelativeBias)."""
     return tl.minimum(tl.maximum(distance, -reach), reach) + reach
 
 
@@ -47,7 +47,7 @@ def bonus_of(
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
-    """What a score gains by its key's distance; -inf from `last` on."""
+    """Return the bias of a score by its key's distance; -inf from `last` on."""
     inside = tokens < last
     bonus = tl.zeros(tokens.shape, tl.float32)
     if ALIBI:
@@ -236,7 +236,7 @@ def _gains(
     ALIBI: tl.constexpr,
     RELATIVE: tl.constexpr,
 ):
-    """What scores [M, T] gain by the distance of the tokens [T]; -inf from `last` on."""
+    """Return the biases of scores [M, T] by the distance of the tokens [T]; -inf from `last` on."""
     gains = tl.where(tokens < last, 0.0, -float("inf"))[None, :]
     if ALIBI:
         gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]

@@ -74,7 +74,7 @@ def find_maxima(
 
 @triton.jit
 def temperature_factor(temperature, slot):
-    """What the logits of the row in a slot are multiplied by."""
+    """Return the factor of the logits of the row in a slot."""
     own = tl.load(temperature + slot)
     factor = tl.where(own == 1.0, 1.0, tl.div_rn(1.0, own + EPSILON))
     return tl.maximum(factor, SMALLEST)
@@ -104,8 +104,8 @@ def shares_of(scores, top, least):
 
 @triton.jit
 def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
-    """Of a part of a row: the shares of the tokens within each of COUNT bounds, their numbers, all
-    shares.
+    """Return the sums over a part of a row: the shares of the tokens within each of COUNT bounds,
+    their numbers, all shares.
 
     view: see candidates.py; its upper bound does not matter
     """
@@ -128,7 +128,7 @@ def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
 
 @triton.jit
 def level_of(own, LEVEL: tl.constexpr):
-    """Where a row has the sums of a level of finer bounds; these levels count from 1."""
+    """Return the offset of a row's sums of a level of finer bounds; these levels count from 1."""
     return own + 2 * BOUNDS + 2 * FINER_BOUNDS * (LEVEL - 1)
 
 
@@ -309,8 +309,8 @@ def _mix(bits):
 
 @triton.jit
 def choice_of(seed, length, prompt_length, top_k, top_p, slot):
-    """How the row in a slot chooses: whether by top-p alone; else its k; its p; what part of the
-    shares comes before the token or with it, float64.
+    """Return the sampling of the row in a slot: whether by top-p alone; else its k; its p; the
+    share before the token or with it, float64.
     """
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)

@@ -150,27 +150,27 @@ class DeviceTraits(NamedTuple):
 
     @property
     def has_pdl(self) -> bool:
-        """Whether kernels can use programmatic dependent launch."""
+        """Return whether kernels can use programmatic dependent launch."""
         return self.capability is not None and self.capability >= HOPPER
 
     @property
     def has_fp8(self) -> bool:
-        """Whether kernels can read e4m3."""
+        """Return whether kernels can read e4m3."""
         return self.capability is None or self.capability >= ADA
 
     @property
     def has_fp8_products(self) -> bool:
-        """Whether torch multiplies e4m3 with e4m3, each row by a scale of its own."""
+        """Return whether torch multiplies e4m3 with e4m3, each row by a scale of its own."""
         return self.capability is not None and self.capability >= HOPPER
 
     @property
     def runs_ptx(self) -> bool:
-        """Whether kernels are compiled, and can have instructions of their own."""
+        """Return whether kernels are compiled, and can have instructions of their own."""
         return self.capability is not None
 
     @property
     def adds_in_float32(self) -> bool:
-        """Whether products of other types can have float32 results."""
+        """Return whether products of other types can have float32 results."""
         return self.capability is not None
 
 
@@ -270,13 +270,13 @@ def _known(
 
 
 def part(products: str, quantization: Quantization | None) -> str:
-    """Where the table has tiles of row_products or dot_products."""
+    """Section of the table: row_products or dot_products."""
     return f"{quantization}_{products}" if quantization else products
 
 
 @cache
 def table() -> dict[str, dict[str, list[Any]]]:
-    """What tiles.json says. Who changes it calls `forget`."""
+    """Return the contents of tiles.json. Who changes it calls `forget`."""
     found: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
     return found
 

@@ -93,7 +93,7 @@ def attention_shape(
 
 
 def _multiplies(rows: int, heads: Heads, short: bool) -> bool:
-    """Whether matrix products pay: sooner with keys that several query heads share."""
+    """Return whether matrix products pay: sooner with keys that several query heads share."""
     queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
     if heads.group == 1:
         return MANY_PAIRS <= pairs < MAX_PAIRS if short else pairs >= FEWEST_LONE_PAIRS
@@ -122,7 +122,7 @@ def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> A
 
 
 def _splits(longest: int, queries: int) -> int:
-    """How many programs share a context that is not short."""
+    """Return the number of programs that share a context that is not short."""
     if queries > FEW_HEADS:
         return 8
     if queries > FEWER_HEADS:

@@ -137,7 +137,7 @@ def dot_hi_lo(
 
 
 def splits(x: Tensor, quantization: Quantization | None) -> bool:
-    """Whether x [N, in] is split for weights that are so quantized."""
+    """Return whether x [N, in] is split for weights that are so quantized."""
     return quantization == "int8" or (quantization == "fp8" and x.dtype == torch.bfloat16)
 
 
@@ -305,7 +305,7 @@ def dot_rows(
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x [N, in] goes through here: more rows and float32 are for cuBLAS."""
+    """Return whether x [N, in] goes through here: more rows and float32 are for cuBLAS."""
     return 1 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32
 
 

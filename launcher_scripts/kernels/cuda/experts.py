@@ -369,8 +369,8 @@ def blocks_of(chosen: Tensor, experts: int) -> Blocks:
 
 
 def block_size(count: int, per_token: int, experts: int) -> int:
-    """How many choices a block has: twice as many as an expert has on average, so that few experts
-    need a second block, but no more than one expert can have.
+    """Return the number of choices of a block: twice as many as an expert has on average, so that
+    few experts need a second block, but no more than one expert can have.
     """
     average = triton.cdiv(count * per_token, experts)
     size = triton.next_power_of_2(min(2 * average, count))

@@ -304,7 +304,8 @@ def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | Non
 
 
 def _has_expected(onto: Hidden, norm_of_next: Norm | None) -> bool:
-    """Whether one row's hidden states say how those that come after it are to be prescaled."""
+    """Return whether one row's hidden states say how those that come after it are to be
+    prescaled."""
     return norm_of_next is None or onto.row_stats is not None
 
 

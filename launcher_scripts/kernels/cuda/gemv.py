@@ -72,8 +72,8 @@ def load_tile(
 def begin(
     weight, rows, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What `multiply` takes of a weight: where it is, some of its rows, and their first tile [ROWS,
-    BLOCK]. EVEN: all rows are of the weight."""
+    """Return the arguments of `multiply` for a weight: its address, some of its rows, and their
+    first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
     whole: tl.constexpr = EVEN and BLOCK <= IN
@@ -200,7 +200,7 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
 
 @triton.jit
 def scales_of(scales, weight, rows, out):
-    """What the products of a weight's rows are multiplied by: ones, but for a weight in bytes.
+    """Return the factors of the products of a weight's rows: ones, but for a weight in bytes.
 
     out: how many rows there are
     """
@@ -341,7 +341,7 @@ def gemv_largest(
 
 
 def _offsets(linear: Linear) -> Tensor | None:
-    """What the linear adds to its product, its norm's part included."""
+    """Return the addend of the linear's product, its norm's part included."""
     return linear.bias if linear.folded is None else linear.folded.offsets
 
 

@@ -82,7 +82,7 @@ def shrink(
 
 @triton.jit
 def _block_of(outputs, LORA: tl.constexpr):
-    """Which of up to three blocks outputs belong to, each of which has rows of A of its own."""
+    """Return which of up to three blocks outputs belong to; each block has rows of A of its own."""
     return (outputs >= LORA[2]).to(tl.int32) + (outputs >= LORA[3]).to(tl.int32)
 
 
@@ -110,7 +110,7 @@ def _load_up(up, adapter, outputs, inside, LORA: tl.constexpr):
 
 @triton.jit
 def load_inner(inner, outputs, others, inside, LORA: tl.constexpr, PAIRED: tl.constexpr):
-    """What both results of `load_up` are multiplied with: those of `shrink`, in the same shapes."""
+    """Load the factors of both results of `load_up`: those of `shrink`, in the same shapes."""
     values, other = 0.0, 0.0
     if LORA is not None:
         values = _load_inner(inner, outputs, inside, LORA)
@@ -137,8 +137,9 @@ def add_delta(value, tile, values, LORA: tl.constexpr):
 
 @triton.jit
 def _steps_of(first, count, LORA: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr):
-    """How many steps of DEPTH columns go through B of all `count` rows for one block; and the first
-    step, and the one behind the last, for the blocks of the ROWS outputs from `first` on."""
+    """Return the number of steps of DEPTH columns through B of all `count` rows for one block;
+    and the first step, and the one after the last, for the blocks of the ROWS outputs from
+    `first` on."""
     steps = tl.cdiv(count * LORA[1], DEPTH)
     last = tl.minimum(first + ROWS, LORA[0]) - 1
     return steps, _block_of(first, LORA) * steps, (_block_of(last, LORA) + 1) * steps

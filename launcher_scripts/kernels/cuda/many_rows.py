@@ -61,7 +61,7 @@ def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_fp8(x: Tensor, linear: Linear) -> bool:
-    """Whether linear(x) rounds its inputs x [N, in] to e4m3."""
+    """Return whether linear(x) rounds its inputs x [N, in] to e4m3."""
     return (
         linear.quantization == "fp8"
         and x.shape[0] > MAX_ROWS

@@ -135,7 +135,7 @@ def _add_three(a, b, c, other_a, other_b, other_c):
 
 @triton.jit
 def norm_terms(total, squares, IN: tl.constexpr, NORM: tl.constexpr):
-    """What the norm takes from an operand [IN], and what it multiplies with, the gain aside."""
+    """Return the norm's mean and factor for an operand [IN], without the gain."""
     mean = 0.0
     scale = 1.0
     if NORM == 1:
@@ -277,7 +277,7 @@ def add_and_normalize(
 
 
 def norm_code(norm: Norm | None) -> int:
-    """What kernels know a norm by; 0 is none."""
+    """Return the kernels' code of a norm; 0 is none."""
     return 0 if norm is None else NORM_CODES[norm.kind]
 
 
@@ -303,7 +303,7 @@ def part_eps(norm: Norm | None, size: int, parts: int) -> float:
 
 
 def fold_norm(linear: Linear) -> FoldedNorm | None:
-    """What the linear's kernels need of its norm beside the row's statistics."""
+    """Return the norm's data that the linear's kernels need besides the row's statistics."""
     norm = linear.norm
     if norm is None:
         return None

@@ -224,7 +224,7 @@ def receive_sum(
 
 
 def most_rows(buffers: PeerBuffers) -> int:
-    """How many rows can exchange a few words each."""
+    """Maximum number of rows that can exchange a few words each."""
     return buffers.lane_words // SHARE
 
 

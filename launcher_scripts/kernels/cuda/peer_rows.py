@@ -45,7 +45,7 @@ def send(value, number, inside, places, addresses, rank, lane_words, RANKS: tl.c
 
 @triton.jit
 def missing(old, awaited):
-    """Whether words that are awaited are still of an old exchange."""
+    """Return whether words that are awaited are still of an old exchange."""
     return tl.max(tl.where(awaited & old, 1, 0), None) > 0
 
 
@@ -73,13 +73,13 @@ OWNED = 256  # columns of a block; whole shares
 
 @triton.jit
 def _places(row, columns, size, SHARE: tl.constexpr):
-    """Where the columns of a row [size] lie in a lane: rows begin with whole shares."""
+    """Return the offsets of the columns of a row [size] in a lane: rows begin with whole shares."""
     return row * ((size + SHARE - 1) // SHARE * SHARE) + columns
 
 
 @triton.jit
 def _exchanged(exchanges, places, inside, SHARE: tl.constexpr):
-    """How many exchanges there have been of these places."""
+    """Return the number of exchanges at these offsets so far."""
     return tl.load(exchanges + places // SHARE, mask=inside, other=0, cache_modifier=".cg")
 
 
@@ -169,7 +169,7 @@ def receive_row(
 
 
 def fits_buffers(rows: int, size: int, buffers: PeerBuffers) -> bool:
-    """Whether the buffers hold sums [rows, size]: rows begin with whole shares."""
+    """Return whether the buffers hold sums [rows, size]: rows begin with whole shares."""
     shares = triton.cdiv(size, SHARE) * (rows - 1)
     return bool(shares * SHARE + size <= buffers.lane_words)
 
@@ -195,7 +195,7 @@ def send_parts(parts: Tensor, buffers: PeerBuffers) -> None:
 
 
 def send_sums(rows: int, size: int, buffers: PeerBuffers) -> None:
-    """Of the blocks of a sum [rows, size] that this rank owns, to every rank."""
+    """Send the blocks of a sum [rows, size] that this rank owns to every rank."""
     blocks = triton.cdiv(size, OWNED)
     launcher(sums_to_peers, (rows, triton.cdiv(blocks, buffers.ranks)))(
         buffers.own,
