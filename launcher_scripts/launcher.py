@@ -80,9 +80,9 @@ def launcher_arguments(word: str, path: Path, overrides: Sequence[str]) -> list[
         keys = {"export": export_file, **keys}
         if word == "judge":
             keys["evaluate"] = "t5/evaluate_t5_encoder" if "encoder" in export_file else "benchmark"
-    given = {override.partition("=")[0].lstrip("+") for override in overrides}
-    chosen = [f"{key}={value}" for key, value in keys.items() if key not in given]
-    return [*chosen, *overrides]
+    overridden = {override.partition("=")[0].lstrip("+") for override in overrides}
+    selected = [f"{key}={value}" for key, value in keys.items() if key not in overridden]
+    return [*selected, *overrides]
 
 
 def model_name(path: Path) -> str:
@@ -121,17 +121,17 @@ def _export_file(path: Path) -> str | None:
     from launcher_scripts.models import family_of
 
     try:
-        place = nemo_config.find_checkpoint(path.expanduser())
-        nemo = nemo_config.read_config(place)
+        checkpoint = nemo_config.find_checkpoint(path.expanduser())
+        nemo = nemo_config.read_config(checkpoint)
         if nemo is not None:
             return _EXPORT_FILES["t5"] if isinstance(nemo[1].get("encoder"), dict) else None
-        config = huggingface_architectures.read_sizes(place)
+        config = huggingface_architectures.read_sizes(checkpoint)
     except (LauncherError, OSError):
         return None  # main.py says what is wrong with the checkpoint
     if config is None:
         return None
     name = family_of(config).name
-    return _ENCODER_FILE if name == "t5" and _is_encoder(place) else _EXPORT_FILES.get(name)
+    return _ENCODER_FILE if name == "t5" and _is_encoder(checkpoint) else _EXPORT_FILES.get(name)
 
 
 def _is_encoder(folder: Path) -> bool:

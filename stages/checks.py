@@ -101,7 +101,7 @@ def host_path(path: Path, mounts: Iterable[Mount]) -> Path:
 
 
 def mounts_for(
-    paths: Iterable[Path], folders: Iterable[Path], given: Iterable[Mount]
+    paths: Iterable[Path], folders: Iterable[Path], values: Iterable[Mount]
 ) -> tuple[Mount, ...]:
     """The given mounts, and what is needed beside them to see every path under its own name.
 
@@ -109,13 +109,13 @@ def mounts_for(
     mounted, unless that would hide what an image has there. A mount comes before those inside of
     it, which it would hide.
     """
-    mounts = list(given)
+    mounts = list(values)
     common = list(folders)
     for path in paths:
         if any(path.is_relative_to(mount.target) for mount in mounts):
             continue
-        own = path if path.parent in _OF_THE_IMAGE else path.parent
-        folder = next((folder for folder in common if path.is_relative_to(folder)), own)
+        mounted = path if path.parent in _OF_THE_IMAGE else path.parent
+        folder = next((folder for folder in common if path.is_relative_to(folder)), mounted)
         mounts.append(Mount(folder, folder))
     return tuple(sorted(mounts, key=lambda mount: len(mount.target.parts)))
 
@@ -145,34 +145,34 @@ class Checks:
         """Return the path on this machine of a path that the jobs see."""
         return host_path(Path(path), self._mounts)
 
-    def exists(self, what: str, path: str | Path, change: str, advice: str = "") -> bool:
+    def exists(self, subject: str, path: str | Path, change: str, advice: str = "") -> bool:
         """Return whether `path` is there; its absence is noted, with advice."""
         try:
             if self.on_host(path).exists():
                 return True
-            self.absent.add(f"{what} is not there{advice}", got=str(path), change=change)
+            self.absent.add(f"{subject} is not there{advice}", got=str(path), change=change)
         except OSError as error:
             self.problems.add(
-                f"{what} cannot be read: {error.strerror}", got=str(path), change=change
+                f"{subject} cannot be read: {error.strerror}", got=str(path), change=change
             )
         return False
 
-    def private(self, what: str, path: str | Path, change: str) -> None:
+    def private(self, subject: str, path: str | Path, change: str) -> None:
         """A file that is there, and that nobody but its owner may use."""
-        if not self.exists(what, path, change):
+        if not self.exists(subject, path, change):
             return
         reason = too_open(self.on_host(path))
         if reason is not None:
             self.problems.add(reason, got=str(path), change=change)
 
-    def paths(self, what: str, settings: Any, key: str) -> None:
+    def paths(self, subject: str, settings: Any, key: str) -> None:
         """Every path that `settings` name is there, and nobody else may use those that are secret.
 
-        what: for errors, with {} for the path's name;  key: of the configuration, of `settings`
+        subject: for errors, with {} for the path's name;  key: of the configuration, of `settings`
         """
         for named in paths_in(settings):
             check = self.private if named.private else self.exists
-            check(what.format(named.name), named.path, f"{key}.{named.name}")
+            check(subject.format(named.name), named.path, f"{key}.{named.name}")
 
     def port(self, host: str, port: int, change: str) -> None:
         """A port of this machine that a job is going to listen on; 0 is a free one."""
@@ -190,8 +190,8 @@ class Checks:
 
     def space(self, folder: Path, size: int, change: str) -> None:
         """Room for `size` bytes of files in a folder that a job is going to make."""
-        place = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(place).free
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         if size > free:
             self.absent.add(
                 f"{folder} needs about {size / 1e9:,.1f} GB of files",

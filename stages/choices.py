@@ -129,7 +129,7 @@ def normalized(arguments: Iterable[str]) -> list[str]:
     `stages=export,deploy`, lists with spaces, other names of cluster types and former names of
     tasks are accepted.
     """
-    found = []
+    choices = []
     for argument in _joined(arguments):
         key, _, value = argument.partition("=")
         if key == "stages" and not value.startswith(("[", "'", '"', "$")) and value:
@@ -137,8 +137,8 @@ def normalized(arguments: Iterable[str]) -> list[str]:
             argument = f"stages=[{','.join(names)}]"
         elif key == "cluster_type":
             argument = f"cluster_type={CLUSTER_ALIASES.get(value, value)}"
-        found.append(argument)
-    return _with_renamed_tasks(found)
+        choices.append(argument)
+    return _with_renamed_tasks(choices)
 
 
 def _joined(arguments: Iterable[str]) -> Iterator[str]:

@@ -101,10 +101,10 @@ def _parallel_size(config: DictConfig) -> int:
     if size is None:
         return gpus if on_cluster else 1
     pipelines = config.export.triton_deployment.pipeline_model_parallel_size
-    room = _WEIGHTS_SHARE * memory * (pipelines if isinstance(pipelines, int) else 1)
+    capacity = _WEIGHTS_SHARE * memory * (pipelines if isinstance(pipelines, int) else 1)
     sizes: list[int] = (model.tp_sizes() if model is not None else None) or [1, 2, 4, 8, 16]
     sizes = [tp_size for tp_size in sizes if tp_size <= gpus] or [1]
-    tp_size = next((tp_size for tp_size in sizes if size <= room * tp_size), max(sizes))
+    tp_size = next((tp_size for tp_size in sizes if size <= capacity * tp_size), max(sizes))
     if tp_size > 1:
         print(
             f"note: {TP_KEY} is {tp_size}: weights of about {size / 1e9:,.0f} GB, GPUs of "
@@ -122,9 +122,9 @@ def _model_and_bytes(config: DictConfig) -> tuple[Any, float | None]:
     path = _value(config, "export.model.checkpoint_path")
     if not isinstance(path, str):
         return None, None
-    place = _checks(config).on_host(absolute(path))
+    location = _checks(config).on_host(absolute(path))
     try:
-        model = read_sizes(place)
+        model = read_sizes(location)
     except (CheckpointError, OSError):
         return None, None  # the export's checks say what is wrong with it
     deployment = config.export.triton_deployment
@@ -132,11 +132,13 @@ def _model_and_bytes(config: DictConfig) -> tuple[Any, float | None]:
     if isinstance(model, ModelConfig):
         return model, value_count(model) * (width or _BYTES_PER_VALUE.get(deployment.data_type, 2))
     try:
-        files = [place] if place.is_file() else [f for f in place.rglob("*") if f.is_file()]
+        files = (
+            [location] if location.is_file() else [f for f in location.rglob("*") if f.is_file()]
+        )
         stored = sum(file.stat().st_size for file in files)
     except OSError:
         return model, None
-    growth = _QUANTIZED_FILE_GROWTH if place.suffix == ".gguf" else 1
+    growth = _QUANTIZED_FILE_GROWTH if location.suffix == ".gguf" else 1
     return model, float(stored * growth * (width or 2) / 2) if stored else None
 
 
@@ -154,23 +156,23 @@ def _deployed_summary(config: DictConfig, stages: Sequence[str]) -> str | None:
     base = _value(config, "base_results_dir")
     name = _value(config, "export.run.model_train_name")
     folder = checks.on_host(absolute(str(base))) / str(name)
-    given = config.export.model.tensor_model_parallel_size
-    start = f"{kind}_" if given == AUTO else f"{kind}_tp{given}_"
+    tp_size = config.export.model.tensor_model_parallel_size
+    start = f"{kind}_" if tp_size == AUTO else f"{kind}_tp{tp_size}_"
     files = sorted(folder.glob(f"{start}*/{pattern.format(name=name)}"))
     depth = pattern.count("/") + 1
-    places = sorted({file.parents[depth - 1] for file in files})
-    if len(places) > 1:
+    folders = sorted({file.parents[depth - 1] for file in files})
+    if len(folders) > 1:
         raise ConfigError(
             problem(
                 f"{name} has several {'servers' if kind == 'deploy' else 'exports'}",
-                choices=[str(place) for place in places],
+                choices=[str(folder) for folder in folders],
                 change=f"export.run.config_summary (what follows `{kind}_` in the folder's name)",
             )
         )
-    if not places:
+    if not folders:
         return None
-    print(f"note: this is about {places[0]}", file=sys.stderr)
-    return places[0].name.removeprefix(f"{kind}_")
+    print(f"note: this is about {folders[0]}", file=sys.stderr)
+    return folders[0].name.removeprefix(f"{kind}_")
 
 
 def _needed(stages: Sequence[str]) -> tuple[str, str, str]:

@@ -92,13 +92,16 @@ class Deploy(ServiceStage):
     @property
     def brings(self) -> tuple[str, ...]:
         """Replicas share a gateway; those that join them later find it there."""
-        wanted = self.block.gateway.port is not None and self.block.first_replica is None
-        return ("gateway",) if wanted and self.replicas else ()
+        has_gateway = self.block.gateway.port is not None and self.block.first_replica is None
+        return ("gateway",) if has_gateway and self.replicas else ()
 
     def _gateway(self) -> DeployedGateway | None:
         """The gateway beside the server; None: there is none, or one in a job of its own."""
-        block, alone = self.block.gateway, not self.replicas and self.block.first_replica is None
-        if block.port is None or not alone or "gateway" in self.launch.stages:
+        block, is_single = (
+            self.block.gateway,
+            not self.replicas and self.block.first_replica is None,
+        )
+        if block.port is None or not is_single or "gateway" in self.launch.stages:
             return None
         return block if self.block.promote is None else replace(block, port=0)
 
@@ -125,15 +128,17 @@ class Deploy(ServiceStage):
         if "export" in self.launch.stages:
             export = Export(self.launch)
             if is_same_path(export.settings.model_repository, self.repository):
-                wanted = export.settings
-                served_as = BACKEND_MODEL_TYPES.get(wanted.model_type, wanted.model_type)
+                export_settings = export.settings
+                served_as = BACKEND_MODEL_TYPES.get(
+                    export_settings.model_type, export_settings.model_type
+                )
                 return [
                     ServedModel(
-                        wanted.model_name,
+                        export_settings.model_name,
                         served_as,
-                        wanted.parallelism,
-                        wanted.checkpoint_dir,
-                        wanted.decoupled,
+                        export_settings.parallelism,
+                        export_settings.checkpoint_dir,
+                        export_settings.decoupled,
                     )
                 ]
         try:
@@ -184,8 +189,8 @@ class Deploy(ServiceStage):
         return ranks
 
     def paths(self) -> list[Path]:
-        given = [] if self.remote else [self.repository]
-        return [*given, *super().paths()]
+        paths = [] if self.remote else [self.repository]
+        return [*paths, *super().paths()]
 
     def check_own(self) -> None:
         checks, cluster, settings = self.launch.checks, self.cluster, self.settings
@@ -231,8 +236,8 @@ class Deploy(ServiceStage):
                 value = export["triton_deployment"].get(name)
                 if name == "draft_model_dir" and value is not None:
                     value = absolute(value)
-                chosen = name in _CHOSEN_BY_EXPORT and text in (AUTO, "null")
-                if name == key or name not in served or chosen or served[name] == value:
+                is_default = name in _CHOSEN_BY_EXPORT and text in (AUTO, "null")
+                if name == key or name not in served or is_default or served[name] == value:
                     continue
                 checks.problems.add(
                     f"{key} has no effect without the stage export: {config} has {served[name]}",
@@ -242,14 +247,14 @@ class Deploy(ServiceStage):
                 )
 
     def _check_replicas(self) -> None:
-        checks, most, key = self.launch.checks, self.cluster.max_replicas, "deploy.replicas"
+        checks, limit, key = self.launch.checks, self.cluster.max_replicas, "deploy.replicas"
         count, first, server = self.block.replicas, self.block.first_replica, self.block.server
         if first is not None and first < 0:
             change = "deploy.first_replica"
             checks.problems.add("replicas are numbered from 0", got=first, change=change)
         if count < 1:
             checks.problems.add("replicas must be at least 1", got=count, change=key)
-        elif most is not None and count > most:
+        elif limit is not None and count > limit:
             checks.problems.add(
                 "replicas are an array of Slurm jobs, which this cluster type does not have",
                 got=count,
@@ -311,8 +316,8 @@ class Deploy(ServiceStage):
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"
-        what = "the model repository (stages=[export,deploy] writes it first)"
-        if checks.exists(what, self.repository, key) and not checks.problems.messages:
+        message = "the model repository (stages=[export,deploy] writes it first)"
+        if checks.exists(message, self.repository, key) and not checks.problems.messages:
             checks.problems.add(
                 "no model of the repository names the fastertransformer backend",
                 got=str(self.repository),

@@ -117,9 +117,9 @@ class Evaluate(Stage):
     def _ready_file(self) -> str:
         """Return the ready file of a server of the same command line, which may be held back; or as
         configured."""
-        given, deploy = absolute(self.block.ready_file), self._deploy
-        if not self._promotes or not is_same_path(given, deploy.settings.ready_file):
-            return given
+        ready, deploy = absolute(self.block.ready_file), self._deploy
+        if not self._promotes or not is_same_path(ready, deploy.settings.ready_file):
+            return ready
         return str(deploy.settings.candidate_file)
 
     @property
@@ -148,12 +148,12 @@ class Evaluate(Stage):
         settings = replace(self.settings, steps=self.step_names())
         if server is None:
             return settings
-        held_back = server.service is not None and server.service.candidate_file is not None
+        is_pending = server.service is not None and server.service.candidate_file is not None
         return replace(
             settings,
             server_job_folder=str(server.folder.root),
             replicas=server.replicas,
-            published_as=absolute(self.block.ready_file) if held_back else None,
+            published_as=absolute(self.block.ready_file) if is_pending else None,
         )
 
     @cached_property
@@ -190,7 +190,7 @@ class Evaluate(Stage):
         return next((model for model in models if model.name == self.block.model_name), None)
 
     def step_names(self) -> tuple[str, ...]:
-        wanted = {
+        steps = {
             "measure_accuracy": bool(self.settings.tasks),
             "measure_speed": self.settings.benchmark is not None,
             "measure_twin": self.settings.twin is not None,
@@ -198,12 +198,12 @@ class Evaluate(Stage):
             "measure_load": self.settings.load is not None,
             "judge": self.settings.policy is not None,
         }
-        return tuple(module for module in self.modules if wanted[module])
+        return tuple(module for module in self.modules if steps[module])
 
     def paths(self) -> list[Path]:
         harness = self.settings.harness
-        asked = [Path(str(harness.gateway))] if harness and harness.gateway_is_file else []
-        return [*super().paths(), *asked]
+        paths = [Path(str(harness.gateway))] if harness and harness.gateway_is_file else []
+        return [*super().paths(), *paths]
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
@@ -214,13 +214,13 @@ class Evaluate(Stage):
         if settings.harness is not None:
             self._check_harness(settings.harness)
         if "deploy" not in self.launch.stages:
-            what = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
-            checks.exists(what, settings.ready_file, "evaluate.ready_file", self._ready_files())
+            message = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
+            checks.exists(message, settings.ready_file, "evaluate.ready_file", self._ready_files())
         if self.block.in_deploy_job:
             self._check_deploy_job()
         if "export" not in self.launch.stages:
-            what = "the folder of tokenizer files"
-            checks.exists(what, settings.tokenizer_dir, "evaluate.tokenizer_dir")
+            message = "the folder of tokenizer files"
+            checks.exists(message, settings.tokenizer_dir, "evaluate.tokenizer_dir")
         for task in settings.tasks:
             checks.paths(f"{{}} of the task {task.name}", task, f"evaluate.tasks.{task.name}")
         checks.paths("the load test's {}", settings.load, "evaluate.load")
@@ -265,21 +265,21 @@ class Evaluate(Stage):
         contract = CONTRACTS.get(model.model_type) if model is not None else None
         if model is None or contract is None:
             return
-        asked = {task.name for task in self.settings.tasks}
-        others = asked - {"encode"} or self.settings.harness is not None
+        task_names = {task.name for task in self.settings.tasks}
+        others = task_names - {"encode"} or self.settings.harness is not None
         if contract.encoder_only and others:
             self.launch.checks.problems.add(
                 f"{model.name} generates no tokens: it is an encoder, whose states encode measures",
                 got=model.model_type,
                 change="evaluate=t5/evaluate_t5_encoder",
             )
-        elif "encode" in asked and not contract.encoder_only:
+        elif "encode" in task_names and not contract.encoder_only:
             self.launch.checks.problems.add(
                 "encode measures hidden states, which an encoder alone gives",
                 got=model.model_type,
                 change="evaluate, or export.run.model_type=t5-encoder",
             )
-        elif not contract.scores_prompts and "lambada" in asked:
+        elif not contract.scores_prompts and "lambada" in task_names:
             self.launch.checks.problems.add(
                 "lambada scores prompts, which a decoder-only model alone can",
                 got=model.model_type,

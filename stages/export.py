@@ -83,8 +83,8 @@ class Export(Stage):
     @cached_property
     def settings(self) -> ExportSettings:
         run, model, deployment = self.block.run, self.block.model, self.block.triton_deployment
-        said = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
-        said["quantization"] = quantization_of(
+        values = values_of(ModelOptions, model) | values_of(ServingOptions, deployment)
+        values["quantization"] = quantization_of(
             int(deployment.int8_mode), deployment.quantization, "export.triton_deployment.{}"
         )
         settings = ExportSettings(
@@ -96,7 +96,7 @@ class Export(Stage):
             tokenizer=_tokenizer(model.tokenizer),
             device=str(self.launch.blocks["deploy"]["server"]["device"]),
             sign=self.block.sign,
-            **said,
+            **values,
         )
         return with_absolute_paths(settings)
 
@@ -117,10 +117,10 @@ class Export(Stage):
         """The checkpoint's path: a folder with a single .nemo file stands for that file."""
         path = Path(absolute(self.block.model.checkpoint_path))
         try:
-            found = nemo_config.find_checkpoint(self.launch.checks.on_host(path))
+            checkpoint = nemo_config.find_checkpoint(self.launch.checks.on_host(path))
         except CheckpointError as error:
             raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
-        return str(path if found.name == path.name else path / found.name)
+        return str(path if checkpoint.name == path.name else path / checkpoint.name)
 
     def check_own(self) -> None:
         checks, settings = self.launch.checks, self.settings
@@ -159,8 +159,8 @@ class Export(Stage):
                 got=str(folder),
                 change="export.triton_deployment.triton_model_dir or export.run.model_train_name",
             )
-        kept = settings.overwrite or settings.reuse
-        if checks.on_host(settings.checkpoint_dir).exists() and not kept:
+        reuses = settings.overwrite or settings.reuse
+        if checks.on_host(settings.checkpoint_dir).exists() and not reuses:
             complete = checks.on_host(folder / "config.pbtxt").exists()
             step = "python3 -m launcher_scripts.steps.write_model_repository --settings"
             finish = f", or finish it: {step} {self.results_dir}/jobs/.../{self.block.run.name}"

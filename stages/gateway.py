@@ -80,9 +80,9 @@ class Gateway(ServiceStage):
             port = settings.gateway.port or 0
             checks.port(settings.host or LOOPBACK, port, f"{self.name}.port")
         if settings.tokenizer_dir is not None:
-            what = "the folder of tokenizer files"
-            checks.exists(what, settings.tokenizer_dir, "gateway.tokenizer_dir")
+            message = "the folder of tokenizer files"
+            checks.exists(message, settings.tokenizer_dir, "gateway.tokenizer_dir")
         if "deploy" not in self.launch.stages:
-            what = "a server's ready file, or their folder (stages=[deploy,gateway] starts one)"
-            for place in settings.ready:
-                checks.exists(what, place, "gateway.ready")
+            message = "a server's ready file, or their folder (stages=[deploy,gateway] starts one)"
+            for ready in settings.ready:
+                checks.exists(message, ready, "gateway.ready")

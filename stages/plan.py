@@ -67,8 +67,8 @@ def _rung(config: DictConfig, name: str) -> DictConfig:
         data_type = "bf16"
     if quantization and data_type not in _HALF_TYPES:
         key = "export.triton_deployment.data_type"
-        what = f"the rung {name} computes in the configured half type"
-        raise ConfigError(problem(what, got=data_type, choices=_HALF_TYPES, change=key))
+        message = f"the rung {name} computes in the configured half type"
+        raise ConfigError(problem(message, got=data_type, choices=_HALF_TYPES, change=key))
     model.weight_data_type = serving.data_type = data_type
     serving.int8_mode, serving.quantization = 0, quantization
     model.reuse = not model.overwrite
@@ -106,7 +106,7 @@ class Ladder(Stage):
         }
         checks = Checks(rungs[0].config.mounts())
         super().__init__(replace(rungs[0], blocks={self.name: {"run": run}}, checks=checks))
-        self._rungs = [Evaluate(rung) for rung in rungs]
+        self._rungs = [Evaluate(precision) for precision in rungs]
 
     @cached_property
     def settings(self) -> LadderSettings:
@@ -115,16 +115,16 @@ class Ladder(Stage):
 
     def of_jobs(self, job: Job, rungs: Sequence[Sequence[Job]]) -> Job:
         """The job with the folders of the jobs that it compares."""
-        known = tuple(
-            replace(rung, jobs=tuple(str(each.folder.root) for each in jobs))
-            for rung, jobs in zip(self.settings.rungs, rungs, strict=True)
+        precisions = tuple(
+            replace(precision, jobs=tuple(str(job.folder.root) for job in jobs))
+            for precision, jobs in zip(self.settings.rungs, rungs, strict=True)
         )
-        return replace(job, settings=replace(self.settings, rungs=known))
+        return replace(job, settings=replace(self.settings, rungs=precisions))
 
     def paths(self) -> list[Path]:
         launches = [evaluate.launch for evaluate in self._rungs]
         stages = [kind(launch) for launch in launches for kind in (Export, Deploy, Evaluate)]
-        weights = [rung.checkpoint_dir for rung in self.settings.rungs]
+        weights = [precision.checkpoint_dir for precision in self.settings.rungs]
         return [*(stage.results_dir for stage in stages), *map(Path, filter(None, weights))]
 
     def check_own(self) -> None:
@@ -143,8 +143,11 @@ class Ladder(Stage):
             )
         rungs = self.settings.rungs
         for key, folders in (
-            ("evaluate.run.results_dir", [rung.report_dir for rung in rungs]),
-            ("export.triton_deployment.triton_model_dir", [rung.checkpoint_dir for rung in rungs]),
+            ("evaluate.run.results_dir", [precision.report_dir for precision in rungs]),
+            (
+                "export.triton_deployment.triton_model_dir",
+                [precision.checkpoint_dir for precision in rungs],
+            ),
         ):
             if len(set(folders)) < len(folders):
                 problems.add(
@@ -187,18 +190,18 @@ class Plan:
         """The jobs of every run. A run begins when the one before it has ended or was given up."""
         done: list[list[Job]] = []
         for stages in self.runs:
-            made: list[Job] = []
-            yield self._jobs_of_run(stages, folder_of, done, made)
-            done.append(made)
+            jobs: list[Job] = []
+            yield self._jobs_of_run(stages, folder_of, done, jobs)
+            done.append(jobs)
 
     def _jobs_of_run(
         self,
         run: tuple[Stage, ...],
         folder_of: Callable[[Stage], JobFolder],
         done: Sequence[Sequence[Job]],
-        made: list[Job],
+        jobs: list[Job],
     ) -> Iterator[Job]:
-        """The jobs of one run after those of others, `done`; they are also put into `made`."""
+        """The jobs of one run after those of others, `done`; they are also put into `jobs`."""
         server: Job | None = None
         stages = list(run)
         while stages:
@@ -206,17 +209,17 @@ class Plan:
             job = stage.job(folder_of(stage), server)
             if isinstance(stage, Ladder):
                 job = stage.of_jobs(job, done)
-            if done and not made:
+            if done and not jobs:
                 job = replace(job, after_any=True)
             if job.service is not None:
-                client = next((each for each in stages if each.joins(job)), None)
+                client = next((stage for stage in stages if stage.joins(job)), None)
                 if client is not None and self.cluster.hosts_clients:
                     stages.remove(client)
                     job = replace(job, client=client.job(folder_of(client), job))
                 first = server or job
-                job = replace(job, ends_with_client=any(each.stops(first) for each in stages))
+                job = replace(job, ends_with_client=any(stage.stops(first) for stage in stages))
                 server = job if server is None else replace(server, gateway=job)
-            made.append(job)
+            jobs.append(job)
             yield job
 
     def preview(self) -> str:
@@ -237,13 +240,13 @@ class Plan:
 
         Raises ClusterError with everything that it would refuse.
         """
-        refused = Problems("the scheduler's answers")
+        problems = Problems("the scheduler's answers")
         answers = []
         for job in self.jobs(_next_folder):
-            with refused.collecting():
-                said = self.cluster.test(job)
-                answers += [f"# The scheduler on {job.name}: {said}"] if said is not None else []
-        refused.raise_if_any(ClusterError)
+            with problems.collecting():
+                reply = self.cluster.test(job)
+                answers += [f"# The scheduler on {job.name}: {reply}"] if reply is not None else []
+        problems.raise_if_any(ClusterError)
         return "\n".join(answers)
 
     def _submit_runs(self, interruption: Interruption) -> None:
@@ -309,8 +312,8 @@ def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ())
             checks.append(ladder.launch.checks)
     first.cluster.check(checks[0].absent)
     absent = tuple(dict.fromkeys(text for check in checks for text in check.absent.messages))
-    found = (text for check in checks for text in check.problems.messages)
-    problems.messages.extend(dict.fromkeys([*found, *(() if first.config.dry_run else absent)]))
+    messages = (text for check in checks for text in check.problems.messages)
+    problems.messages.extend(dict.fromkeys([*messages, *(() if first.config.dry_run else absent)]))
     problems.raise_if_any(ConfigError)
     return Plan(tuple(runs), first.cluster, first.config.dry_run, absent)
 
@@ -318,7 +321,7 @@ def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ())
 def _read(values: Mapping[str, Any]) -> Launch:
     """The configuration as typed objects; the blocks of the stages are read by the stages."""
     blocks = {name: values.get(name) for name in STAGES}
-    own = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
+    general = {name: value for name, value in values.items() if name not in {*STAGES, "cluster"}}
     problems = Problems("the configuration")
     config: LauncherConfig | None = None
     cluster: Cluster[Any] | None = None
@@ -326,7 +329,7 @@ def _read(values: Mapping[str, Any]) -> Launch:
         kind = lookup(CLUSTERS, str(values.get("cluster_type")), "cluster_type")
         cluster = kind.from_config(values.get("cluster") or {})
     with problems.collecting():
-        config = build(LauncherConfig, own, "the configuration")
+        config = build(LauncherConfig, general, "the configuration")
         order, mounts = _in_order(config.stages), config.mounts()
     if cluster is None or config is None or problems.messages:
         raise problems.error(ConfigError)
@@ -346,13 +349,13 @@ def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _checked_stages(launch: Launch) -> tuple[Stage, ...]:
     """The stages of this run; what they find goes to launch.checks, as far as each of them got."""
-    stages, wanted = [], {*launch.stages}
+    stages, remaining = [], {*launch.stages}
     for name, kind in STAGES.items():
-        if name not in wanted:
+        if name not in remaining:
             continue
         with launch.checks.problems.collecting():
             stage = kind(launch)
-            wanted.update(stage.brings)
+            remaining.update(stage.brings)
             _check(stage)
             stages.append(stage)
     return tuple(stages)

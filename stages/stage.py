@@ -110,9 +110,9 @@ class Stage(ABC):
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         block = dict(launch.blocks[self.name] or {})
-        own = block.pop("cluster", None) or {}
+        cluster = block.pop("cluster", None) or {}
         self.cluster = (
-            launch.cluster.for_stage(own, f"{self.name}.cluster") if own else launch.cluster
+            launch.cluster.for_stage(cluster, f"{self.name}.cluster") if cluster else launch.cluster
         )
         self.block = build(self.block_type, block, f"the {self.name} stage", key=self.name)
 
@@ -198,8 +198,8 @@ class Stage(ABC):
     @property
     def overlay(self) -> Path | None:
         """The folder of Python packages that the jobs' interpreter lacks."""
-        given = self.cluster.overlay
-        return None if given is None else Path(absolute(given))
+        overlay = self.cluster.overlay
+        return None if overlay is None else Path(absolute(overlay))
 
     @property
     def results_dir(self) -> Path:
@@ -213,20 +213,20 @@ class Stage(ABC):
         gpus, key = run.resources().gpus_per_node, f"{self.name}.run.gpus_per_node"
         checks.problems.check_at_least("gpus_per_node", gpus or 0, 0, key)
         self._check_files(checks, config)
-        given = (name for name, value in config.env_vars.items() if value is not None)
-        check_variables(checks, given)
+        names = (name for name, value in config.env_vars.items() if value is not None)
+        check_variables(checks, names)
         self.check_own()
 
     def _check_files(self, checks: Checks, config: LauncherConfig) -> None:
         steps = Path(absolute(config.launcher_scripts_path)) / "steps"
         for module in self.step_names():
-            what = f"the step {module} of the launcher"
-            checks.exists(what, steps / f"{module}.py", "launcher_scripts_path")
+            value = f"the step {module} of the launcher"
+            checks.exists(value, steps / f"{module}.py", "launcher_scripts_path")
         if self.in_container:
             self._check_image(checks)
         if self.overlay is not None:
-            what = "what requirements/overlay.py leaves in its folder"
-            checks.exists(what, self.overlay / FILE_NAME, "cluster.overlay")
+            value = "what requirements/overlay.py leaves in its folder"
+            checks.exists(value, self.overlay / FILE_NAME, "cluster.overlay")
 
     def _check_image(self, checks: Checks) -> None:
         image = self._image()
@@ -274,26 +274,28 @@ class Stage(ABC):
 
     def env_origin(self, name: str) -> str:
         """Return the origin of a variable of the job."""
-        given = self.launch.config.env_vars.get(name) is not None
+        is_set = self.launch.config.env_vars.get(name) is not None
         if name == "PYTHONPATH":
             overlay = ", cluster.overlay" if self.overlay else ""
-            return f"launcher_scripts_path{overlay}" + (", env_vars" if given else "")
-        if given:
+            return f"launcher_scripts_path{overlay}" + (", env_vars" if is_set else "")
+        if is_set:
             return "env_vars"
         return f"the {self.name} stage" if name in self.env() else "the launcher"
 
     def mount_origin(self, mount: str) -> str:
         """Return the origin of a mount: configured, or needed for paths below it."""
-        given = [str(mount) for mount in self.launch.config.mounts()]
-        return "container_mounts" if mount in given else f"paths of the {self.name} stage"
+        mounts = [str(mount) for mount in self.launch.config.mounts()]
+        return "container_mounts" if mount in mounts else f"paths of the {self.name} stage"
 
     def _env(self) -> dict[str, str]:
         """The stage's variables, and over them the user's; the launcher is always importable."""
         config = self.launch.config
-        given = {name: str(value) for name, value in config.env_vars.items() if value is not None}
-        path = [config.checkout, self.overlay, given.pop("PYTHONPATH", None)]
+        variables = {
+            name: str(value) for name, value in config.env_vars.items() if value is not None
+        }
+        path = [config.checkout, self.overlay, variables.pop("PYTHONPATH", None)]
         env = {"PYTHONPATH": ":".join(map(str, filter(None, path))), "PYTHONUNBUFFERED": "1"}
-        return {**env, **self.env(), **given}
+        return {**env, **self.env(), **variables}
 
     def _container(self, folder: JobFolder) -> Container | None:
         config = self.launch.config

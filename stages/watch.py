@@ -108,10 +108,10 @@ class Watch(Stage):
         """An evaluation ends with a verdict, and leaves no server."""
         problems = self.launch.checks.problems
         if not evaluate.block.stop_server:
-            what = "the servers of a watch end with their evaluations"
-            problems.add(what, got=False, change="evaluate.stop_server=True")
+            message = "the servers of a watch end with their evaluations"
+            problems.add(message, got=False, change="evaluate.stop_server=True")
         if evaluate.block.policy is None:
             problems.add("a watch needs verdicts", got=None, change="evaluate.policy")
         if evaluate.block.ladder:
-            what = "a watch evaluates each checkpoint in one precision"
-            problems.add(what, got=list(evaluate.block.ladder), change="evaluate.ladder=null")
+            message = "a watch evaluates each checkpoint in one precision"
+            problems.add(message, got=list(evaluate.block.ladder), change="evaluate.ladder=null")

@@ -25,9 +25,9 @@ class Watched(Protocol):
 class ClientWatch:
     """The thread that asks about the clients of the requests that are not answered yet."""
 
-    def __init__(self, rest: float) -> None:
-        """rest: how much longer the thread rests than it asks, at least"""
-        self._rest = rest
+    def __init__(self, interval: float) -> None:
+        """interval: how much longer the thread rests than it asks, at least"""
+        self._rest = interval
         self._lock = threading.Lock()
         self._open: dict[Watched, None] = {}  # those asked about last come last
         self._some = threading.Event()

@@ -16,7 +16,7 @@ from tokenizer import SpecialIds, Tokenizer
 
 # CSV ends its rows at these, which no word should; no text that was UTF-8 has the others.
 HIDDEN = {ord("\n"): 0xD800, ord("\r"): 0xD801}
-SHOWN = {hidden: shown for shown, hidden in HIDDEN.items()}
+SHOWN = {hidden: character for character, hidden in HIDDEN.items()}
 
 
 def language_ids(
@@ -28,10 +28,12 @@ def language_ids(
     if special.language is None:
         raise BadRequestError(f"{tensor}: this model knows no languages")
     ids = [special.language_id(name, tokenizer) for name in names]
-    unknown = sorted({name for name, found in zip(names, ids, strict=True) if found is None})
+    unknown = sorted(
+        {name for name, language_id in zip(names, ids, strict=True) if language_id is None}
+    )
     if unknown:
         raise BadRequestError(f"{tensor} must be a language of the tokenizer; got {unknown}")
-    return [found for found in ids if found is not None]
+    return [language_id for language_id in ids if language_id is not None]
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> NDArray[Any]:
@@ -83,11 +85,11 @@ def word_ids(word: str, tokenizer: Tokenizer) -> list[int]:
     " .". It stays before what stands apart in a text, too.
     """
     ids = tokenizer.encode(word)
-    rest = ids[1:]
-    if not rest or stands_apart(word):
+    following = ids[1:]
+    if not following or stands_apart(word):
         return ids
-    blank = tokenizer.decode([*rest, *ids]) != tokenizer.decode([*rest, *rest])
-    return rest if blank and tokenizer.decode(rest) == tokenizer.decode(ids) else ids
+    blank = tokenizer.decode([*following, *ids]) != tokenizer.decode([*following, *following])
+    return following if blank and tokenizer.decode(following) == tokenizer.decode(ids) else ids
 
 
 def stands_apart(word: str) -> bool:

@@ -23,7 +23,10 @@ class ParameterError(Exception):
 
 
 def parameter_values(
-    parameters: str, kinds: Mapping[str, str], given: Collection[str], others: Collection[str] = ()
+    parameters: str,
+    kinds: Mapping[str, str],
+    present: Collection[str],
+    others: Collection[str] = (),
 ) -> dict[str, Any]:
     """The inputs that the parameters stand for, each with the one value for all rows.
 
@@ -32,7 +35,7 @@ def parameter_values(
     given:      inputs that came as tensors
     others:     parameters that stand for no input
 
-    Raises ParameterError for a name that is none of `kinds`, one that is in `given`, or a value
+    Raises ParameterError for a name that is none of `kinds`, one that is in `present`, or a value
     of another type.
     """
     result = {}
@@ -42,7 +45,7 @@ def parameter_values(
         if name not in kinds:
             choices = ", ".join(sorted(kinds))
             raise ParameterError(f"unknown parameter; got {name!r}; choices: {choices}")
-        if name in given:
+        if name in present:
             raise ParameterError(f"{name} came as an input and as a parameter; send one")
         kind = kinds[name].removeprefix("TYPE_")
         if not _fits(value, kind):
@@ -69,5 +72,5 @@ def _fits(value: Any, kind: str) -> bool:
         return False
     if kind == _NUMBERS:
         return True
-    least, most = _RANGES.get(kind, (1, 0))
-    return isinstance(value, int) and least <= value <= most
+    minimum, maximum = _RANGES.get(kind, (1, 0))
+    return isinstance(value, int) and minimum <= value <= maximum

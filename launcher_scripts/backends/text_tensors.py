@@ -39,10 +39,10 @@ def require_working_arrays() -> None:
     array arrives as copies of its first element, and strings end the process. Nothing reports
     it, so a known array makes the round trip through the backend once, when the model loads.
     """
-    known = np.array([1, 2], dtype=np.uint32)
-    capsule = pb_utils.Tensor("known", known).to_dlpack()
+    expected = np.array([1, 2], dtype=np.uint32)
+    capsule = pb_utils.Tensor("known", expected).to_dlpack()
     returned = pb_utils.Tensor.from_dlpack("known", capsule).as_numpy()
-    if returned.tolist() != known.tolist():
+    if returned.tolist() != expected.tolist():
         raise pb_utils.TritonModelException(
             "this server's Python backend was built for numpy 1 and cannot carry text with "
             f"numpy {np.__version__}; give the server a folder with numpy 1 "
@@ -128,16 +128,16 @@ class Tensors:
     def complete(self, request: Any) -> Any:
         """The request with the inputs that its parameters stand for. Raises ParameterError."""
         inputs = list(request.inputs())
-        given = [tensor.name() for tensor in inputs]
-        values = parameter_values(request.parameters(), self._kinds, given)
+        input_names = [tensor.name() for tensor in inputs]
+        values = parameter_values(request.parameters(), self._kinds, input_names)
         if not values:
             return request
         rows = len(self.without_axes(inputs[0].as_numpy())) if inputs else 1
-        made = [
+        responses = [
             self.tensor(name, np.full((rows, 1), _encoded(value), _dtype(self._kinds[name])))
             for name, value in values.items()
         ]
-        return CompletedRequest(request, [*inputs, *made])
+        return CompletedRequest(request, [*inputs, *responses])
 
     def array(self, request: Any, name: str) -> NDArray[Any] | None:
         """The input tensor `name` with its batch axis, or None where the request leaves it out."""

@@ -173,10 +173,10 @@ _DIGESTED_BYTES = 8 << 30
 Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
 
-def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
+def export(settings: ExportSettings, reference: Twin | None = None) -> Path:
     """Write settings.checkpoint_dir; returns it.
 
-    twin: called with the verified folder where settings.verify asks for it
+    reference: called with the verified folder where settings.verify asks for it
     Raises CheckpointError or ConfigError. On any error nothing is left, neither under the final
     name nor a partial folder; an interruption leaves the partial folder, and a repeated run
     finishes what is missing.
@@ -215,13 +215,13 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
     total = _check_space(settings, config, target, weights)
     family, free = family_of(config).name, _free_space(target)
     print(Forecast.of(base.format, family, tasks, total, free), flush=True)
-    facts = {IDENTITY: name, BASE_IDENTITY: base_name, **({"notes": notes} if notes else {})}
+    metadata = {IDENTITY: name, BASE_IDENTITY: base_name, **({"notes": notes} if notes else {})}
     writer = FTWriter(
         target,
         config,
         settings.parallelism.tp_size,
         settings.weight_data_type,
-        source=checkpoint.describe() | facts,
+        source=checkpoint.describe() | metadata,
         overwrite=settings.overwrite or bool(weights),
         name=name,
         earlier=weights,
@@ -238,8 +238,8 @@ def export(settings: ExportSettings, twin: Twin | None = None) -> Path:
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
             print(f"verified {len(tasks)} tensors against {path}", flush=True)
-            if twin is not None:
-                writer.annotate("twin", twin(writer.partial, settings))
+            if reference is not None:
+                writer.annotate("twin", reference(writer.partial, settings))
     return target
 
 
@@ -279,9 +279,9 @@ def _located(settings: ExportSettings) -> tuple[Path, Hints]:
                 change=CHECKPOINT_KEY,
             )
         )
-    path, wanted = nemo_files.locate(snapshot_of(path), settings.training_checkpoint)
+    path, selected = nemo_files.locate(snapshot_of(path), settings.training_checkpoint)
     allowed = settings.allow_custom_code_config
-    return path, Hints(settings.num_attention_heads, settings.encoder_only, wanted, allowed)
+    return path, Hints(settings.num_attention_heads, settings.encoder_only, selected, allowed)
 
 
 def _with_token_ids(
@@ -291,7 +291,7 @@ def _with_token_ids(
         checkpoint.config,
         settings.tokenizer,
         files,
-        known=checkpoint.knows_token_ids,
+        has_ids=checkpoint.knows_token_ids,
         rule=checkpoint.token_rule,
     )
 
@@ -325,10 +325,12 @@ def _sources(settings: ExportSettings, path: Path) -> list[Path]:
 
 def _source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
     """The entry of the manifest with a digest of every checkpoint that was read; {} without."""
-    sources, wanted = _sources(settings, path), settings.digest_source
-    if wanted is None:
-        wanted = settings.sign is not None or sum(map(size_of, sources)) < _DIGESTED_BYTES
-    return {SOURCE_DIGESTS: {str(each): source_digest(each) for each in sources}} if wanted else {}
+    sources, requested = _sources(settings, path), settings.digest_source
+    if requested is None:
+        requested = settings.sign is not None or sum(map(size_of, sources)) < _DIGESTED_BYTES
+    return (
+        {SOURCE_DIGESTS: {str(item): source_digest(item) for item in sources}} if requested else {}
+    )
 
 
 def _kept(
@@ -394,8 +396,8 @@ def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest
     """
     manifest = read_manifest(target)
     problems = Problems(f"the earlier export {target}")
-    known = manifest is not None and manifest.source.get(IDENTITY) == name
-    if manifest is None or not known or not _holds(target, small):
+    is_same = manifest is not None and manifest.source.get(IDENTITY) == name
+    if manifest is None or not is_same or not _holds(target, small):
         problems.add(
             "it is of another checkpoint, or of other settings",
             change="export.model.overwrite=True to replace it",
@@ -421,8 +423,8 @@ def open_source(
     """
     hints = hints or Hints()
     if name == "auto":
-        found = (key for key, source in SOURCES.items() if source.matches(archive))
-        name = next(found, "")
+        matching = (key for key, source in SOURCES.items() if source.matches(archive))
+        name = next(matching, "")
         if not name:
             lacking = _lacking(archive)
             text = f"{archive.path} is in no known format{': ' if lacking else ''}{lacking}"
@@ -476,11 +478,11 @@ def check_serving(settings: ExportSettings, config: ModelConfig) -> None:
 
 
 def _check_space(
-    settings: ExportSettings, config: ModelConfig, target: Path, kept: Mapping[str, FileEntry]
+    settings: ExportSettings, config: ModelConfig, target: Path, existing: Mapping[str, FileEntry]
 ) -> int:
     """Returns the bytes of all weights; those that are not kept must fit the disk."""
     total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
-    needed, free = total - sum(entry.bytes for entry in kept.values()), _free_space(target)
+    needed, free = total - sum(entry.bytes for entry in existing.values()), _free_space(target)
     if needed > free:
         raise CheckpointError(
             problem(f"{target} needs {needed} bytes", got=f"{free} bytes free on that disk")

@@ -88,13 +88,13 @@ def verify_export(folder: Path, tasks: Sequence[Task], processes: int) -> None:
     checkpoint = FTCheckpoint.open(folder)
     problems = Problems(f"the exported checkpoint {folder}")
     workers = min(processes, len(os.sched_getaffinity(0)))
-    own = threading.local()
+    per_thread = threading.local()
 
     def start() -> None:
-        own.workspace = Workspace()
+        per_thread.workspace = Workspace()
 
     def same(task: Task) -> bool:
-        return _same(checkpoint, task, own.workspace)
+        return _same(checkpoint, task, per_thread.workspace)
 
     with ThreadPoolExecutor(workers, initializer=start) as pool:
         for task, sound in zip(tasks, pool.map(same, tasks), strict=True):
@@ -124,9 +124,9 @@ def altered_files(
     owners = {digest: file for file, digest in expected.values()}
     altered = []
     for name, (file, right) in expected.items():
-        found = file_digest(checkpoint.folder / name)
-        if found != right:
-            altered.append((file, owners.get(found)))
+        result = file_digest(checkpoint.folder / name)
+        if result != right:
+            altered.append((file, owners.get(result)))
     return altered
 
 
@@ -143,25 +143,25 @@ def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> ND
     for axis in spec.blocks or spec.shape[-1:]:
         stop = start + config.local_size(axis, tp_size)
         parts = [rank.view(_bits(rank))[..., start:stop] for rank in ranks]
-        whole = np.concatenate(parts, axis=-1)
+        full = np.concatenate(parts, axis=-1)
         start = stop
-        copies = whole.shape[-1] // int(getattr(config, axis))
+        copies = full.shape[-1] // int(getattr(config, axis))
         if copies > 1:
             size = int(getattr(config, "head_size", 1))
-            heads = whole.reshape(*whole.shape[:-1], -1, copies, size)
+            heads = full.reshape(*full.shape[:-1], -1, copies, size)
             if not (heads == heads[..., :1, :]).all():
                 return None
-            whole = heads[..., 0, :].reshape(*whole.shape[:-1], -1)
-        blocks.append(whole)
+            full = heads[..., 0, :].reshape(*full.shape[:-1], -1)
+        blocks.append(full)
     return np.ascontiguousarray(np.concatenate(blocks, axis=-1)).view(checkpoint.dtype)
 
 
 def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
     """Return whether the rebuilt tensor has the bits that the source's values become."""
-    found = rebuilt(checkpoint, task.spec, task.layer)
-    if found is None:
+    values = rebuilt(checkpoint, task.spec, task.layer)
+    if values is None:
         return False
-    data = found.reshape(-1).view(np.uint8)
+    data = values.reshape(-1).view(np.uint8)
     columns = [unit for block in task.blocks(workspace) for unit in block]
     at = 0
     pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)

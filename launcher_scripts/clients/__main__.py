@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="python3 -m launcher_scripts.clients",
         description="Commands that talk to a running server. NAME --help says more of each.",
-        epilog="\n".join(f"  {name:<{width}}  {what}" for name, what in CLIENTS.items()),
+        epilog="\n".join(f"  {name:<{width}}  {summary}" for name, summary in CLIENTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", choices=CLIENTS, help=", ".join(CLIENTS))

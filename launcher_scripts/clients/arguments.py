@@ -157,8 +157,8 @@ def add_server_flags(parser: argparse.ArgumentParser, protocol: str | None = "ht
         default=protocol,
         help="how to ask it" + (f" [{protocol}]" if protocol else ""),
     )
-    for name, what in TLS_FILES.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=f"gRPC with TLS: {what}")
+    for name, hint in TLS_FILES.items():
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"gRPC with TLS: {hint}")
     parser.add_argument(
         "-m",
         "--model",

@@ -115,8 +115,8 @@ class Conversation:
 
         Closing the iterator cancels the request.
         """
-        own = self.flags.turn.replace("\\n", "\n").replace("{text}", message)
-        self.text += own
+        template = self.flags.turn.replace("\\n", "\n").replace("{text}", message)
+        self.text += template
         self.turns += 1
         responses = self._responses(self._request())
         with contextlib.closing(responses):

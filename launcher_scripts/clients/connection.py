@@ -106,8 +106,8 @@ class HttpConnection:
 
         def answer() -> Tensors:
             result = pending.get()
-            found = result.get_response().get("outputs", [])
-            names = outputs or [output["name"] for output in found]
+            matches = result.get_response().get("outputs", [])
+            names = outputs or [output["name"] for output in matches]
             return {name: result.as_numpy(name) for name in names}
 
         return answer
@@ -328,8 +328,8 @@ def channel_arguments(
     if credentials:
         path = unquote(credentials)
         if not os.access(path, os.R_OK):
-            what = "the credentials of the server cannot be read: only its owner may use it"
-            raise ConfigError(problem(what, got=path, change="the user, or the address"))
+            message = "the credentials of the server cannot be read: only its owner may use it"
+            raise ConfigError(problem(message, got=path, change="the user, or the address"))
         tls = ClientTls(path, path, path)
         arguments["channel_args"] += [("grpc.ssl_target_name_override", SERVER_NAME)]
     if tls is None:
@@ -359,8 +359,8 @@ def infer_arguments(
         tensor = module.InferInput(name, list(array.shape), TRITON_TYPES[array.dtype.name])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
-    wanted = None if outputs is None else [module.InferRequestedOutput(name) for name in outputs]
-    request: dict[str, Any] = {"model_name": model_name, "inputs": inputs, "outputs": wanted}
+    requested = None if outputs is None else [module.InferRequestedOutput(name) for name in outputs]
+    request: dict[str, Any] = {"model_name": model_name, "inputs": inputs, "outputs": requested}
     if step is not None:
         request |= {
             "sequence_id": step.sequence_id,

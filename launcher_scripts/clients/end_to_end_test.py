@@ -82,7 +82,7 @@ def print_blocks(
     flags: argparse.Namespace,
     server: RemoteServer,
     models: Models,
-    ask: Callable[[str, Tensors], Iterable[Tensors]],
+    send: Callable[[str, Tensors], Iterable[Tensors]],
     shaped: Callable[[Tensors], Tensors] = dict,
 ) -> None:
     """A block for preprocessing, for every answer of the model, for postprocessing of the last
@@ -98,11 +98,11 @@ def print_blocks(
     encoded = server.infer(models.text_model("preprocessing"), query)
     block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
     answer: Tensors = {}
-    for answer in ask(models.name, {**model_inputs(contract, encoded), **shaped(sampling)}):
+    for answer in send(models.name, {**model_inputs(contract, encoded), **shaped(sampling)}):
         block("fastertransformer", *shown(answer, "output_ids", log_probs))
     block("postprocessing", *decoded(server, models, answer))
-    whole = shaped(ensemble_tensors(flags, sampling))
-    for answer in ask(models.text_model("ensemble"), whole):
+    inputs = shaped(ensemble_tensors(flags, sampling))
+    for answer in send(models.text_model("ensemble"), inputs):
         block("ensemble", *shown(answer, "OUTPUT_0", log_probs))
 
 
@@ -150,21 +150,21 @@ def ensemble_tensors(flags: argparse.Namespace, sampling: Tensors) -> Tensors:
 def decoded(server: RemoteServer, models: Models, answer: Tensors) -> list[Any]:
     """The model's ids as text, by postprocessing."""
     model = models.text_model("postprocessing")
-    taken = {each["name"] for each in server.model_config(model).get("input", [])}
+    accepted = {item["name"] for item in server.model_config(model).get("input", [])}
     sources = {
         "TOKENS_BATCH": "output_ids",
         "RESPONSE_INPUT_LENGTHS": "response_input_lengths",
         "sequence_length": "sequence_length",
     }
-    known = {name: answer[source] for name, source in sources.items() if name in taken}
-    return [readable(server.infer(model, known)["OUTPUT"])]
+    outputs = {name: answer[source] for name, source in sources.items() if name in accepted}
+    return [readable(server.infer(model, outputs)["OUTPUT"])]
 
 
 def shown(answer: Tensors, name: str, log_probs: bool) -> list[Any]:
     """The outputs of one block, in order."""
     names = [name, "sequence_length"]
     names += ["cum_log_probs", "output_log_probs"] if log_probs else []
-    return [readable(answer[each]) for each in names]
+    return [readable(answer[name]) for name in names]
 
 
 def block(name: str, *arrays: Any) -> None:

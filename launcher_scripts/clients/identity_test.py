@@ -93,12 +93,12 @@ def test(flags: argparse.Namespace) -> None:
     with connect(flags) as server:
         model = find_models(server, flags.model).name
 
-        def ask() -> Tensors:
+        def send() -> Tensors:
             if flags.is_decoupled:
                 return streamed(server, model, tensors, flags.output_len)
             return server.infer(model, tensors)
 
-        requests = [ask] * REQUESTS
+        requests = [send] * REQUESTS
         time_runs(flags, requests, warm_up=WARM_UP_REQUESTS, timed_as=REQUESTS, delimiter=" ")
 
 
@@ -146,9 +146,9 @@ def time_runs(
 def send_requests(requests: Sequence[Callable[[], Tensors]]) -> list[Tensors]:
     """The answers of the requests, which are sent one after the other."""
     answers = []
-    for ask in requests:
+    for send in requests:
         print("set request")
-        answers.append(ask())
+        answers.append(send())
         print("get request")
     return answers
 

@@ -42,8 +42,8 @@ def test(flags: argparse.Namespace) -> None:
         require_sessions(models)
         request = request_of(flags)
 
-        def ask(step: SequenceStep, more: Tensors) -> Tensors:
+        def send(step: SequenceStep, more: Tensors) -> Tensors:
             return server.infer(models.name, in_session({**request, **more}), step=step)
 
-        session = [partial(ask, *step) for step in steps(flags, len(request["input_ids"]))]
+        session = [partial(send, *step) for step in steps(flags, len(request["input_ids"]))]
         time_runs(flags, session, warm_up=len(session), timed_as=1, delimiter=",")

@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def issue(flags: argparse.Namespace) -> None:
     """Send the request that the file, --params and the flags describe, and print the answer."""
-    whole = merged({"config": DEFAULT_CONFIG}, read_json(flags.request_file))
+    request = merged({"config": DEFAULT_CONFIG}, read_json(flags.request_file))
     if flags.params is not None:
-        whole = merged(whole, parse_json(flags.params, "--params"))
-    given = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
-    config, tensors = check(merged(whole, {"config": given}), str(flags.request_file))
+        request = merged(request, parse_json(flags.params, "--params"))
+    overrides = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
+    config, tensors = check(merged(request, {"config": overrides}), str(flags.request_file))
     protocol = "grpc" if config["stream_api"] else config["protocol"]
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
     tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
@@ -108,15 +108,15 @@ def as_declared(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     Raises ConfigError with every tensor whose numbers the declared type does not hold.
     """
     problems = Problems("the request")
-    declared = {each["name"]: each["data_type"] for each in config.get("input", [])}
+    declared = {item["name"]: item["data_type"] for item in config.get("input", [])}
     result = dict(tensors)
     for name, array in tensors.items():
-        wanted = numpy_name(declared.get(name, ""))
-        if (array.dtype.name in _WHOLE and wanted in (*_WHOLE, *_REAL, BFLOAT16)) or (
-            array.dtype.name in _REAL and wanted in (*_REAL, BFLOAT16)
+        numpy_type = numpy_name(declared.get(name, ""))
+        if (array.dtype.name in _WHOLE and numpy_type in (*_WHOLE, *_REAL, BFLOAT16)) or (
+            array.dtype.name in _REAL and numpy_type in (*_REAL, BFLOAT16)
         ):
             try:
-                result[name] = tensor(array.tolist(), wanted)
+                result[name] = tensor(array.tolist(), numpy_type)
             except ValueError as error:
                 problems.add(f"{name}: {error}", got=array.tolist())
     problems.raise_if_any(ConfigError)
@@ -152,10 +152,10 @@ def print_stream(responses: Iterable[Tensors], test: bool) -> None:
             if test:
                 check_one_more(before, tokens)
             before = tokens
-            shown: Any = tokens
+            printed: Any = tokens
         else:  # an ensemble: text
-            shown = "\n".join(f"{name}: {readable(array)}" for name, array in response.items())
-        print(f"[After {seconds:.2f}s] Partial result{chance}:\n{shown}\n", flush=True)
+            printed = "\n".join(f"{name}: {readable(array)}" for name, array in response.items())
+        print(f"[After {seconds:.2f}s] Partial result{chance}:\n{printed}\n", flush=True)
 
 
 def check_one_more(before: NDArray[Any] | None, tokens: NDArray[Any]) -> None:
@@ -209,21 +209,21 @@ def parse_json(text: str, origin: str) -> dict[str, Any]:
     return content
 
 
-def check(whole: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
+def check(request: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
     """(config, tensors by name); raises ConfigError with every problem of the request."""
     problems = Problems(origin)
-    config = whole["config"]
+    config = request["config"]
     for key in sorted(set(config) - set(DEFAULT_CONFIG)):
         problems.add("unknown key of config", got=key, choices=DEFAULT_CONFIG)
     if config["protocol"] not in DEFAULT_ADDRESSES:
         problems.add("unknown protocol", got=config["protocol"], choices=DEFAULT_ADDRESSES)
     tensors: Tensors = {}
-    for number, field in enumerate(whole.get("request", [])):
+    for number, field in enumerate(request.get("request", [])):
         try:
             tensors[field["name"]] = tensor(field["data"], field["dtype"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             problems.add(f"tensor {number} of request: {type(error).__name__}: {error}")
-    if not whole.get("request"):
+    if not request.get("request"):
         problems.add("request is missing or empty")
     problems.raise_if_any(ConfigError)
     return dict(config), tensors
@@ -240,9 +240,9 @@ def tensor(data: Any, dtype: str) -> NDArray[Any]:
         import ml_dtypes  # tells numpy of the type; tritonclient brings it along
 
         return array.astype(ml_dtypes.bfloat16)
-    wanted = np.dtype(dtype)
-    if wanted.kind in "ui" and array.dtype.kind in "uif":
-        limits = np.iinfo(wanted)
+    array_type = np.dtype(dtype)
+    if array_type.kind in "ui" and array.dtype.kind in "uif":
+        limits = np.iinfo(array_type)
         if array.size and not (limits.min <= array.min() and array.max() <= limits.max):
             raise ValueError(f"values outside of {dtype}")
-    return array.astype(wanted)
+    return array.astype(array_type)

@@ -80,8 +80,8 @@ class RemoteServer:
     def requests_taken(self, model_name: str) -> int:
         """Number of requests that the model has received since the server started."""
         with self._failures_of(f"the statistics of model {model_name}"):
-            found = self._connection.statistics(model_name)
-        return int(found.get("inference_stats", {}).get("success", {}).get("count", 0))
+            statistics = self._connection.statistics(model_name)
+        return int(statistics.get("inference_stats", {}).get("success", {}).get("count", 0))
 
     def infer(
         self,
@@ -107,14 +107,14 @@ class RemoteServer:
         step: SequenceStep | None = None,
     ) -> Callable[[], Tensors]:
         """Send one request; the result waits for its outputs and raises as infer does."""
-        what = f"model {model_name}"
+        message = f"model {model_name}"
         streams, connection = self.streams(model_name), self._connection
         send = connection.submit_streamed if streams else connection.submit
-        with self._failures_of(what):
+        with self._failures_of(message):
             answer = send(model_name, tensors, outputs, step)
 
         def outputs_of_request() -> Tensors:
-            with self._failures_of(what):
+            with self._failures_of(message):
                 return answer()
 
         return outputs_of_request
@@ -127,29 +127,29 @@ class RemoteServer:
             yield from self._connection.stream(model_name, tensors, step)
 
     @contextmanager
-    def _failures_of(self, what: str) -> Iterator[None]:
+    def _failures_of(self, message: str) -> Iterator[None]:
         """Turn errors of the transport into errors that are meant for the user."""
         try:
             yield
         except LauncherError:
             raise
         except Exception as error:
-            raise self._failure(error, what) from error
+            raise self._failure(error, message) from error
 
-    def _failure(self, error: Exception, what: str) -> ServerError:
+    def _failure(self, error: Exception, subject: str) -> ServerError:
         """Return the user's error for `error` of any transport."""
-        status, message, refused = failure_facts(error)
+        status, message, is_rejected = failure_facts(error)
         if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in status:
             return ServerError(
                 problem(
-                    f"the server at {self.address} gave no answer for {what} "
+                    f"the server at {self.address} gave no answer for {subject} "
                     f"within {self._request_timeout:g} s",
                     change=self._timeout_key,
                 )
             )
-        if refused and "UNAVAILABLE" not in status:
+        if is_rejected and "UNAVAILABLE" not in status:
             return ServerError(
-                f"the server at {self.address} refused a request to {what}: {message}"
+                f"the server at {self.address} refused a request to {subject}: {message}"
             )
         kind = "" if message else f" {type(error).__name__}"
         return ServerError(f"the server at {self.address} is gone: {message}{kind}")
@@ -187,35 +187,37 @@ class Models:
         return self.text[role]
 
 
-def find_models(server: RemoteServer, wanted: str | None) -> Models:
-    """The model called `wanted`; without a name the tools' usual one, else the only one."""
+def find_models(server: RemoteServer, requested: str | None) -> Models:
+    """The model called `requested`; without a name the tools' usual one, else the only one."""
     served = server.models()
-    if wanted is not None and wanted not in served:
+    if requested is not None and requested not in served:
         raise ConfigError(
-            problem("the server has no such model", got=wanted, choices=served, change="--model")
+            problem("the server has no such model", got=requested, choices=served, change="--model")
         )
-    name = wanted or (DEFAULT_MODEL if DEFAULT_MODEL in served else None)
-    configs = {each: server.model_config(each) for each in ([name] if name else served)}
+    name = requested or (DEFAULT_MODEL if DEFAULT_MODEL in served else None)
+    configs = {item: server.model_config(item) for item in ([name] if name else served)}
     if name is None:
-        ours = [each for each, config in configs.items() if config.get("backend") == _OUR_BACKEND]
-        if len(ours) != 1:
+        candidates = [
+            item for item, config in configs.items() if config.get("backend") == _OUR_BACKEND
+        ]
+        if len(candidates) != 1:
             raise ConfigError(
-                problem("which model is meant", choices=ours or served, change="--model")
+                problem("which model is meant", choices=candidates or served, change="--model")
             )
-        (name,) = ours
+        (name,) = candidates
     config = configs[name]
     text = {}
     for role in TEXT_MODELS:
-        own = [each for each in (f"{name}_{role}", role) if each in served]
-        text.update({role: own[0]} if own else {})
+        companions = [item for item in (f"{name}_{role}", role) if item in served]
+        text.update({role: companions[0]} if companions else {})
     model_type = parameter(config, "model_type") or "GPT"
     return Models(name, model_type, is_decoupled(config), "sequence_batching" in config, text)
 
 
 def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The parameters of a config.pbtxt as JSON."""
-    given = config.get("parameters", {})
-    return {name: str(value.get("string_value", "")) for name, value in given.items()}
+    parameters = config.get("parameters", {})
+    return {name: str(value.get("string_value", "")) for name, value in parameters.items()}
 
 
 def parameter(config: Mapping[str, Any], name: str) -> str | None:

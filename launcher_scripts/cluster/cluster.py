@@ -58,12 +58,12 @@ def without_job(env: Mapping[str, str], *, gpus: bool = True) -> dict[str, str]:
 
     gpus: whether the choice of GPUs stays
     """
-    inside = any(name in env for name in _JOB_IDS)
+    in_job = any(name in env for name in _JOB_IDS)
     return {
         name: value
         for name, value in env.items()
         if not _OF_A_JOB.fullmatch(name)
-        and not (inside and _OF_A_JOB_INSIDE.fullmatch(name))
+        and not (in_job and _OF_A_JOB_INSIDE.fullmatch(name))
         and (gpus or name not in _GPUS)
     }
 
@@ -153,8 +153,10 @@ class Cluster(ABC, Generic[Options]):
                     "all stages have one cluster type", got=values["type"], change=f"{key}.type"
                 )
             )
-        own = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        options: Any = build(self.options_type, {**own, **values}, f"the options of {key}", key=key)
+        local = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        options: Any = build(
+            self.options_type, {**local, **values}, f"the options of {key}", key=key
+        )
         return type(self)(options)
 
     def options_of(self, job: Job) -> Options:

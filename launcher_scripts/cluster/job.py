@@ -183,8 +183,8 @@ class JobFolder:
     def next(cls, results_dir: Path, name: str) -> JobFolder:
         """The folder that the next run under `results_dir` gets; nothing is created."""
         jobs = results_dir / "jobs"
-        taken = [int(path.name) for path in jobs.glob("*") if path.name.isdecimal()]
-        return cls(jobs / f"{max(taken, default=0) + 1:03d}", name)
+        numbers = [int(path.name) for path in jobs.glob("*") if path.name.isdecimal()]
+        return cls(jobs / f"{max(numbers, default=0) + 1:03d}", name)
 
     @classmethod
     def reserve(cls, results_dir: Path, name: str) -> JobFolder:
@@ -197,8 +197,8 @@ class JobFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                what = f"cannot create the job folder {folder.root}: {error}"
-                raise ClusterError(problem(what, change="base_results_dir")) from error
+                message = f"cannot create the job folder {folder.root}: {error}"
+                raise ClusterError(problem(message, change="base_results_dir")) from error
             return folder
 
 
@@ -260,8 +260,8 @@ class Job:
 
     def settings_files(self) -> dict[Path, str]:
         """The settings files by their paths, with that of a client in the same job."""
-        own = {self.folder.settings: settings_text(self.settings)}
-        return own if self.client is None else {**own, **self.client.settings_files()}
+        files = {self.folder.settings: settings_text(self.settings)}
+        return files if self.client is None else {**files, **self.client.settings_files()}
 
     def write(self, script: str) -> None:
         """Put the settings file and the script into the job folder."""

@@ -213,25 +213,25 @@ def ready_of_run(path: Path, folder: Path) -> dict[str, Any] | None:
     """Return the contents of a ready file if it is of the run in this job folder, else None."""
     with contextlib.suppress(ClusterError):
         ready = read_json(path)
-        own = ((ready or {}).get("job") or {}).get("folder")
-        if isinstance(own, str) and is_same_path(own, folder):
+        local = ((ready or {}).get("job") or {}).get("folder")
+        if isinstance(local, str) and is_same_path(local, folder):
             return ready
     return None
 
 
-def read_known(path: Path, kind: type[Known], what: str) -> Known | None:
+def read_known(path: Path, kind: type[Known], message: str) -> Known | None:
     """The dataclass `kind` in a JSON file, without keys of other versions; None without the file.
 
-    Raises ClusterError where the file is not `what`.
+    Raises ClusterError where the file is not `message`.
     """
     values = read_json(path)
     if values is None:
         return None
-    known = {field.name for field in fields(cast(Any, kind))} & values.keys()
+    names = {field.name for field in fields(cast(Any, kind))} & values.keys()
     try:
-        return build(kind, {name: values[name] for name in known}, what)
+        return build(kind, {name: values[name] for name in names}, message)
     except ConfigError as error:
-        raise ClusterError(f"{path} is not {what}: {', '.join(error.problems)}") from error
+        raise ClusterError(f"{path} is not {message}: {', '.join(error.problems)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -68,11 +68,12 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
     if any(_has_room(job, job.server, options, fields, cluster) for fields in partitions):
         return
     server, names = job.server, " or ".join(f["PartitionName"] for f in partitions)
-    taken = server.resources.nodes * max(1, server.replicas)
+    num_nodes = server.resources.nodes * max(1, server.replicas)
     counts = [len(_eligible(options, fields, cluster)) for fields in partitions]
     within = "evaluate.in_deploy_job=True (the client runs in the deployment's job), "
     problems.add(
-        f"the {job.stage} job could never start beside the {server.stage} job, which takes {taken} "
+        f"the {job.stage} job could never start beside the {server.stage} job, which takes "
+        f"{num_nodes} "
         f"of the {max(counts)} node(s) that both may use in the partition {names} for itself",
         change=f"{within if job.service is None else ''}cluster.partition, or what the deployment "
         "takes of a node (cluster.exclusive=False with cluster.mem, cluster.cpus_per_task and "
@@ -85,13 +86,13 @@ def _has_room(
 ) -> bool:
     if partition.get("OverSubscribe", "").partition(":")[0] in _SHARED_PARTITIONS:
         return True
-    whole = partition.get("OverSubscribe") == "EXCLUSIVE"
-    taken, wanted = (
-        _share(_options_of(one, options).sbatch(one), partition, cluster, whole=whole)
+    is_exclusive = partition.get("OverSubscribe") == "EXCLUSIVE"
+    used, requested = (
+        _share(_options_of(one, options).sbatch(one), partition, cluster, exclusive=is_exclusive)
         for one in (server, job)
     )
     nodes = _eligible(options, partition, cluster)
-    both = wanted.beside(taken)
+    both = requested.beside(used)
     if sum(both.within(_node(node)) for node in nodes) >= job.resources.nodes:
         return True
     others = len(nodes) - server.resources.nodes * max(1, server.replicas)
@@ -107,10 +108,10 @@ def _share(
     partition: Mapping[str, str],
     cluster: _Cluster,
     *,
-    whole: bool,
+    exclusive: bool,
 ) -> NodeShare:
     """Return the share of a node that a job with these options of sbatch uses."""
-    if whole or parameters["exclusive"] is True:
+    if exclusive or parameters["exclusive"] is True:
         return NodeShare(_ALL, _ALL, _ALL)
     cpus = parameters["ntasks_per_node"] * (parameters["cpus_per_task"] or 1)
     gpus = str(parameters["gpus_per_node"] or parameters["gpus_per_task"] or 0)
@@ -120,16 +121,16 @@ def _share(
     return NodeShare(cpus, memory, int(gpus.rpartition(":")[2]))
 
 
-def _memory(asked: str | None, cpus: int, defaults: Iterable[Mapping[str, str]]) -> float:
+def _memory(requested: str | None, cpus: int, defaults: Iterable[Mapping[str, str]]) -> float:
     """Megabytes of a node; Slurm gives a job that does not ask all of it, or the default."""
-    if asked is None:
+    if requested is None:
         for fields in defaults:
             for name, times in (("DefMemPerNode", 1), ("DefMemPerCPU", cpus)):
                 if fields.get(name, "").isdecimal() and int(fields[name]):
                     return float(fields[name]) * times
         return _ALL
-    unit = asked[-1].upper()
-    number = float(asked[:-1] if unit in _MEGABYTES else asked)
+    unit = requested[-1].upper()
+    number = float(requested[:-1] if unit in _MEGABYTES else requested)
     return number * _MEGABYTES.get(unit, 1) or _ALL
 
 
@@ -177,10 +178,10 @@ class ScriptExecutor(SlurmExecutor):
         self.options = options
         self.dependency: str | None = None
         parameters = {k: v for k, v in options.sbatch(job).items() if v not in (None, False)}
-        known = self._valid_parameters() & parameters.keys()
+        supported = self._valid_parameters() & parameters.keys()
         self.update_parameters(
-            **{name: parameters[name] for name in known},
-            additional_parameters={k: v for k, v in parameters.items() if k not in known},
+            **{name: parameters[name] for name in supported},
+            additional_parameters={k: v for k, v in parameters.items() if k not in supported},
         )
 
     @classmethod
@@ -276,11 +277,11 @@ class SlurmCluster(Cluster[SlurmOptions]):
             check=False,
             env=environment.variables,
         )
-        said = (tried.stderr or tried.stdout).strip()
+        output = (tried.stderr or tried.stdout).strip()
         problems = Problems(f"the {job.stage} job")
         if tried.returncode:
-            key = slurm_queue.refused_key(said)
-            problems.add(f"sbatch would refuse the {job.stage} job: {said}", change=key)
+            key = slurm_queue.refused_key(output)
+            problems.add(f"sbatch would refuse the {job.stage} job: {output}", change=key)
         else:
             options = _with_defaults(executor.options, environment)
             if options.qos is None:  # a quality of service can lift the partition's limits
@@ -288,7 +289,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
             check_room(job, options, problems)
             self._check_mpi(job, options, problems)
         problems.raise_if_any(ClusterError)
-        return "\n# ".join([said, *self._notes(job)])
+        return "\n# ".join([output, *self._notes(job)])
 
     def _check_mpi(self, job: Job, options: SlurmOptions, problems: Problems) -> None:
         """Tasks on several nodes find each other through a plugin of srun."""
@@ -349,8 +350,8 @@ class SlurmCluster(Cluster[SlurmOptions]):
                 self._submitted.append(Submitted(self._handing_over, job_id))
         self._handing_over = None
         for submitted in reversed(self._submitted):
-            said = slurm_queue.signal_job(submitted.job_id)
-            done = f"could not cancel ({said})" if said else "cancelled"
+            output = slurm_queue.signal_job(submitted.job_id)
+            done = f"could not cancel ({output})" if output else "cancelled"
             print(f"{submitted.job.stage}: {done} Slurm job {submitted.job_id}", flush=True)
         self._submitted.clear()
 
@@ -372,8 +373,8 @@ class SlurmCluster(Cluster[SlurmOptions]):
             cls.cancel(folder, record, job_id)
             return
         _complain(slurm_queue.signal_job(job_id, "--batch", "--signal=TERM"))
-        patience = record.stop_timeout + _CANCEL_SECONDS
-        if not wait_for(lambda: cls.state(folder, record, job_id).ended, patience):
+        timeout = record.stop_timeout + _CANCEL_SECONDS
+        if not wait_for(lambda: cls.state(folder, record, job_id).ended, timeout):
             cls.cancel(folder, record, job_id)
 
     @classmethod
@@ -400,16 +401,16 @@ def _hand_over(executor: ScriptExecutor) -> str:
         queued = slurm_queue.jobs_of_script(job.folder.script)
         if queued:
             return queued[0]
-        said = f"sbatch refused the {job.stage} job: {str(error).strip()}"
+        message = f"sbatch refused the {job.stage} job: {str(error).strip()}"
         if queued is None and shutil.which("squeue") is not None:
-            said += "; squeue does not answer whether it is queued all the same"
-        said += f"; its script is {job.folder.script}"
-        raise ClusterError(problem(said, change=slurm_queue.refused_key(str(error)))) from error
+            message += "; squeue does not answer whether it is queued all the same"
+        message += f"; its script is {job.folder.script}"
+        raise ClusterError(problem(message, change=slurm_queue.refused_key(str(error)))) from error
 
 
-def _complain(said: str) -> None:
-    if said:
-        raise ClusterError(said)
+def _complain(output: str) -> None:
+    if output:
+        raise ClusterError(output)
 
 
 def _check_reason(submitted: Submitted) -> None:

@@ -58,48 +58,48 @@ _REFUSED_KEYS: Mapping[str, str] = {
 }
 
 
-def refused_key(said: str) -> str:
+def refused_key(output: str) -> str:
     """The key to change after what sbatch has said; all of the cluster's where it is not clear."""
-    found = (key for words, key in _REFUSED_KEYS.items() if words in said.lower())
-    return next(found, "cluster.*")
+    keys = (key for words, key in _REFUSED_KEYS.items() if words in output.lower())
+    return next(keys, "cluster.*")
 
 
 def answers() -> bool:
     """Return whether this machine has Slurm's commands and its controller can be reached."""
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
-    asked = _ask("scontrol", "ping")
-    return asked is not None and asked.returncode == 0 and " UP" in asked.stdout
+    reply = _ask("scontrol", "ping")
+    return reply is not None and reply.returncode == 0 and " UP" in reply.stdout
 
 
 def job_state(job_id: str) -> JobState:
     """The state of a job or of one task of an array."""
-    shown = _ask("scontrol", "show", "job", job_id)
-    if shown is not None and shown.returncode == 0 and shown.stdout.strip():
-        return _of_scontrol(shown.stdout.lstrip().partition("\n\n")[0])
+    reply = _ask("scontrol", "show", "job", job_id)
+    if reply is not None and reply.returncode == 0 and reply.stdout.strip():
+        return _of_scontrol(reply.stdout.lstrip().partition("\n\n")[0])
     accounted = _of_accounting(job_id)
     if accounted is not None:
         return accounted
-    if shown is None or "Invalid job id" not in shown.stdout + shown.stderr:
-        said = "scontrol is not on the PATH" if shown is None else shown.stderr.strip()
-        return JobState(UNKNOWN, reason=said)
+    if reply is None or "Invalid job id" not in reply.stdout + reply.stderr:
+        output = "scontrol is not on the PATH" if reply is None else reply.stderr.strip()
+        return JobState(UNKNOWN, reason=output)
     return JobState(FORGOTTEN, reason="Slurm has forgotten the job, and sacct has no record of it")
 
 
 def signal_job(job_id: str, *options: str) -> str:
     """Run scancel on a job; returns what it complains of."""
-    asked = _ask("scancel", *options, job_id)
-    return "scancel is not on the PATH" if asked is None else asked.stderr.strip()
+    reply = _ask("scancel", *options, job_id)
+    return "scancel is not on the PATH" if reply is None else reply.stderr.strip()
 
 
 def jobs_of_script(script: Path) -> list[str] | None:
     """The jobs that run this script, ended ones too; None where nobody answers."""
-    asked = _ask("squeue", "--noheader", "--states=all", "--format=%F %o")
-    if asked is None or asked.returncode:
+    reply = _ask("squeue", "--noheader", "--states=all", "--format=%F %o")
+    if reply is None or reply.returncode:
         return None
-    lines = (line.partition(" ") for line in asked.stdout.splitlines())
-    found = (job_id for job_id, _, command in lines if is_same_path(command.strip(), script))
-    return list(dict.fromkeys(found))
+    lines = (line.partition(" ") for line in reply.stdout.splitlines())
+    job_ids = (job_id for job_id, _, command in lines if is_same_path(command.strip(), script))
+    return list(dict.fromkeys(job_ids))
 
 
 def check_partition(name: str | None, resources: Resources, problems: Problems, stage: str) -> None:
@@ -109,19 +109,19 @@ def check_partition(name: str | None, resources: Resources, problems: Problems, 
     """
     refusals = []
     for fields in partitions(name):
-        refused = _refusal(fields, resources, stage)
-        if refused is None:
+        refusal = _refusal(fields, resources, stage)
+        if refusal is None:
             return
-        refusals.append(refused)
+        refusals.append(refusal)
     problems.messages.extend(refusals)
 
 
 def partitions(names: str | None) -> list[dict[str, str]]:
     """Return Slurm's data of the partitions that a job may run in; see check_partition."""
-    shown = _shown("partition")
+    reply = _shown("partition")
     if names is None:
-        return [fields for fields in shown if fields.get("Default") == "YES"]
-    return [fields for fields in shown if fields.get("PartitionName") in names.split(",")]
+        return [fields for fields in reply if fields.get("Default") == "YES"]
+    return [fields for fields in reply if fields.get("PartitionName") in names.split(",")]
 
 
 def nodes() -> list[dict[str, str]]:
@@ -131,26 +131,26 @@ def nodes() -> list[dict[str, str]]:
 
 def configuration() -> dict[str, str]:
     """Slurm's configuration as it is in force."""
-    shown = _ask("scontrol", "show", "config")
-    lines = shown.stdout.splitlines() if shown is not None else []
+    reply = _ask("scontrol", "show", "config")
+    lines = reply.stdout.splitlines() if reply is not None else []
     pairs = (line.partition("=") for line in lines)
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
 
 def mpi_types() -> list[str]:
     """The names that this machine's `srun --mpi` accepts; empty if it cannot be asked."""
-    shown = _ask("srun", "--mpi=list")
-    if shown is None or shown.returncode:
+    reply = _ask("srun", "--mpi=list")
+    if reply is None or reply.returncode:
         return []
-    names = re.findall(r"^(?:srun:)?[ \t]+([a-z]\w*)$", shown.stdout + shown.stderr, re.MULTILINE)
-    versions = re.findall(r"pmix_v\d+", shown.stdout + shown.stderr)
+    names = re.findall(r"^(?:srun:)?[ \t]+([a-z]\w*)$", reply.stdout + reply.stderr, re.MULTILINE)
+    versions = re.findall(r"pmix_v\d+", reply.stdout + reply.stderr)
     return list(dict.fromkeys([*names, *versions]))
 
 
 def host_names(hosts: str | None) -> list[str]:
     """The nodes that a list in Slurm's notation (n[1-3],m7) names."""
-    asked = _ask("scontrol", "show", "hostnames", hosts) if hosts else None
-    return asked.stdout.split() if asked is not None else []
+    reply = _ask("scontrol", "show", "hostnames", hosts) if hosts else None
+    return reply.stdout.split() if reply is not None else []
 
 
 def slurm_seconds(text: str) -> int:
@@ -178,8 +178,8 @@ def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
 
 def _shown(kind: str) -> list[dict[str, str]]:
     """Every object of a kind, as `scontrol show` prints its fields."""
-    shown = _ask("scontrol", "--oneliner", "show", kind)
-    lines = shown.stdout.splitlines() if shown is not None and shown.returncode == 0 else []
+    reply = _ask("scontrol", "--oneliner", "show", kind)
+    lines = reply.stdout.splitlines() if reply is not None and reply.returncode == 0 else []
     return list(map(_fields, lines))
 
 
@@ -206,13 +206,13 @@ def _of_scontrol(text: str) -> JobState:
 
 def _of_accounting(job_id: str) -> JobState | None:
     columns = "State,ExitCode,NodeList,Elapsed"
-    asked = _ask(
+    reply = _ask(
         *("sacct", "--allocations", "--noheader", "--parsable2", "--duplicates"),
         *(f"--format={columns}", f"--jobs={job_id}"),
     )
-    if asked is None or asked.returncode or not asked.stdout.strip():
+    if reply is None or reply.returncode or not reply.stdout.strip():
         return None
-    name, code, nodes, elapsed = asked.stdout.splitlines()[-1].split("|")
+    name, code, nodes, elapsed = reply.stdout.splitlines()[-1].split("|")
     word, _, reason = name.partition(" ")  # "CANCELLED by 1000"
     state = JobState(
         word,
@@ -235,7 +235,9 @@ def _with_exit_code(state: JobState, code: str) -> JobState:
 
 def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str | None:
     """Why a partition never runs a job with these resources; None where it may."""
-    name, longest, most = (fields.get(key, "") for key in ("PartitionName", "MaxTime", "MaxNodes"))
+    name, longest, max_nodes = (
+        fields.get(key, "") for key in ("PartitionName", "MaxTime", "MaxNodes")
+    )
     limited = longest not in ("", *_UNLIMITED)
     if limited and slurm_seconds(resources.time_limit) > slurm_seconds(longest):
         return problem(
@@ -244,10 +246,10 @@ def _refusal(fields: Mapping[str, str], resources: Resources, stage: str) -> str
             got=resources.time_limit,
             change=f"{stage}.run.time_limit or cluster.partition",
         )
-    if most.isdecimal() and resources.nodes > int(most):
+    if max_nodes.isdecimal() and resources.nodes > int(max_nodes):
         return problem(
             f"the {stage} job would wait indefinitely (PartitionNodeLimit): the partition {name} "
-            f"gives a job at most {most} nodes",
+            f"gives a job at most {max_nodes} nodes",
             got=resources.nodes,
             change=f"{stage}.run.nodes or cluster.partition",
         )

@@ -48,14 +48,14 @@ def registry_name(image: str) -> str:
     every pyxis knows the prefix docker://.
     """
     name = image.removeprefix("docker://")
-    host, slash, rest = name.partition("/")
+    host, slash, path = name.partition("/")
     user, at, registry = host.rpartition("@")
     if "://" in name or "#" in name or not slash:
         return name
     if registry in _DOCKER_HUB:
-        return user + at + rest
+        return user + at + path
     if "." in registry or ":" in registry or registry == "localhost":
-        return f"{user}{at}{registry}#{rest}"
+        return f"{user}{at}{registry}#{path}"
     return name
 
 
@@ -268,14 +268,18 @@ class SlurmOptions(ClusterOptions):
 
     def sbatch(self, job: Job) -> dict[str, Any]:
         """The parameters of the submission, in submitit's spelling."""
-        own = {key: value for key, value in asdict(self).items() if key not in _OWN_KEYS}
+        options = {key: value for key, value in asdict(self).items() if key not in _OWN_KEYS}
         if self.gpus_per_task is not None:
             # With both, Slurm wants as many tasks on a node as the one divided by the other.
-            own["gpus_per_node"] = None
+            options["gpus_per_node"] = None
         if job.resources.gpus_per_node is not None:
-            own |= {"gpus_per_node": job.resources.gpus_per_node or None, "gpus_per_task": None}
+            options |= {"gpus_per_node": job.resources.gpus_per_node or None, "gpus_per_task": None}
         if job.resources.gpus_per_node == 0:
-            own |= {"exclusive": None, "mem": None if self.mem == "0" else self.mem, "gres": None}
+            options |= {
+                "exclusive": None,
+                "mem": None if self.mem == "0" else self.mem,
+                "gres": None,
+            }
         signal = None
         if job.service is not None:
             signal = f"B:USR1@{_warning_seconds(job, job.service)}"
@@ -285,7 +289,7 @@ class SlurmOptions(ClusterOptions):
             "nodes": job.resources.nodes,
             "ntasks_per_node": job.resources.tasks_per_node,
             "time": job.resources.time_limit,
-            **own,
+            **options,
             "cpus_per_task": self.cpus_of(job),
             "array": f"{first}-{last}" if job.replicas else None,
             "output": file_pattern(job.folder.log_stem, array=job.replicas > 0),
@@ -350,12 +354,12 @@ class Variables:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Variables:
-        given = {
+        values = {
             name: value
             for name, value in env.items()
             if name in _OF_THE_NODE or _NO_LINE.fullmatch(value)
         }
-        return cls({name: env[name] for name in env if name not in given}, given)
+        return cls({name: env[name] for name in env if name not in values}, values)
 
 
 # Seconds between two queries of a client's job about its server's, and of a server's about its

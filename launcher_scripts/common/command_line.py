@@ -72,7 +72,7 @@ def hydra_value(text: str) -> str:
     """A text as a value on Hydra's command line, where a backslash counts only before a quote."""
     if _PLAIN_PATH.fullmatch(text):
         return text
-    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), text)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", "\\'"), text)
     return "'" + escaped.replace("${", "\\${") + "'"
 
 
@@ -103,13 +103,13 @@ def help_text(conf: Path, arguments: Iterable[str]) -> str:
         lines.append(f"  {group}: {', '.join(file.with_suffix('').as_posix() for file in files)}")
     lines += ["", "Keys (KEY=VALUE):", "", _text(conf / "config.yaml")]
     main = (conf / "config.yaml").read_text(encoding="utf-8")
-    chosen = {match["group"]: match["choice"] for match in _DEFAULT.finditer(main)}
+    defaults = {match["group"]: match["choice"] for match in _DEFAULT.finditer(main)}
     for argument in arguments:
         group, _, choice = argument.partition("=")
-        if group in chosen and (conf / group / f"{choice}.yaml").is_file():
-            chosen[group] = choice
-    chosen["cluster"] = chosen.pop("cluster_type")
-    for group, choice in sorted(chosen.items(), key=lambda item: item[0] != "cluster"):
+        if group in defaults and (conf / group / f"{choice}.yaml").is_file():
+            defaults[group] = choice
+    defaults["cluster"] = defaults.pop("cluster_type")
+    for group, choice in sorted(defaults.items(), key=lambda item: item[0] != "cluster"):
         for file in _files(conf, conf / group / f"{choice}.yaml"):
             text = "\n".join(f"  {line}".rstrip() for line in _text(file).splitlines())
             lines += [f"{group}:  # conf/{file.relative_to(conf).as_posix()}", text, ""]

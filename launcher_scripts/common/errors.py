@@ -53,14 +53,14 @@ class BusyError(RequestError):
 
 
 def problem(
-    what: str,
+    subject: str,
     *,
     got: object = None,
     choices: Iterable[object] | None = None,
     change: str | None = None,
 ) -> str:
     """One sentence: what is wrong, what was got, the valid choices, the key to change."""
-    parts = [what]
+    parts = [subject]
     if got is not None:
         text = repr(got)
         parts.append(f"got {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}")
@@ -89,38 +89,40 @@ class Problems:
 
     def add(
         self,
-        what: str,
+        subject: str,
         *,
         got: object = None,
         choices: Iterable[object] | None = None,
         change: str | None = None,
     ) -> None:
-        self.messages.append(problem(what, got=got, choices=choices, change=change))
+        self.messages.append(problem(subject, got=got, choices=choices, change=change))
 
-    def add_first(self, found: Sequence[str], most: int) -> None:
+    def add_first(self, messages: Sequence[str], limit: int) -> None:
         """Note the first of many findings of one kind, and how many more there are."""
-        for message in found[:most]:
+        for message in messages[:limit]:
             self.add(message)
-        if len(found) > most:
-            self.add(f"and {len(found) - most} more like it")
+        if len(messages) > limit:
+            self.add(f"and {len(messages) - limit} more like it")
 
     def check_choice(
-        self, what: str, got: str, choices: Iterable[str], change: str | None = None
+        self, subject: str, got: str, choices: Iterable[str], change: str | None = None
     ) -> None:
         """Note a value that is none of the choices."""
-        known = tuple(choices)
-        if got not in known:
-            self.add(f"unknown {what}", got=got, choices=known, change=change)
+        names = tuple(choices)
+        if got not in names:
+            self.add(f"unknown {subject}", got=got, choices=names, change=change)
 
-    def check_at_least(self, what: str, got: float, least: int, change: str | None = None) -> None:
+    def check_at_least(
+        self, subject: str, got: float, minimum: int, change: str | None = None
+    ) -> None:
         """Note a number that is too small."""
-        if not got >= least:  # also what is no number
-            self.add(f"{what} must be at least {least}", got=got, change=change)
+        if not got >= minimum:  # also what is no number
+            self.add(f"{subject} must be at least {minimum}", got=got, change=change)
 
     def merge(self, error: LauncherError) -> None:
         """Take over what another check has found, unless it is known already."""
-        found = error.problems or (str(error),)
-        self.messages.extend(message for message in found if message not in self.messages)
+        messages = error.problems or (str(error),)
+        self.messages.extend(message for message in messages if message not in self.messages)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

@@ -55,18 +55,18 @@ def replica_files(path: Path, replicas: int) -> tuple[Path, ...]:
     return tuple(replica_file(path, number) for number in range(replicas))
 
 
-def ready_paths(place: Path) -> list[Path]:
-    """Returns the ready files of a place: the file itself, or those in the folder."""
-    if not place.is_dir():
-        return [place]
+def ready_paths(position: Path) -> list[Path]:
+    """Returns the ready files of a position: the file itself, or those in the folder."""
+    if not position.is_dir():
+        return [position]
     # Path.glob may hide that it cannot look.
-    return sorted(p for p in place.iterdir() if any(fnmatch(p.name, n) for n in READY_FILES))
+    return sorted(p for p in position.iterdir() if any(fnmatch(p.name, n) for n in READY_FILES))
 
 
-def has_servers(places: Iterable[Path]) -> bool:
+def has_servers(positions: Iterable[Path]) -> bool:
     """Returns False if no ready file is of a server that may live; True where nobody can look."""
     try:
-        paths = [path for place in places for path in ready_paths(place) if path.exists()]
+        paths = [path for index in positions for path in ready_paths(index) if path.exists()]
         ages = [seconds_silent(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     except (OSError, ValueError, TypeError, AttributeError):
         return True
@@ -75,8 +75,8 @@ def has_servers(places: Iterable[Path]) -> bool:
 
 def ask_to_publish(job_folder: Path) -> None:
     """Tell every server of the job, also one that is started again, to have a ready file."""
-    asked_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    atomic_write(job_folder / _PROMOTION, f'{{"asked_at": "{asked_at}"}}\n')
+    requested_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    atomic_write(job_folder / _PROMOTION, f'{{"asked_at": "{requested_at}"}}\n')
 
 
 def may_publish(job_folder: Path) -> bool:
@@ -119,8 +119,8 @@ class DigestChain:
         """The chain of exported shards. Raises OSError or ValueError without a manifest."""
         path = folder / MANIFEST
         values = parse_json(read_plain(path))
-        said = values.get("source") if isinstance(values, dict) else None
-        digests = said.get(SOURCE_DIGESTS) if isinstance(said, dict) else None
+        raw = values.get("source") if isinstance(values, dict) else None
+        digests = raw.get(SOURCE_DIGESTS) if isinstance(raw, dict) else None
         source = digests if isinstance(digests, dict) else {}
         named = {Path(checkpoint).name: str(digest) for checkpoint, digest in source.items()}
         return cls(file_digest(path), named)

@@ -104,17 +104,19 @@ def find_node_rank(env: Mapping[str, str]) -> NodeRank:
 
     Raises ServerError naming the variables that contradict each other.
     """
-    found = [row for row in LAUNCHERS if row.rank in env and (not row.needs or row.needs in env)]
-    if not found:
+    launchers = [
+        row for row in LAUNCHERS if row.rank in env and (not row.needs or row.needs in env)
+    ]
+    if not launchers:
         return ALONE
     problems = Problems("the environment of this server's process")
-    row = found[0]
+    row = launchers[0]
     rank, size = (_number(env, name, problems) for name in (row.rank, row.size))
     problems.raise_if_any(ServerError)
     if not rank < size:
         problems.add(f"{row.rank} must be below {row.size} = {size}", got=rank, change=HOW)
     _check_one_per_node(env, row, size, problems)
-    _check_others(env, found, rank, size, problems)
+    _check_others(env, launchers, rank, size, problems)
     problems.raise_if_any(ServerError)
     if size == 1:
         return NodeRank(launcher=row.name)
@@ -127,8 +129,8 @@ def unbind_from_core(env: Mapping[str, str]) -> str | None:
     mpirun does with one or two processes unless it is told otherwise: a server, its models and its
     ranks would share that core. Returns a note, or None if nothing was changed.
     """
-    alone = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-    if not alone or any(name in env for name in _BINDINGS):
+    is_single = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+    if not is_single or any(name in env for name in _BINDINGS):
         return None
     before = os.sched_getaffinity(0)
     # The kernel leaves out the CPUs that the job's cpuset does not have.
@@ -176,22 +178,22 @@ def _check_one_per_node(
 
 
 def _check_others(
-    env: Mapping[str, str], found: list[Launcher], rank: int, size: int, problems: Problems
+    env: Mapping[str, str], launchers: list[Launcher], rank: int, size: int, problems: Problems
 ) -> None:
     """Two launchers must not disagree: then variables of one have leaked into the other.
 
     mpirun starts its own helpers through srun, so fewer Slurm tasks than ranks are normal there.
     """
-    row = found[0]
+    row = launchers[0]
     if PMIX_RANK in env and _number(env, PMIX_RANK, problems) != rank:
         got = f"{row.rank}={rank}, {PMIX_RANK}={env[PMIX_RANK]}"
         problems.add(f"{row.name} and PMIx number this process differently", got=got, change=HOW)
-    for other in found[1:]:
+    for other in launchers[1:]:
         others = _number(env, other.size, problems)
         if others > size:
             got = f"{row.size}={size}, {other.size}={others}"
-            what = f"{row.name} and {other.name} started different numbers of processes"
-            problems.add(what, got=got, change=HOW)
+            message = f"{row.name} and {other.name} started different numbers of processes"
+            problems.add(message, got=got, change=HOW)
 
 
 def _number(env: Mapping[str, str], name: str, problems: Problems) -> int:

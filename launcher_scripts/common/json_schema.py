@@ -40,8 +40,8 @@ def supported_schema(schema: Any) -> tuple[Any, list[str]]:
     return _rewrite(schema, "#", (), notes), list(dict.fromkeys(notes))
 
 
-def _rewrite(schema: Any, path: str, around: Chain, notes: list[str]) -> Any:
-    """around: the schemas of the same value that have this one in `allOf`, the nearest first"""
+def _rewrite(schema: Any, path: str, chain: Chain, notes: list[str]) -> Any:
+    """chain: the schemas of the same value that have this one in `allOf`, the nearest first"""
     if not isinstance(schema, dict):
         return schema
     result: Any = dict(schema)
@@ -49,37 +49,38 @@ def _rewrite(schema: Any, path: str, around: Chain, notes: list[str]) -> Any:
         if isinstance(result.get(key), dict):
             members = result[key].items()
             result[key] = {
-                name: _rewrite(each, f"{path}/{key}/{name}", (), notes) for name, each in members
+                name: _rewrite(member, f"{path}/{key}/{name}", (), notes)
+                for name, member in members
             }
-    known = (schema, *around)
+    supported = (schema, *chain)
     for key, needs in _COMPANIONS.items():
         if needs not in schema:
             result.pop(key, None)
     for key in _LISTS:
         if isinstance(result.get(key), list):
-            beside = known if key == "allOf" else ()
+            siblings = supported if key == "allOf" else ()
             result[key] = [
-                _rewrite(each, f"{path}/{key}/{place}", beside, notes)
-                for place, each in enumerate(result[key])
+                _rewrite(member, f"{path}/{key}/{index}", siblings, notes)
+                for index, member in enumerate(result[key])
             ]
     for key in _SCHEMAS:
         if isinstance(result.get(key), dict):
             result[key] = _rewrite(result[key], f"{path}/{key}", (), notes)
     for key, rule in _RULES.items():
         if isinstance(result, dict) and key in result:
-            result = rule(result, known, notes)
+            result = rule(result, supported, notes)
             if result is None:
                 raise ValueError(f"{key} at {path} is not supported there")
     return result
 
 
-def _type(known: Chain) -> Any:
-    return next((schema["type"] for schema in known if "type" in schema), None)
+def _type(chain: Chain) -> Any:
+    return next((schema["type"] for schema in chain if "type" in schema), None)
 
 
-def _property(known: Chain, name: str) -> Any:
-    found = (_mapping(schema, "properties") for schema in known)
-    return next((properties[name] for properties in found if name in properties), None)
+def _property(chain: Chain, name: str) -> Any:
+    result = (_mapping(schema, "properties") for schema in chain)
+    return next((properties[name] for properties in result if name in properties), None)
 
 
 # A rule gets a schema with its keyword, which it may change, all schemas of the value as they came,
@@ -95,7 +96,7 @@ def _format(schema: Schema, _: Chain, notes: list[str]) -> Any:
     return schema
 
 
-def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
+def _if(schema: Schema, chain: Chain, _: list[str]) -> Any:
     """Alternatives by the value of one property, of which all values are known."""
     condition = schema.pop("if")
     branches = [schema.pop(key, True) for key in ("then", "else")]
@@ -106,8 +107,8 @@ def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
         return None
     ((name, test),) = properties.items()
     required = condition.get("required", [])
-    domain, tested = _values(_property(known, name)), _values(test)
-    is_object = _type(known) == "object" and condition.get("type", "object") == "object"
+    domain, tested = _values(_property(chain, name)), _values(test)
+    is_object = _type(chain) == "object" and condition.get("type", "object") == "object"
     if domain is None or tested is None or len(domain) > MAX_DOMAIN:
         return None
     if not is_object or required not in ([], [name]):
@@ -115,7 +116,7 @@ def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
     values = set(map(_canonical, tested))
     alternatives = []
     for branch, holds in zip(branches, (True, False), strict=True):
-        selected = [each for each in domain if (_canonical(each) in values) is holds]
+        selected = [value for value in domain if (_canonical(value) in values) is holds]
         # Without the property the condition holds, unless it requires the property.
         needed = bool(required) if holds else not required
         case: Schema = {"properties": {name: {"enum": selected} if selected else False}}
@@ -126,12 +127,12 @@ def _if(schema: Schema, known: Chain, _: list[str]) -> Any:
     return _all_of(schema, {"anyOf": alternatives} if alternatives else False)
 
 
-def _not(schema: Schema, known: Chain, _: list[str]) -> Any:
+def _not(schema: Schema, chain: Chain, _: list[str]) -> Any:
     """Return the remaining listed values, types and properties."""
     excluded = schema.pop("not")
     if isinstance(excluded, dict) and excluded.keys() == {"anyOf"}:
-        for each in excluded["anyOf"][: MAX_EXCLUDED + 1]:
-            schema = _not({**schema, "not": each}, known, [])
+        for item in excluded["anyOf"][: MAX_EXCLUDED + 1]:
+            schema = _not({**schema, "not": item}, chain, [])
             if not isinstance(schema, dict):
                 return schema
         return schema if len(excluded["anyOf"]) <= MAX_EXCLUDED else None
@@ -140,16 +141,16 @@ def _not(schema: Schema, known: Chain, _: list[str]) -> Any:
     keys = excluded.keys() if isinstance(excluded, dict) else set()
     if keys == {"type"}:
         return _without_types(schema, excluded["type"])
-    if keys == {"required"} and _type(known) == "object":
+    if keys == {"required"} and _type(chain) == "object":
         absent = [{"properties": {name: False}} for name in excluded["required"]]
         return _all_of(schema, {"anyOf": absent} if absent else False)
     values, domain = _values(excluded), _values(schema)
     if values is None or domain is None or not keys <= {"enum", "const"}:
         return None
     out = set(map(_canonical, values))
-    left = [each for each in domain if _canonical(each) not in out]
-    rest = {key: value for key, value in schema.items() if key not in ("enum", "const")}
-    return {**rest, "enum": left} if left else False
+    left = [value for value in domain if _canonical(value) not in out]
+    remaining = {key: value for key, value in schema.items() if key not in ("enum", "const")}
+    return {**remaining, "enum": left} if left else False
 
 
 def _without_types(schema: Schema, excluded: Any) -> Any:
@@ -159,16 +160,16 @@ def _without_types(schema: Schema, excluded: Any) -> Any:
     if "integer" in names and "number" in types and "number" not in names:
         return None
     removed = {*names, *(["integer"] if "number" in names else [])}
-    left = [each for each in types if each not in removed]
+    left = [kind for kind in types if kind not in removed]
     return {**schema, "type": left[0] if len(left) == 1 else left} if left else False
 
 
-def _unique_items(schema: Schema, known: Chain, _: list[str]) -> Any:
+def _unique_items(schema: Schema, chain: Chain, _: list[str]) -> Any:
     """All orders of a few values."""
     if schema.pop("uniqueItems") is not True or schema.get("maxItems", 2) <= 1:
         return schema
     values = _values(schema.get("items"))
-    if values is None or len(values) > MAX_UNIQUE or _type(known) != "array":
+    if values is None or len(values) > MAX_UNIQUE or _type(chain) != "array":
         return None
     if {"prefixItems", "contains"} & schema.keys():
         return None
@@ -177,7 +178,7 @@ def _unique_items(schema: Schema, known: Chain, _: list[str]) -> Any:
     )
     del schema["items"]
     lists = [
-        {"type": "array", "prefixItems": [{"const": each} for each in order], **_length(size)}
+        {"type": "array", "prefixItems": [{"const": value} for value in order], **_length(size)}
         for size in sizes
         for order in permutations(values, size)
     ]
@@ -188,25 +189,25 @@ def _length(size: int) -> Schema:
     return {"items": False, "minItems": size, "maxItems": size}
 
 
-def _array_contains(schema: Schema, known: Chain, notes: list[str]) -> Any:
+def _array_contains(schema: Schema, chain: Chain, notes: list[str]) -> Any:
     """An alternative for each position of the item."""
-    wanted, least = schema.pop("contains"), schema.pop("minContains", 1)
-    if least == 0 and "maxContains" not in schema:
+    contained, minimum = schema.pop("contains"), schema.pop("minContains", 1)
+    if minimum == 0 and "maxContains" not in schema:
         return schema
-    if least != 1 or _type(known) != "array" or {"maxContains", "prefixItems"} & schema.keys():
+    if minimum != 1 or _type(chain) != "array" or {"maxContains", "prefixItems"} & schema.keys():
         return None
-    item, most = schema.get("items", True), schema.get("maxItems", MAX_CONTAINS + 1)
-    if most > MAX_CONTAINS:
+    item, maximum = schema.get("items", True), schema.get("maxItems", MAX_CONTAINS + 1)
+    if maximum > MAX_CONTAINS:
         notes.append(f"the item that contains asks for is one of the first {MAX_CONTAINS}")
-    own = wanted if item is True else {"allOf": [item, wanted]}
+    item_schema = contained if item is True else {"allOf": [item, contained]}
     fewest = schema.pop("minItems", 0)
-    places = [
-        {"type": "array", "prefixItems": [*[item] * place, own], "items": item}
-        | {"minItems": max(fewest, place + 1)}
-        for place in range(min(most, MAX_CONTAINS))
+    alternatives = [
+        {"type": "array", "prefixItems": [*[item] * index, item_schema], "items": item}
+        | {"minItems": max(fewest, index + 1)}
+        for index in range(min(maximum, MAX_CONTAINS))
     ]
     schema.pop("items", None)
-    return _all_of(schema, {"anyOf": places} if places else False)
+    return _all_of(schema, {"anyOf": alternatives} if alternatives else False)
 
 
 def _property_names(schema: Schema, _: Chain, __: list[str]) -> Any:
@@ -220,11 +221,11 @@ def _property_names(schema: Schema, _: Chain, __: list[str]) -> Any:
     properties, others = _mapping(schema, "properties"), schema.get("additionalProperties", True)
     listed = _values(names) if names.keys() <= {"enum", "const"} else None
     if listed is not None:
-        allowed = [each for each in listed if isinstance(each, str)]
-        given = {name: properties.get(name, others) for name in allowed}
+        allowed = [item for item in listed if isinstance(item, str)]
+        declared = {name: properties.get(name, others) for name in allowed}
         return {
             **schema,
-            "properties": {**dict.fromkeys(properties, False), **given},
+            "properties": {**dict.fromkeys(properties, False), **declared},
             "additionalProperties": False,
         }
     pattern = _name_pattern(names)
@@ -275,7 +276,7 @@ def _unevaluated(schema: Schema, key: str, others: str) -> Any:
     value = schema.pop(key)
     if value is True or value == {}:
         return schema
-    if any(each in schema for each in _COMBINATIONS):
+    if any(combination in schema for combination in _COMBINATIONS):
         return None
     return {others: value, **schema}
 

@@ -108,7 +108,7 @@ class _Process:
         return reply["result"]
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        own, other = socket.socketpair()
+        parent_end, other = socket.socketpair()
         limits = (str(self._limits.cpu_seconds), str(self._limits.memory_mib))
         with other:
             process = subprocess.Popen(
@@ -118,7 +118,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
             )
-        connection = Connection(own.detach())
+        connection = Connection(parent_end.detach())
         weakref.finalize(self, _stop, process, connection)
         return process, connection
 

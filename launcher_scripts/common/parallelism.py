@@ -64,5 +64,5 @@ class Parallelism:
 
 def divisors(number: int) -> list[int]:
     """The divisors up to MAX_RANKS, ascending: tensor-parallel sizes that `number` heads allow."""
-    most = min(number, MAX_RANKS)
-    return [candidate for candidate in range(1, most + 1) if number % candidate == 0]
+    limit = min(number, MAX_RANKS)
+    return [candidate for candidate in range(1, limit + 1) if number % candidate == 0]

@@ -99,8 +99,8 @@ def stop_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator
     try:
         yield
     finally:
-        for number, given in before.items():
-            signal.signal(number, given)
+        for number, values in before.items():
+            signal.signal(number, values)
 
 
 def signal_when_parent_dies(number: int) -> None:

@@ -19,13 +19,13 @@ KV_CACHE_DTYPES = {name: name for name in ("auto", "fp8")}
 INT8_MODES = {0: "no quantization", 1: "int8 weights, made at load"}
 
 
-def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantization | None:
+def quantization_of(int8_mode: int, value: str | None, setting: str) -> Quantization | None:
     """Return the quantization for int8_mode and quantization; "" and None are no quantization.
 
     Raises ConfigError for what the engine does not have (the modes 2 and 3 are
     FasterTransformer's), and where one says something else than the other.
 
-    place: where both are said, with {} for their names
+    setting: where both are said, with {} for their names
     """
     if int8_mode not in INT8_MODES:
         raise ConfigError(
@@ -33,29 +33,29 @@ def quantization_of(int8_mode: int, said: str | None, place: str) -> Quantizatio
                 "this int8_mode is not supported",
                 got=int8_mode,
                 choices=[f"{number} ({meaning})" for number, meaning in INT8_MODES.items()],
-                change=place.format("int8_mode"),
+                change=setting.format("int8_mode"),
             )
         )
-    change = place.format("quantization")
-    found = lookup(QUANTIZATIONS, said, change) if said else None
-    if int8_mode and found not in (None, "int8"):
+    change = setting.format("quantization")
+    quantization = lookup(QUANTIZATIONS, value, change) if value else None
+    if int8_mode and quantization not in (None, "int8"):
         raise ConfigError(
             problem(
-                f"int8_mode {int8_mode} and quantization {found} exclude each other",
+                f"int8_mode {int8_mode} and quantization {quantization} exclude each other",
                 got="both",
-                choices=[f"int8_mode 0 with quantization {found}", "int8_mode 1 alone"],
-                change=f"{place.format('int8_mode')}, or {change}",
+                choices=[f"int8_mode 0 with quantization {quantization}", "int8_mode 1 alone"],
+                change=f"{setting.format('int8_mode')}, or {change}",
             )
         )
-    return "int8" if int8_mode else found
+    return "int8" if int8_mode else quantization
 
 
-def kv_cache_dtype_of(said: str | None, place: str) -> str:
+def kv_cache_dtype_of(value: str | None, setting: str) -> str:
     """A row of KV_CACHE_DTYPES; "" and None are auto. Raises ConfigError for another one.
 
-    place: as in quantization_of
+    setting: as in quantization_of
     """
-    return lookup(KV_CACHE_DTYPES, said or "auto", place.format("kv_cache_dtype"))
+    return lookup(KV_CACHE_DTYPES, value or "auto", setting.format("kv_cache_dtype"))
 
 
 SLOPE = 1.702
@@ -69,8 +69,8 @@ def check_deterministic(
 
     They compute a row's tokens in other passes than it would take alone.  where: `{}` is a name
     """
-    for name, asked in others.items():
-        if deterministic and asked:
+    for name, is_requested in others.items():
+        if deterministic and is_requested:
             problems.add(
                 f"a deterministic model cannot have {name}",
                 got="both",

@@ -116,6 +116,6 @@ def submit(host: str, python: str, arguments: Sequence[str]) -> int:
                 change="base_results_dir=/absolute/path",
             )
         )
-    own = {"cluster.ssh", "cluster.ssh_python"} & keys
-    others = [a for a in arguments if a.partition("=")[0].lstrip("+") not in own]
+    local = {"cluster.ssh", "cluster.ssh_python"} & keys
+    others = [a for a in arguments if a.partition("=")[0].lstrip("+") not in local]
     return LoginNode(host, python).run(["main.py", *others, "cluster.ssh=null"])[0]

@@ -35,8 +35,8 @@ class RowText:
 
     def text(self, *, finished: bool, with_prompt: bool) -> str:
         """All of the row, or all that later tokens cannot change."""
-        whole = self.decode(self.ids) if finished else self.settled(len(self.ids))
-        return whole if with_prompt else _after(whole, self.settled(self.prompt))
+        full_text = self.decode(self.ids) if finished else self.settled(len(self.ids))
+        return full_text if with_prompt else _after(full_text, self.settled(self.prompt))
 
     def delta(self, seen: int, *, finished: bool) -> str:
         """Return the new text since the row had `seen` tokens; the row was not finished then."""
@@ -81,12 +81,12 @@ class GrowingText:
         self._finished = False
         self._ended = False
 
-    def take(self, place: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
-        """The row's tokens from `place` on; with 0 all of them, whatever there was before.
+    def take(self, index: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
+        """The row's tokens from `index` on; with 0 all of them, whatever there was before.
 
         prompt: how many of the row's tokens are its prompt
         """
-        if place == 0:
+        if index == 0:
             self.text = ""
             self._ids, self._prompt = list(ids), prompt
             self._start, self._seen, self._settled, self._ended = 0, prompt, None, False
@@ -133,7 +133,7 @@ def _after(text: str, start: str) -> str:
     if text.startswith(start):
         return text[len(start) :]
     shared = next(
-        (place for place, (a, b) in enumerate(zip(text, start, strict=False)) if a != b),
+        (index for index, (a, b) in enumerate(zip(text, start, strict=False)) if a != b),
         min(len(text), len(start)),
     )
     return text[shared:]

@@ -88,27 +88,27 @@ def parse_yaml(text: bytes) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
+def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return the number of values of a node when every alias is written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1
-    if id(node) not in known:
-        known[id(node)] = _MAX_VALUES + 1  # of a node that contains itself
+    if id(node) not in sizes:
+        sizes[id(node)] = _MAX_VALUES + 1  # of a node that contains itself
         children = (
             [part for pair in node.value for part in pair]
             if isinstance(node, yaml.MappingNode)
             else node.value
         )
-        known[id(node)] = 1 + sum(_expanded(child, known) for child in children)
-    return known[id(node)]
+        sizes[id(node)] = 1 + sum(_expanded(child, sizes) for child in children)
+    return sizes[id(node)]
 
 
 class _Member(tarfile.TarInfo):
     """A member of an archive whose headers have plausible sizes."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        most = _MAX_HEADER_BYTES if self.type in _LONG_HEADERS else None
-        if self.size < 0 or (most is not None and self.size > most):
+        limit = _MAX_HEADER_BYTES if self.type in _LONG_HEADERS else None
+        if self.size < 0 or (limit is not None and self.size > limit):
             raise tarfile.HeaderError(f"a header says that {self.size} bytes follow")
         result: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
         return result
@@ -133,12 +133,12 @@ def open_tar(file: IO[bytes], mode: Literal["r:", "r:*"] = "r:") -> tarfile.TarF
 
 def tar_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The members of an archive from open_tar, each behind the one before. Raises ValueError."""
-    behind = 0
+    end = 0
     with _tar_errors():
         for count, member in enumerate(archive):
             if count >= _MAX_MEMBERS:
                 raise ValueError(f"it has more than {_MAX_MEMBERS} members")
-            if member.size < 0 or member.offset_data <= behind:
+            if member.size < 0 or member.offset_data <= end:
                 raise ValueError("its members do not follow each other")
-            behind = member.offset_data
+            end = member.offset_data
             yield member

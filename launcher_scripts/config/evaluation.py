@@ -90,8 +90,8 @@ class BenchmarkSettings:
     def __post_init__(self) -> None:
         problems = Problems("the benchmark settings")
         sizes = [length for pair in self.lengths for length in pair]
-        for name, least_of in (("batch_sizes", self.batch_sizes), ("lengths", tuple(sizes))):
-            if not least_of or min(least_of) < 1:
+        for name, min_of in (("batch_sizes", self.batch_sizes), ("lengths", tuple(sizes))):
+            if not min_of or min(min_of) < 1:
                 problems.add(
                     f"{name} must hold numbers of at least 1",
                     got=list(getattr(self, name)),

@@ -196,12 +196,12 @@ class DeployedGateway(GatewayOptions):
     ) -> GatewaySettings:
         """The gateway before the servers of the ready files. public_host: that clients are told"""
         tls = self.grpc_tls
-        said = values_of(GatewayOptions, self) | {"host": host, "port": port}
+        values = values_of(GatewayOptions, self) | {"host": host, "port": port}
         if public_host is not None:
-            said["allowed_hosts"] = (*self.allowed_hosts, public_host)
+            values["allowed_hosts"] = (*self.allowed_hosts, public_host)
         return GatewaySettings(
             tuple(ready),
-            **said,
+            **values,
             tokenizer_dir=tokenizer_dir,
             ready_timeout=ready_timeout,
             drain_timeout=drain_timeout,

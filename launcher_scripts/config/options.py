@@ -62,13 +62,13 @@ def check_options(settings: Any, problems: Problems, key_of: Callable[[str], str
     key_of: where a field is changed, by its name
     """
     for field in dataclasses.fields(settings):
-        said, value = option_of(field), getattr(settings, field.name)
-        if said is None or value is None:
+        metadata, value = option_of(field), getattr(settings, field.name)
+        if metadata is None or value is None:
             continue
-        if said.choices:
-            problems.check_choice(field.name, value, said.choices, key_of(field.name))
-        if said.least is not None:
-            problems.check_at_least(field.name, value, said.least, key_of(field.name))
+        if metadata.choices:
+            problems.check_choice(field.name, value, metadata.choices, key_of(field.name))
+        if metadata.least is not None:
+            problems.check_at_least(field.name, value, metadata.least, key_of(field.name))
 
 
 def values_of(kind: type, settings: Any) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def with_absolute_paths(settings: Settings) -> Settings:
     """A dataclass whose paths, and those of the blocks inside, do not depend on the working
     directory.
     """
-    marks, changes = _marks(type(settings)), dict[str, Any]()
+    roles, changes = _marks(type(settings)), dict[str, Any]()
     for field in dataclasses.fields(typing.cast(Any, settings)):
         name, value = field.name, getattr(settings, field.name)
-        if name in marks and value:
+        if name in roles and value:
             is_text = isinstance(value, str)
             changes[name] = absolute(value) if is_text else tuple(map(absolute, value))
         elif dataclasses.is_dataclass(value):
@@ -133,12 +133,12 @@ def paths_in(settings: Any) -> Iterator[NamedPath]:
     """The paths that a dataclass and the blocks inside name; none of what is None."""
     if settings is None:
         return
-    marks = _marks(type(settings))
+    roles = _marks(type(settings))
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)
         members = value if isinstance(value, tuple) else (value,)
-        if name in marks:
-            yield from (NamedPath(name, path, marks[name].private) for path in members if path)
+        if name in roles:
+            yield from (NamedPath(name, path, roles[name].private) for path in members if path)
             continue
         for member in filter(dataclasses.is_dataclass, members):
             for inner in paths_in(member):
@@ -148,15 +148,15 @@ def paths_in(settings: Any) -> Iterator[NamedPath]:
 def _marks(kind: type) -> dict[str, _Path]:
     """The fields of a dataclass that are paths."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    marks = {field.name: _mark(hints[field.name]) for field in dataclasses.fields(kind)}
-    return {name: mark for name, mark in marks.items() if mark is not None}
+    roles = {field.name: _mark(hints[field.name]) for field in dataclasses.fields(kind)}
+    return {name: mark for name, mark in roles.items() if mark is not None}
 
 
 def _mark(hint: Any) -> _Path | None:
     """Return the path role of a type, of one of its alternatives, or of its members."""
-    inside = (_mark(argument) for argument in typing.get_args(hint))
-    own = (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, _Path))
-    return next((mark for mark in (*own, *inside) if mark is not None), None)
+    roles = (_mark(argument) for argument in typing.get_args(hint))
+    role = (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, _Path))
+    return next((mark for mark in (*role, *roles) if mark is not None), None)
 
 
 Built = TypeVar("Built")
@@ -265,9 +265,9 @@ def _scalar(kind: Any, value: Any, key: str, problems: Problems) -> Any:
     return value
 
 
-def _refuse(what: str, value: Any, problems: Problems) -> None:
+def _refuse(message: str, value: Any, problems: Problems) -> None:
     """A value of a wrong kind; YAML's null is none of any kind."""
-    problems.add(f"{what}, not null" if value is None else what, got=value)
+    problems.add(f"{message}, not null" if value is None else message, got=value)
 
 
 def is_required(item: dataclasses.Field[Any]) -> bool:

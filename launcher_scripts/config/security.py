@@ -154,8 +154,8 @@ def read_keys(path: Path, change: str) -> dict[str, str]:
     """
     keys = {name: key.strip() for name, key in read_secrets(path, change).items()}
     if not keys:
-        what = "it holds no key, so the gateway would serve everybody"
-        raise ServerError(problem(f"{path}: {what}", change=change))
+        message = "it holds no key, so the gateway would serve everybody"
+        raise ServerError(problem(f"{path}: {message}", change=change))
     return keys
 
 

@@ -449,8 +449,8 @@ class EvaluateSettings(EvaluateOptions):
     def __post_init__(self) -> None:
         problems = Problems("the evaluate settings")
         check_options(self, problems, "evaluate.{}".format)
-        asked = (self.benchmark, self.twin, self.harness, self.load)
-        if not self.tasks and all(block is None for block in asked):
+        sections = (self.benchmark, self.twin, self.harness, self.load)
+        if not self.tasks and all(block is None for block in sections):
             problems.add("nothing to measure", change="evaluate.tasks or evaluate.benchmark")
         for name in self.export:
             problems.check_choice("export", name, EXPORTS, "evaluate.export")

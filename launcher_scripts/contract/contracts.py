@@ -268,7 +268,9 @@ class Contract:
     @cached_property
     def parameters(self) -> Mapping[str, str]:
         """The inputs that a request's parameters may stand for, and their types."""
-        return {each.name: each.dtype for each in self.inputs if each.scalar and each.optional}
+        return {
+            tensor.name: tensor.dtype for tensor in self.inputs if tensor.scalar and tensor.optional
+        }
 
     @cached_property
     def lengths(self) -> str:

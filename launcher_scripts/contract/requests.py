@@ -301,12 +301,12 @@ def pack(rows: Iterable[News]) -> NDArray[np.int32]:
 def unpack(packed: NDArray[np.int32]) -> Iterator[RowNews]:
     """The rows of `pack`."""
     numbers = packed.reshape(-1).tolist()
-    place = 0
+    offset = 0
     cached: dict[int, int] = {}
-    while place < len(numbers):
-        number, finished, count = numbers[place : place + 3]
-        place += 3 + count
-        ids = tuple(numbers[place - count : place])
+    while offset < len(numbers):
+        number, finished, count = numbers[offset : offset + 3]
+        offset += 3 + count
+        ids = tuple(numbers[offset - count : offset])
         if number < 0:
             cached[-1 - number] = ids[0]
             continue

@@ -38,14 +38,14 @@ class Tensor:
     extension: bool = False
     meaning: str = ""
 
-    def value(self, given: Any) -> Any:
+    def value(self, value: Any) -> Any:
         """One of the tensor's values as Python's type for the dtype.
 
         Integers beyond 63 bits may arrive as the signed numbers of the same bits.
         """
         if self.dtype == "UINT64":
-            return int(given) & ((1 << 64) - 1)
-        return _TYPES.get(self.dtype, int)(given)
+            return int(value) & ((1 << 64) - 1)
+        return _TYPES.get(self.dtype, int)(value)
 
 
 def array(name: str, dtype: str, dims: tuple[int, ...], meaning: str, **more: Any) -> Tensor:

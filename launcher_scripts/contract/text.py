@@ -72,12 +72,12 @@ TEXT_OUTPUTS = (
 )
 
 
-def _todays_inputs(known: Iterable[str]) -> tuple[Tensor, ...]:
-    """Return the inputs that are valid for a model with the inputs `known`.
+def _todays_inputs(supported: Iterable[str]) -> tuple[Tensor, ...]:
+    """Return the inputs that are valid for a model with the inputs `supported`.
 
-    known: names of the ensemble's inputs
+    supported: names of the ensemble's inputs
     """
-    names = {*known, *_OWN}
+    names = {*supported, *_OWN}
     return tuple(tensor for tensor in _INPUTS if SAME_AS.get(tensor.name, tensor.name) in names)
 
 
@@ -87,7 +87,7 @@ def _with_todays(ensemble: Iterable[Tensor]) -> tuple[Tensor, ...]:
     All optional, and unsigned as the ensemble's own numbers are.
     """
     inputs = tuple(ensemble)
-    known = {tensor.name for tensor in inputs}
+    names = {tensor.name for tensor in inputs}
     added = tuple(
         replace(
             tensor,
@@ -95,8 +95,8 @@ def _with_todays(ensemble: Iterable[Tensor]) -> tuple[Tensor, ...]:
             optional=True,
             extension=True,
         )
-        for tensor in _todays_inputs(known)
-        if tensor.name not in known
+        for tensor in _todays_inputs(names)
+        if tensor.name not in names
     )
     return (*inputs, *added)
 
@@ -154,10 +154,10 @@ class TextContract:
     @property
     def roles(self) -> tuple[str, ...]:
         """The text models there are."""
-        there = {
+        role_names = {
             "preprocessing": self.preprocessing_outputs,
             "postprocessing": self.postprocessing_outputs,
             "ensemble": self.ensemble_outputs,
             "text": self.todays_names,
         }
-        return tuple(role for role, exists in there.items() if exists)
+        return tuple(role for role, exists in role_names.items() if exists)

@@ -291,14 +291,14 @@ class Engine:
     def _record(self, runner: Runner) -> Recording:
         """Have the graphs of decode steps made that requests will need."""
 
-        def take(plan: Plan) -> None:
+        def on_plan(plan: Plan) -> None:
             self._ranks.begin_step(plan)
             runner.execute(plan)
             self._ranks.progress.end_step()
 
         shapes = runner.shapes_to_record()
         memory = partial(device_memory, runner.device)
-        recording = Recording(shapes, take, memory)
+        recording = Recording(shapes, on_plan, memory)
         done = recording.record_at_load()
         if done is not None:
             print(done, flush=True)

@@ -30,21 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     judge.add_argument("--policy", type=Path, help="YAML file; by default the default policy")
     judge.set_defaults(run=_judge)
-    given, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        commands.choices[given.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return with_open_output(lambda: int(given.run(given)))
+        return with_open_output(lambda: int(args.run(args)))
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return ERROR
 
 
-def _judge(given: argparse.Namespace) -> int:
+def _judge(args: argparse.Namespace) -> int:
     """0: GO, 1: NO-GO, 2: INCONCLUSIVE."""
-    policy = read_policy(given.policy) if given.policy else PolicySettings()
-    folder = report_file(given.report.absolute()).parent
-    content = read_content(given.report, "the command line")
+    policy = read_policy(args.policy) if args.policy else PolicySettings()
+    folder = report_file(args.report.absolute()).parent
+    content = read_content(args.report, "the command line")
     verdict = gate.judge(content, policy, folder)
     print("\n".join(verdict.lines()))
     Report(folder, content["model"]).add_verdict(verdict)

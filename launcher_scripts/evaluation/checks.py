@@ -92,10 +92,10 @@ class TaskSection:
     items: Sequence[Content]
     section: Content
 
-    def interval(self, figure: str) -> Interval:
+    def interval(self, name: str) -> Interval:
         """A figure with the report's interval; of right and wrong items with Wilson's."""
-        metric = self.metrics[figure]
-        of_items = comparison.values(self.items, figure)
+        metric = self.metrics[name]
+        of_items = comparison.values(self.items, name)
         if of_items is not None and metric["percent"] and comparison.flags(of_items):
             return statistics.share(int(sum(of_items)), len(of_items))
         low = -math.inf if metric["low"] is None else metric["low"]
@@ -115,11 +115,11 @@ def checks(content: Content, policy: PolicySettings, folder: Path) -> Iterator[C
     """
     tasks = tasks_of(content, folder)
     halves = [("", policy), ("if_measured.", policy.if_measured)]
-    own = {key for _, bounds in halves if bounds is not None for key in _with_own_drop(bounds)}
+    explicit = {key for _, bounds in halves if bounds is not None for key in _with_own_drop(bounds)}
     for prefix, bounds in halves:
         if bounds is None:
             continue
-        for check in _of_bounds(content, tasks, bounds, own):
+        for check in _of_bounds(content, tasks, bounds, explicit):
             if not prefix or check.measured is not None:
                 yield replace(check, bound=prefix + check.bound)
 
@@ -138,13 +138,13 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
 
 
 def _of_bounds(
-    content: Content, tasks: Tasks, bounds: Bounds, own: Set[tuple[str, str, str]]
+    content: Content, tasks: Tasks, bounds: Bounds, explicit: Set[tuple[str, str, str]]
 ) -> Iterator[Check]:
-    found = {key: comparison.of_reference(task.section) for key, task in tasks.items()}
-    references = {key: others for key, others in found.items() if others is not None}
+    result = {key: comparison.of_reference(task.section) for key, task in tasks.items()}
+    references = {key: others for key, others in result.items() if others is not None}
     baseline = _baseline(tasks, bounds.baseline)
     yield from _figures(tasks, bounds, references, baseline)
-    for name, block, others, how in (
+    for name, block, others, hint in (
         (
             "reference",
             bounds.reference,
@@ -154,7 +154,7 @@ def _of_bounds(
         ("baseline", bounds.baseline, baseline, f"the report of {KEY}.baseline has none of it"),
     ):
         if block is not None:
-            yield from _agreement(name, block, tasks, others, own, how)
+            yield from _agreement(name, block, tasks, others, explicit, hint)
     if bounds.twin is not None:
         yield from _twin(content.get("twin"), bounds.twin)
     if bounds.speed is not None:
@@ -168,15 +168,15 @@ def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBo
     """((key, task), figure, bounds) in the order of the names."""
     for group in MEASURED_BY:
         for task, figures in sorted((getattr(bounds, group) or {}).items()):
-            for figure, limits in sorted(figures.items()):
-                yield (group, task), figure, limits
+            for metric, limits in sorted(figures.items()):
+                yield (group, task), metric, limits
 
 
 def _with_own_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
     """The figures whose largest drop is not that of the block."""
-    for key, figure, limits in _figures_of(bounds):
+    for key, metric, limits in _figures_of(bounds):
         if limits.max_drop is not None:
-            yield (*key, figure)
+            yield (*key, metric)
 
 
 def _baseline(
@@ -203,32 +203,36 @@ def _figures(
     baseline: Mapping[tuple[str, str], ComparedAnswers],
 ) -> Iterator[Check]:
     """The bounds of single figures."""
-    for (group, name), figure, limits in _figures_of(bounds):
-        task, what, key = tasks.get((group, name)), f"{name}'s {figure}", f"{group}.{name}.{figure}"
-        how = f"{MEASURED_BY[group].format(name)} measures it"
+    for (group, name), metric, limits in _figures_of(bounds):
+        task, label, key = (
+            tasks.get((group, name)),
+            f"{name}'s {metric}",
+            f"{group}.{name}.{metric}",
+        )
+        hint = f"{MEASURED_BY[group].format(name)} measures it"
         measured: Interval | None = None
         show = plain
         drops = []
-        if task is not None and figure in task.metrics:
-            measured = task.interval(figure)
-            show = percent if task.metrics[figure]["percent"] else plain
+        if task is not None and metric in task.metrics:
+            measured = task.interval(metric)
+            show = percent if task.metrics[metric]["percent"] else plain
             sides = [side[group, name] for side in (references, baseline) if (group, name) in side]
             drops = [
-                _drop(f"{key}.max_drop", name, figure, task, others, limits.max_drop)
+                _drop(f"{key}.max_drop", name, metric, task, others, limits.max_drop)
                 for others in sides
-                if limits.max_drop is not None and figure in others.metrics
+                if limits.max_drop is not None and metric in others.metrics
             ]
         elif task is not None:
-            how = f"the figures of {name} are {', '.join(sorted(task.metrics))}"
+            hint = f"the figures of {name} are {', '.join(sorted(task.metrics))}"
         if limits.min is not None:
-            yield Check(f"{key}.min", what, measured, limits.min, how, show)
+            yield Check(f"{key}.min", label, measured, limits.min, hint, show)
         if limits.max is not None:
-            yield Check(f"{key}.max", what, measured, limits.max, how, show)
+            yield Check(f"{key}.max", label, measured, limits.max, hint, show)
         yield from drops
         if limits.max_drop is not None and not drops:
-            how = f"{how}, {KEY}.baseline or the task's reference is what it is compared with"
-            what = f"the drop of {what}"
-            yield Check(f"{key}.max_drop", what, None, limits.max_drop, how, percent)
+            hint = f"{hint}, {KEY}.baseline or the task's reference is what it is compared with"
+            label = f"the drop of {label}"
+            yield Check(f"{key}.max_drop", label, None, limits.max_drop, hint, percent)
 
 
 def _agreement(
@@ -236,8 +240,8 @@ def _agreement(
     bounds: AgreementBounds,
     tasks: Tasks,
     all_others: Mapping[tuple[str, str], ComparedAnswers],
-    own: Set[tuple[str, str, str]],
-    how: str,
+    explicit: Set[tuple[str, str, str]],
+    hint: str,
 ) -> Iterator[Check]:
     """The bounds of all figures and answers beside others'."""
     answered: set[str] = set()
@@ -246,15 +250,15 @@ def _agreement(
             missing = f"{MEASURED_BY[key[0]].format(key[1])} measures it"
             yield Check(name, f"{key[1]} of {others.source}", None, 0, missing)
             continue
-        for check in _task_agreement(name, bounds, key, tasks[key], others, own):
+        for check in _task_agreement(name, bounds, key, tasks[key], others, explicit):
             answered.add(check.bound)
             yield check
     for field in ("max_drop", "min_agreement", "max_log_likelihood_difference"):
         limit, bound = getattr(bounds, field), f"{name}.{field}"
         # A drop may be bounded figure by figure.
-        if limit is not None and bound not in answered and not (field == "max_drop" and own):
-            what = f"{field} of the agreement with a {name}"
-            yield Check(bound, what, None, limit, how)
+        if limit is not None and bound not in answered and not (field == "max_drop" and explicit):
+            label = f"{field} of the agreement with a {name}"
+            yield Check(bound, label, None, limit, hint)
 
 
 def _task_agreement(
@@ -263,46 +267,46 @@ def _task_agreement(
     key: tuple[str, str],
     task: TaskSection,
     others: ComparedAnswers,
-    own: Set[tuple[str, str, str]],
+    explicit: Set[tuple[str, str, str]],
 ) -> Iterator[Check]:
-    how = f"{others.source} has no item in common with it"
+    hint = f"{others.source} has no item in common with it"
     if bounds.max_drop is not None:
-        for figure in sorted(set(task.metrics) & set(others.metrics)):
-            if (*key, figure) not in own:
-                yield _drop(f"{name}.max_drop", key[1], figure, task, others, bounds.max_drop)
+        for metric in sorted(set(task.metrics) & set(others.metrics)):
+            if (*key, metric) not in explicit:
+                yield _drop(f"{name}.max_drop", key[1], metric, task, others, bounds.max_drop)
     if bounds.min_agreement is not None:
         limit, alike = bounds.min_agreement, others.alike
         same = statistics.share(sum(alike), len(alike)) if alike else None
-        what = f"{key[1]}'s share of items answered as by {others.source}"
+        label = f"{key[1]}'s share of items answered as by {others.source}"
         note = f"{sum(alike)} of {len(alike)} items"
-        yield Check(f"{name}.min_agreement", what, same, limit, how, percent, note, limit == 1)
+        yield Check(f"{name}.min_agreement", label, same, limit, hint, percent, note, limit == 1)
     if bounds.max_log_likelihood_difference is not None:
-        what = f"the largest difference of an item's log-likelihood in {key[1]}"
-        largest = comparison.largest_difference(others)
-        if largest is not None or not others.pairs:
+        label = f"the largest difference of an item's log-likelihood in {key[1]}"
+        max_difference = comparison.largest_difference(others)
+        if max_difference is not None or not others.pairs:
             limit = bounds.max_log_likelihood_difference
-            yield Check(f"{name}.max_log_likelihood_difference", what, largest, limit, how)
+            yield Check(f"{name}.max_log_likelihood_difference", label, max_difference, limit, hint)
 
 
 def _drop(
     bound: str,
     task_name: str,
-    figure: str,
+    metric: str,
     task: TaskSection,
     others: ComparedAnswers,
     limit: float,
 ) -> Check:
-    what = f"the drop of {task_name}'s {figure} from {others.source}"
-    how = f"{others.source} has no item in common with it"
-    found = comparison.drop(figure, task.metrics[figure], others)
-    interval, note = (None, "") if found is None else found
-    return Check(bound, what, interval, limit, how, percent, note)
+    label = f"the drop of {task_name}'s {metric} from {others.source}"
+    hint = f"{others.source} has no item in common with it"
+    drop = comparison.drop(metric, task.metrics[metric], others)
+    interval, note = (None, "") if drop is None else drop
+    return Check(bound, label, interval, limit, hint, percent, note)
 
 
-def _twin(twin: Content | None, bounds: TwinBounds) -> Iterator[Check]:
-    how = "evaluate.twin measures it"
-    items = (twin or {}).get("items", [])
-    for field, key, what, show in (
+def _twin(section: Content | None, bounds: TwinBounds) -> Iterator[Check]:
+    hint = "evaluate.twin measures it"
+    items = (section or {}).get("items", [])
+    for field, key, label, show in (
         ("max_kl", "kl", "the mean KL divergence from the twin", plain),
         ("min_top1", "top1", "the top-1 agreement with the twin", percent),
     ):
@@ -310,26 +314,26 @@ def _twin(twin: Content | None, bounds: TwinBounds) -> Iterator[Check]:
         if limit is not None:
             values = [item[key] for item in items if item.get(key) is not None]
             measured = statistics.mean(values) if values else None
-            yield Check(f"twin.{field}", what, measured, limit, how, show)
+            yield Check(f"twin.{field}", label, measured, limit, hint, show)
     if bounds.max_log_likelihood_difference is not None:
-        largest = max((abs(item["difference"]) for item in items), default=None)
-        what = "the largest difference of an item's log-likelihood from the twin's"
+        max_difference = max((abs(item["difference"]) for item in items), default=None)
+        label = "the largest difference of an item's log-likelihood from the twin's"
         limit = bounds.max_log_likelihood_difference
-        yield Check("twin.max_log_likelihood_difference", what, largest, limit, how)
+        yield Check("twin.max_log_likelihood_difference", label, max_difference, limit, hint)
     if bounds.max_findings is not None:
-        findings = None if twin is None else twin.get("findings", [])
+        findings = None if section is None else section.get("findings", [])
         note = "; ".join(f"{one['name']}: {one['text']}" for one in findings or [])
         count = None if findings is None else float(len(findings))
-        what = "the number of findings of the twin"
-        yield Check(FINDINGS, what, count, bounds.max_findings, how, plain, note)
+        label = "the number of findings of the twin"
+        yield Check(FINDINGS, label, count, bounds.max_findings, hint, plain, note)
 
 
 def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
-    how = "evaluate.benchmark measures it"
-    key, what = "speed.max_latency_ms", "the sweep's largest latency"
-    found = [{name: row[f"latency_{name}_ms"] for name in TIMES} for row in rows]
-    yield from _times(key, what, bounds.max_latency_ms, found, how)
-    yield from _best("speed", rows, "tokens_per_second", bounds.min_tokens_per_second, how)
+    hint = "evaluate.benchmark measures it"
+    key, label = "speed.max_latency_ms", "the sweep's largest latency"
+    times = [{name: row[f"latency_{name}_ms"] for name in TIMES} for row in rows]
+    yield from _times(key, label, bounds.max_latency_ms, times, hint)
+    yield from _best("speed", rows, "tokens_per_second", bounds.min_tokens_per_second, hint)
 
 
 def _carried(load: Content) -> list[Content]:
@@ -338,7 +342,7 @@ def _carried(load: Content) -> list[Content]:
 
     def beyond(run: Content) -> bool:
         sizes = ((run[size], full.get(size)) for size in ("clients", "rate"))
-        more = any(one is not None and most is not None and one > most for one, most in sizes)
+        more = any(one is not None and limit is not None and one > limit for one, limit in sizes)
         return more and run["path"] == full["path"]
 
     return [run for run in load.get("runs", []) if not beyond(run)]
@@ -346,52 +350,52 @@ def _carried(load: Content) -> list[Content]:
 
 def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:
     """Times and throughput come from valid runs alone."""
-    how = "evaluate.load measures it"
-    chosen = {name: getattr(bounds, name) for name in ("path", "clients", "rate")}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    runs = [run for run in runs if all(run[name] == value for name, value in chosen.items())]
+    hint = "evaluate.load measures it"
+    filters = {name: getattr(bounds, name) for name in ("path", "clients", "rate")}
+    filters = {name: value for name, value in filters.items() if value is not None}
+    runs = [run for run in runs if all(run[name] == value for name, value in filters.items())]
     if bounds.max_failed is not None:
         failed = float(sum(run["failed"] for run in runs)) if runs else None
         note = f"of {sum(run['requests'] for run in runs)} requests"
-        what, limit = "the number of failed requests", bounds.max_failed
-        yield Check("load.max_failed", what, failed, limit, how, plain, note)
+        label, limit = "the number of failed requests", bounds.max_failed
+        yield Check("load.max_failed", label, failed, limit, hint, plain, note)
     if bounds.max_invalid is not None:
         reasons = [text for run in runs if not run["valid"] for text in run["invalid_reasons"]]
         invalid = float(sum(not run["valid"] for run in runs)) if runs else None
-        what, limit = "the number of invalid runs", bounds.max_invalid
+        label, limit = "the number of invalid runs", bounds.max_invalid
         note = "; ".join(dict.fromkeys([*reasons, *([INVALID_REMEDY] if reasons else [])]))
-        check = Check("load.max_invalid", what, invalid, limit, how, plain, note)
+        check = Check("load.max_invalid", label, invalid, limit, hint, plain, note)
         yield replace(check, of_measurement=True)
     valid = [run for run in runs if run["valid"]]
-    how = f"a valid run measures it: {how}" if runs else how
-    for field, what in (
+    hint = f"a valid run measures it: {hint}" if runs else hint
+    for field, label in (
         ("first_token_ms", "the time to the first token"),
         ("between_tokens_ms", "the time between tokens"),
         ("latency_ms", "the latency"),
     ):
-        found = [run[field] for run in valid if run.get(field) is not None]
+        values = [run[field] for run in valid if run.get(field) is not None]
         limits = getattr(bounds, f"max_{field}")
-        yield from _times(f"load.max_{field}", f"{what} under load", limits, found, how)
+        yield from _times(f"load.max_{field}", f"{label} under load", limits, values, hint)
     for field in ("requests_per_second", "tokens_per_second", "goodput"):
-        yield from _best("load", valid, field, getattr(bounds, f"min_{field}"), how)
+        yield from _best("load", valid, field, getattr(bounds, f"min_{field}"), hint)
 
 
 def _times(
-    bound: str, what: str, bounds: TimeBounds | None, found: Sequence[Content], how: str
+    bound: str, label: str, bounds: TimeBounds | None, rows: Sequence[Content], hint: str
 ) -> Iterator[Check]:
     """The largest one of every percentile that is bounded."""
     for name in TIMES:
         limit = getattr(bounds, name, None)
         if limit is not None:
-            largest = max((times[name] for times in found), default=None)
-            yield Check(f"{bound}.{name}", f"{what} ({name})", largest, limit, how, milliseconds)
+            slowest = max((times[name] for times in rows), default=None)
+            yield Check(f"{bound}.{name}", f"{label} ({name})", slowest, limit, hint, milliseconds)
 
 
 def _best(
-    section: str, rows: Sequence[Content], field: str, limit: float | None, how: str
+    section: str, rows: Sequence[Content], field: str, limit: float | None, hint: str
 ) -> Iterator[Check]:
     """The largest of a throughput."""
     if limit is not None:
         best = max((row[field] for row in rows if row.get(field) is not None), default=None)
-        what = f"the best {field.replace('_', ' ')} of the {section} test"
-        yield Check(f"{section}.min_{field}", what, best, limit, how)
+        label = f"the best {field.replace('_', ' ')} of the {section} test"
+        yield Check(f"{section}.min_{field}", label, best, limit, hint)

@@ -107,17 +107,17 @@ Reference = TransformersModel | NemoModel | TaskResult
 def timed(
     task: Task,
     settings: TaskSettings,
-    asked: EvaluatedModel,
+    requested: EvaluatedModel,
     progress: ProgressCallback,
     journal: Journal | None = None,
 ) -> TaskResult:
     """The task's result with its pace; what a journal has of it is not asked again."""
-    model = TimedModel(asked.model, earlier=journal.counts if journal else None)
-    asked = replace(asked, model=model)
+    model = TimedModel(requested.model, earlier=journal.counts if journal else None)
+    requested = replace(requested, model=model)
     if journal is not None:
         continued = partial(journal.continued, counts=lambda: model.counts)
-        asked = replace(asked, continued=continued)
-    return replace(task(settings, asked, progress), pace=model.pace)
+        requested = replace(requested, continued=continued)
+    return replace(task(settings, requested, progress), pace=model.pace)
 
 
 def open_reference(settings: TaskSettings) -> Reference | None:
@@ -133,7 +133,7 @@ def open_reference(settings: TaskSettings) -> Reference | None:
 def compared(
     task: Task,
     settings: TaskSettings,
-    asked: EvaluatedModel,
+    model: EvaluatedModel,
     progress: ProgressCallback,
     served: TaskResult,
     reference: Reference,
@@ -143,20 +143,20 @@ def compared(
     source = str(settings.reference)
     if not isinstance(reference, TaskResult):
         source = reference.name
-        reference = timed(task, settings, replace(asked, model=reference), progress, journal)
+        reference = timed(task, settings, replace(model, model=reference), progress, journal)
     return replace(served, reference=compare(served, reference, source))
 
 
 def compare(served: TaskResult, reference: TaskResult, source: str) -> Comparison:
     """Raises ConfigError when the reference has other items."""
-    known = {item["index"]: item for item in reference.items}
-    missing = [item["index"] for item in served.items if not same_item(item, known)]
+    by_index = {item["index"]: item for item in reference.items}
+    missing = [item["index"] for item in served.items if not same_item(item, by_index)]
     if missing:
         raise ConfigError(
             problem(f"{source} does not have every item", got=missing[:10], change=REFERENCE_KEY)
         )
     different = [
-        item["index"] for item in served.items if answer(item) != answer(known[item["index"]])
+        item["index"] for item in served.items if answer(item) != answer(by_index[item["index"]])
     ]
     return Comparison(
         source=source,
@@ -167,9 +167,9 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
             if name in reference.metrics
         },
         different=different,
-        items={index: known[index] for index in different},
+        items={index: by_index[index] for index in different},
         pace=reference.pace,
-        values=_values([known[item["index"]] for item in served.items]),
+        values=_values([by_index[item["index"]] for item in served.items]),
     )
 
 
@@ -183,9 +183,9 @@ def _values(items: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
-def same_item(item: Mapping[str, Any], known: Mapping[Any, Mapping[str, Any]]) -> bool:
+def same_item(item: Mapping[str, Any], by_index: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Return whether the reference has the item, with the same target."""
-    other = known.get(item["index"])
+    other = by_index.get(item["index"])
     shared = [key for key in TARGET_KEYS if other is not None and key in item and key in other]
     return other is not None and all(item[key] == other[key] for key in shared)
 
@@ -272,25 +272,25 @@ def of_report(
     source: str,
 ) -> ComparedAnswers:
     """Return the earlier report's answers to those of `items` that it has, too."""
-    known = {item["index"]: item for item in others}
-    pairs = [(item, known[item["index"]]) for item in items if same_item(item, known)]
+    by_index = {item["index"]: item for item in others}
+    pairs = [(item, by_index[item["index"]]) for item in items if same_item(item, by_index)]
     alike = [
         answer(one) == answer(other) and _same_flags(one, other, metrics) for one, other in pairs
     ]
     return ComparedAnswers(source, metrics, pairs, alike)
 
 
-def values(items: Sequence[Item], figure: str) -> list[float] | None:
+def values(items: Sequence[Item], metric: str) -> list[float] | None:
     """Return a metric's values item by item; None if it is one of all items together."""
-    items = [item for item in items if _is_of(item, figure)]
-    found = [item.get(_field(item, figure)) for item in items]
-    numbers = [value for value in found if isinstance(value, (bool, int, float))]
+    items = [item for item in items if _is_of(item, metric)]
+    result = [item.get(_field(item, metric)) for item in items]
+    numbers = [value for value in result if isinstance(value, (bool, int, float))]
     return numbers if numbers and len(numbers) == len(items) else None
 
 
-def is_perplexity(figure: str) -> bool:
+def is_perplexity(metric: str) -> bool:
     """Return whether a figure, through any filter, is one of the items' log-likelihoods."""
-    return figure.partition(",")[0] == PERPLEXITY
+    return metric.partition(",")[0] == PERPLEXITY
 
 
 def flags(of_items: Sequence[float]) -> bool:
@@ -300,29 +300,29 @@ def flags(of_items: Sequence[float]) -> bool:
 
 
 def drop(
-    figure: str, metric: Mapping[str, Any], others: ComparedAnswers
+    name: str, metric: Mapping[str, Any], others: ComparedAnswers
 ) -> tuple[Interval, str] | None:
     """By how much a figure is worse than the others', and a test of it in words.
 
     Of a percentage it is the difference of the fractions, of another figure a part of the others'.
     None: without an item in common there is nothing to compare.
     """
-    pairs = [pair for pair in others.pairs if _is_of(pair[0], figure)]
+    pairs = [pair for pair in others.pairs if _is_of(pair[0], name)]
     if not pairs:
         return None
-    other = others.metrics[figure]
-    ours, theirs = (values(side, figure) for side in zip(*pairs, strict=True))
-    if ours is None or theirs is None:
-        return _unpaired(figure, metric, other, len(pairs)), "the intervals of both"
-    if flags(ours) and flags(theirs):
-        lost = sum(a < b for a, b in zip(ours, theirs, strict=True))
-        won = sum(a > b for a, b in zip(ours, theirs, strict=True))
+    other = others.metrics[name]
+    served, reference = (values(side, name) for side in zip(*pairs, strict=True))
+    if served is None or reference is None:
+        return _unpaired(name, metric, other, len(pairs)), "the intervals of both"
+    if flags(served) and flags(reference):
+        lost = sum(a < b for a, b in zip(served, reference, strict=True))
+        won = sum(a > b for a, b in zip(served, reference, strict=True))
         test = f"{lost} lost, {won} won, McNemar's p {task.mcnemar(lost, won):.2g}"
-        return task.paired_share(lost, won, len(ours)), test
-    lost_each = task.mean([b - a for a, b in zip(ours, theirs, strict=True)])
-    if is_perplexity(figure):
-        return lost_each.mapped(math.expm1), "paired bootstrap"
-    return _relative(lost_each, figure, other), "paired bootstrap"
+        return task.paired_share(lost, won, len(served)), test
+    lost_by_item = task.mean([b - a for a, b in zip(served, reference, strict=True)])
+    if is_perplexity(name):
+        return lost_by_item.mapped(math.expm1), "paired bootstrap"
+    return _relative(lost_by_item, name, other), "paired bootstrap"
 
 
 def largest_difference(others: ComparedAnswers) -> float | None:
@@ -337,7 +337,7 @@ def largest_difference(others: ComparedAnswers) -> float | None:
 
 def _same_flags(one: Item, other: Item, metrics: Iterable[str]) -> bool:
     """Return whether the items agree in all that is right or wrong of both."""
-    judged = {figure.partition(",")[0] for figure in metrics}
+    judged = {name.partition(",")[0] for name in metrics}
     return all(
         one[name] == value
         for name, value in other.items()
@@ -345,22 +345,22 @@ def _same_flags(one: Item, other: Item, metrics: Iterable[str]) -> bool:
     )
 
 
-def _field(item: Item, figure: str) -> str:
+def _field(item: Item, metric: str) -> str:
     """Return the item's field of a metric; lm-eval's names end with their filter."""
-    name = figure.partition(",")[0]
-    own = FIELDS.get(name, name)
-    return own if own in item else name
+    name = metric.partition(",")[0]
+    field = FIELDS.get(name, name)
+    return field if field in item else name
 
 
-def _is_of(item: Item, figure: str) -> bool:
+def _is_of(item: Item, metric: str) -> bool:
     """Return whether an item went through the figure's filter; lm-eval's usual one is called
     none."""
-    wanted = figure.partition(",")[2] or "none"
-    return bool(item.get("filter", wanted) == wanted)
+    filter_name = metric.partition(",")[2] or "none"
+    return bool(item.get("filter", filter_name) == filter_name)
 
 
 def _unpaired(
-    figure: str, metric: Mapping[str, Any], other: Mapping[str, Any], items: int
+    name: str, metric: Mapping[str, Any], other: Mapping[str, Any], items: int
 ) -> Interval:
     """Other minus ours of figures whose intervals know nothing of each other: conservative."""
     value = other["value"] - metric["value"]
@@ -369,12 +369,12 @@ def _unpaired(
         for side in (metric, other)
     ]
     half = math.hypot(*halves)
-    whole = task.narrowing(value, value - half, value + half, items, "intervals of both")
-    return _relative(whole, figure, other)
+    difference = task.narrowing(value, value - half, value + half, items, "intervals of both")
+    return _relative(difference, name, other)
 
 
-def _relative(lost: Interval, figure: str, other: Mapping[str, Any]) -> Interval:
+def _relative(lost: Interval, name: str, other: Mapping[str, Any]) -> Interval:
     """A loss in the unit in which drops are bounded, positive where the figure is worse."""
-    sign = -1.0 if figure.partition(",")[0] in LOWER_IS_BETTER else 1.0
+    sign = -1.0 if name.partition(",")[0] in LOWER_IS_BETTER else 1.0
     unit = 1.0 if other["percent"] else abs(other["value"]) or 1.0
     return lost.mapped(lambda value: sign * value / unit)

@@ -73,7 +73,7 @@ def cost_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
         best = {_sizes(row): row}
     else:
         return None
-    rows = [{"what": what, **_priced(row, on)} for what, row in best.items()]
+    rows = [{"what": label, **_priced(row, on)} for label, row in best.items()]
     return {"rows": rows, "price": on.get("gpu_price"), "gpus": gpus(on)} if gpus(on) else None
 
 
@@ -96,16 +96,20 @@ def _sizes(row: Mapping[str, Any]) -> str:
 def floor_table(report: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the measurements with their lower limit; None for an unknown GPU or model."""
     rows: list[dict[str, Any]] = []
-    facts: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name in ("speed", "load"):
         section: Mapping[str, Any] = report.get(name) or {}
         reads = StepReads.of(section["measured_on"]) if section else None
         if reads is None:
             continue
-        facts = {"device": reads.device, "bandwidth": reads.bandwidth, "weights": reads.step_bytes}
+        metadata = {
+            "device": reads.device,
+            "bandwidth": reads.bandwidth,
+            "weights": reads.step_bytes,
+        }
         rows += [_speed_floor(row, reads) for row in section.get("rows", [])]
         rows += [_load_floor(run, reads) for run in section.get("runs", []) if _has_floor(run)]
-    return {"rows": rows, **facts} if rows else None
+    return {"rows": rows, **metadata} if rows else None
 
 
 def _has_floor(run: Mapping[str, Any]) -> bool:
@@ -127,12 +131,12 @@ def _speed_floor(row: Mapping[str, Any], reads: StepReads) -> dict[str, Any]:
 def _load_floor(run: Mapping[str, Any], reads: StepReads) -> dict[str, Any]:
     requests, clients = run["requests"], run["clients"]
     context = run["prompt_tokens"] / requests + run["generated_tokens"] / requests / 2
-    most = clients / reads.step_seconds(clients, context)
+    max_rate = clients / reads.step_seconds(clients, context)
     return {
         "what": f"{run['path']}, {clients} client{'' if clients == 1 else 's'}",
         "measured": f"{run['tokens_per_second']:,.0f} tokens/s",
-        "floor": f"at most {most:,.0f} tokens/s",
-        "share": run["tokens_per_second"] / most,
+        "floor": f"at most {max_rate:,.0f} tokens/s",
+        "share": run["tokens_per_second"] / max_rate,
     }
 
 
@@ -190,8 +194,8 @@ def step_reads(ready: Mapping[str, Any], model_name: str) -> dict[str, float] | 
         parameters = config_parameters(text)
         ini = read_model_ini(model.checkpoint_dir)
         item_bytes = ITEM_BYTES[parameters["data_type"]]
-        mode, said = int(parameters.get("int8_mode", "0")), parameters.get("quantization")
-        if quantization_of(mode, said, "{}") or _PARTIAL & set(_section(ini, "extension")):
+        mode, quantization = int(parameters.get("int8_mode", "0")), parameters.get("quantization")
+        if quantization_of(mode, quantization, "{}") or _PARTIAL & set(_section(ini, "extension")):
             return None
         in_bytes = kv_cache_dtype_of(parameters.get("kv_cache_dtype"), "{}") == "fp8"
         weights, cached = _gpt(ini, model.checkpoint_dir) if "gpt" in ini else _t5(ini)

@@ -73,25 +73,25 @@ def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> V
 
     Raises ConfigError when the baseline cannot be read.
     """
-    asked = list(checks(content, policy, folder))
-    reasons = [reason(check, policy.min_items) for check in asked] or [_nothing_asked()]
+    all_checks = list(checks(content, policy, folder))
+    reasons = [reason(check, policy.min_items) for check in all_checks] or [_nothing_asked()]
     reasons.sort(key=_order)
     exit_code = EXIT_CODES[reasons[0].level]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    said = dataclasses.asdict(policy)
-    return Verdict(VERDICTS[exit_code], exit_code, reasons, said, date, _served(content))
+    raw = dataclasses.asdict(policy)
+    return Verdict(VERDICTS[exit_code], exit_code, reasons, raw, date, _served(content))
 
 
 def _served(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The different digest chains of a report's sections."""
     sections = [*content.get("tasks", {}).values(), *content.values()]
     measured_on = (part.get("measured_on") for part in sections if isinstance(part, dict))
-    found: list[dict[str, Any]] = []
+    model: list[dict[str, Any]] = []
     for digests in (on.get("digests", {}) for on in measured_on if on):
         chain = {name: digests.get(name) for name in CHAIN}
-        if chain["manifest"] is not None and chain not in found:
-            found.append(chain)
-    return found
+        if chain["manifest"] is not None and chain not in model:
+            model.append(chain)
+    return model
 
 
 def _order(one: Reason) -> tuple[int, bool]:
@@ -101,7 +101,7 @@ def _order(one: Reason) -> tuple[int, bool]:
 
 def reason(check: Check, min_items: int) -> Reason:
     """Return the outcome of a check."""
-    asked = f"{'at least' if check.at_least else 'at most'} {check.show(check.limit)} is asked"
+    bound_text = f"{'at least' if check.at_least else 'at most'} {check.show(check.limit)} is asked"
     measured = check.measured
     if measured is None:
         text = f"{check.what} was not measured; {check.how}"
@@ -111,13 +111,13 @@ def reason(check: Check, min_items: int) -> Reason:
         value = measured.value if isinstance(measured, Interval) else measured
         broken = INCONCLUSIVE if check.of_measurement else FAIL
         level = PASS if check.holds(value) else broken
-        text = f"{check.what} is {check.show(value)}; {asked}{note}"
+        text = f"{check.what} is {check.show(value)}; {bound_text}{note}"
         return Reason(level, check.bound, value, check.limit, text)
     level = _level(check, measured, min_items)
     ends = f"{check.show(measured.low)} to {check.show(measured.high)}"
     text = (
         f"{check.what} is {check.show(measured.value)} (95 % interval {ends}, {measured.items} "
-        f"items, {measured.method}); {asked}{note}"
+        f"items, {measured.method}); {bound_text}{note}"
     )
     if level == INCONCLUSIVE:
         text += f"; {_items_that_decide(check, measured, min_items)}"
@@ -127,17 +127,17 @@ def reason(check: Check, min_items: int) -> Reason:
 def _level(check: Check, measured: Interval, min_items: int) -> str:
     if measured.method not in COUNTED and measured.items < min_items:
         return INCONCLUSIVE
-    inside = [check.holds(end) for end in (measured.low, measured.high)]
-    if all(inside):
+    ends_within = [check.holds(end) for end in (measured.low, measured.high)]
+    if all(ends_within):
         return PASS
-    return INCONCLUSIVE if any(inside) or check.holds(measured.value) else FAIL
+    return INCONCLUSIVE if any(ends_within) or check.holds(measured.value) else FAIL
 
 
 def _items_that_decide(check: Check, measured: Interval, min_items: int) -> str:
     if not math.isfinite(measured.high - measured.low):
         return "the report has no interval of it"
-    least = 1 if measured.method in COUNTED else min_items
-    items = measured.items_to_decide(check.limit, least)
+    minimum = 1 if measured.method in COUNTED else min_items
+    items = measured.items_to_decide(check.limit, minimum)
     if items is None:
         return "the value is so near the bound that no number of items decides it: move the bound"
     return f"it takes about {items:,} items like these to decide it"

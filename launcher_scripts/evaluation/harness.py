@@ -86,11 +86,11 @@ def lm_eval_version(settings: HarnessSettings) -> str:
         raise ConfigError(
             problem(f"cannot run {python}: {error}", change=f"{KEY}.python")
         ) from error
-    said = re.search(r"^lm_eval (\S+)$", done.stdout, re.MULTILINE)
-    if done.returncode or said is None:
-        what = f"{python} does not have lm_eval; run: {python} -m {INSTALL}"
-        raise ConfigError(problem(what, change=f"{KEY}.python, the interpreter of another one"))
-    return said[1]
+    match = re.search(r"^lm_eval (\S+)$", done.stdout, re.MULTILINE)
+    if done.returncode or match is None:
+        message = f"{python} does not have lm_eval; run: {python} -m {INSTALL}"
+        raise ConfigError(problem(message, change=f"{KEY}.python, the interpreter of another one"))
+    return match[1]
 
 
 def find_gateway(
@@ -186,8 +186,8 @@ def run_lm_eval(
             check=False,
         ).returncode
     if code == NO_DATA:
-        what = f"{harness.data} does not have a data set of the tasks, which lm_eval names above"
-        raise ConfigError(problem(what, change=f"{KEY}.data (docs/evaluation.md)"))
+        message = f"{harness.data} does not have a data set of the tasks, which lm_eval names above"
+        raise ConfigError(problem(message, change=f"{KEY}.data (docs/evaluation.md)"))
     if code:
         raise ServerError(f"lm_eval ended with exit status {code}; its last lines are above")
     result = read_results(output, version)
@@ -209,13 +209,13 @@ def command(
         "--num_fewshot": harness.num_fewshot,
         "--use_cache": answers and answers.absolute(),
     }
-    given = {name: str(value) for name, value in options.items() if value is not None}
+    values = {name: str(value) for name, value in options.items() if value is not None}
     return [
         *(harness.python or sys.executable, str(PROGRAM), "run"),
         *("--model", kind, "--model_args", json.dumps(arguments)),
         *("--tasks", *harness.tasks),
         *("--output_path", str(output.absolute()), "--log_samples"),
-        *(word for pair in given.items() for word in pair),
+        *(word for pair in values.items() for word in pair),
     ]
 
 
@@ -237,8 +237,10 @@ def read_results(folder: Path, version: str) -> HarnessResult:
             for name, values in content["results"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{results[0]} is not a file of lm_eval's results: {type(error).__name__}: {error}"
-        raise ServerError(what) from error
+        message = (
+            f"{results[0]} is not a file of lm_eval's results: {type(error).__name__}: {error}"
+        )
+        raise ServerError(message) from error
     return HarnessResult(version, tasks, files)
 
 
@@ -275,8 +277,8 @@ def _metric(task: str, key: str, value: float, stderr: Any) -> Metric:
         )
     metric, _, of_filter = key.partition(",")
     percent = _FRACTION.fullmatch(metric) is not None
-    behind = "" if of_filter == "none" else f", filter {of_filter}"
-    meaning = f"lm_eval's {metric}{behind}"
+    suffix = "" if of_filter == "none" else f", filter {of_filter}"
+    meaning = f"lm_eval's {metric}{suffix}"
     if not isinstance(stderr, (int, float)) or not math.isfinite(stderr):
         return Metric(value, None, None, percent, meaning)
     if _EXPONENTIAL.fullmatch(metric) and value:
@@ -291,8 +293,8 @@ def _metric(task: str, key: str, value: float, stderr: Any) -> Metric:
 def _environment(settings: HarnessSettings) -> dict[str, str]:
     """For another interpreter without the packages of the job's."""
     others = {"PYTHONPATH", "PYTHONHOME"} if settings.python else set()
-    kept = {name: value for name, value in os.environ.items() if name not in others}
-    return kept | OFFLINE
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    return inherited | OFFLINE
 
 
 def _address(harness: HarnessSettings, ready: Mapping[str, Any], ready_file: str) -> str:
@@ -309,8 +311,8 @@ def _address(harness: HarnessSettings, ready: Mapping[str, Any], ready_file: str
         try:
             openai = json.loads(Path(str(harness.gateway)).read_text(encoding="utf-8"))["openai"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            what = f"{harness.gateway} names no gateway: {type(error).__name__}"
-            raise ServerError(problem(what, change=f"{KEY}.gateway")) from error
+            message = f"{harness.gateway} names no gateway: {type(error).__name__}"
+            raise ServerError(problem(message, change=f"{KEY}.gateway")) from error
     return str(openai).rstrip("/")
 
 
@@ -321,9 +323,11 @@ def _ask(url: str, key: str | None) -> dict[str, Any]:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            what = f"the gateway at {url} wants an API key" + (", and another one" if key else "")
-            raise ConfigError(problem(what, change=f"{KEY}.api_keys")) from error
+            message = f"the gateway at {url} wants an API key" + (
+                ", and another one" if key else ""
+            )
+            raise ConfigError(problem(message, change=f"{KEY}.api_keys")) from error
         raise ServerError(f"the gateway answered {url} with {error.code}") from error
     except (OSError, ValueError) as error:
-        what = f"the gateway does not answer: {error}"
-        raise ServerError(problem(what, got=url, change=f"{KEY}.gateway")) from error
+        message = f"the gateway does not answer: {error}"
+        raise ServerError(problem(message, got=url, change=f"{KEY}.gateway")) from error

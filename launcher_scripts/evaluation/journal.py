@@ -73,14 +73,14 @@ class Journal:
         return last | {"runs": [run["date"] for run in self._runs]}
 
     def continued(
-        self, ask: Ask, counts: Callable[[], Mapping[str, float]] = dict
+        self, send: Ask, counts: Callable[[], Mapping[str, float]] = dict
     ) -> Iterator[Any]:
-        """The results of earlier runs, then what `ask` gives from their number on.
+        """The results of earlier runs, then what `send` gives from their number on.
 
         counts: what all results until now took
         """
         yield from self.kept
-        for result in ask(len(self.kept)):
+        for result in send(len(self.kept)):
             self.note(result, counts())
             yield result
 
@@ -167,9 +167,9 @@ def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, An
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [
-            found
+            difference
             for key in keys
-            for found in differences(one.get(key), other.get(key), f"{name}.{key}".lstrip("."))
+            for difference in differences(one.get(key), other.get(key), f"{name}.{key}".lstrip("."))
         ]
     return [] if one == other else [(name, one, other)]
 

@@ -94,11 +94,11 @@ def register() -> None:
                 return self.encoded(string, left_truncate_len, add_special_tokens)
             return [self.encoded(text, left_truncate_len, add_special_tokens) for text in string]
 
-        def encoded(self, text: str, most: int | None, special: bool | None) -> list[int]:
-            """The last `most` ids of a text. special None: as the tokenizer does it, once."""
-            begun = self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token)
-            ids = self.tokenizer.encode(text, not begun if special is None else special)
-            return ids[-most:] if most else ids
+        def encoded(self, text: str, limit: int | None, special: bool | None) -> list[int]:
+            """The last `limit` ids of a text. special None: as the tokenizer does it, once."""
+            has_bos = self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token)
+            ids = self.tokenizer.encode(text, not has_bos if special is None else special)
+            return ids[-limit:] if limit else ids
 
 
 if __name__ == "__main__":

@@ -145,10 +145,10 @@ def clipped(text: str, length: int = TEXT_SHOWN) -> str:
 def hardware(server: Section) -> str:
     """Describe the hardware of a server's ranks, or of all its replicas."""
     devices = [str(rank.get("device")) for rank in server.get("ranks", [])]
-    found = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
-    each = ", ".join(f"{count} x {name}" for name, count in found.items()) or "unknown hardware"
+    counts = Counter(device.partition("(")[2].rstrip(")") or device for device in devices)
+    names = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "unknown hardware"
     replicas = server.get("replicas")
-    return f"{len(replicas)} servers, each on {each}" if replicas else each
+    return f"{len(replicas)} servers, each on {names}" if replicas else names
 
 
 def run_name(run: Section) -> str:
@@ -181,10 +181,10 @@ def _verdict(verdict: Section | None) -> dict[str, Any] | None:
 def _key_figures(report: Section) -> Iterator[dict[str, str]]:
     """Iterate over the key metrics: quality, similarity to the original, speed, cost."""
     for name, task in list(report["tasks"].items())[:3]:
-        for metric, found in list(task["metrics"].items())[:1]:
-            low, high = (figure(found[end], found["percent"]) for end in ("low", "high"))
+        for metric, values in list(task["metrics"].items())[:1]:
+            low, high = (figure(values[end], values["percent"]) for end in ("low", "high"))
             label = f"{title(name)}: {title(metric)}"
-            yield _key(label, figure(found["value"], found["percent"]), f"95 %: {low} to {high}")
+            yield _key(label, figure(values["value"], values["percent"]), f"95 %: {low} to {high}")
     top1 = report.get("twin", {}).get("metrics", {}).get("top1")
     if top1:
         yield _key("same likeliest token", figure(top1["value"], True), "as the original's")
@@ -227,10 +227,10 @@ def _task(task: Section) -> dict[str, Any]:
 
 def _metric_rows(metrics: Section, reference: Section | None = None) -> list[dict[str, Any]]:
     """A row for each metric: its texts, and where its interval's plot has its marks."""
-    beside = reference["metrics"] if reference else {}
+    reference_metrics = reference["metrics"] if reference else {}
     rows = []
     for name, metric in metrics.items():
-        percent, other = metric["percent"], beside.get(name)
+        percent, other = metric["percent"], reference_metrics.get(name)
         difference = (reference or {}).get("difference", {}).get(name)
         ends = [figure(metric[end], percent) for end in ("low", "high")]
         rows.append(
@@ -251,29 +251,31 @@ def _metric_rows(metrics: Section, reference: Section | None = None) -> list[dic
 
 def _marks(metric: Section, reference: Section | None) -> dict[str, float | None]:
     """Positions from 0 to 100: percentages on their whole scale, others on one of their own."""
-    found = {"value": metric["value"], "low": metric["low"], "high": metric["high"]}
-    found["reference"] = reference["value"] if reference else None
-    known = [value for value in found.values() if value is not None]
-    low, high = (0.0, 1.0) if metric["percent"] else (min(known), max(known))
+    values = {"value": metric["value"], "low": metric["low"], "high": metric["high"]}
+    values["reference"] = reference["value"] if reference else None
+    numbers = [value for value in values.values() if value is not None]
+    low, high = (0.0, 1.0) if metric["percent"] else (min(numbers), max(numbers))
     margin = 0.0 if metric["percent"] else 0.15 * ((high - low) or 1.0)
     low, width = low - margin, (high - low) + 2 * margin
     return {
         name: None if value is None else round(100 * (value - low) / width, 2)
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 
 def _changes(items: Sequence[Section], reference: Section) -> list[dict[str, Any]]:
     """The items that the reference answers otherwise, both answers side by side."""
-    known = {item["index"]: item for item in items}
+    by_index = {item["index"]: item for item in items}
     changes = []
     for index in reference["different"][:CHANGES_SHOWN]:
-        ours, theirs = known[index], reference["items"][str(index)]
-        both = [_answer(item) for item in (ours, theirs)]
+        local, original = by_index[index], reference["items"][str(index)]
+        both = [_answer(item) for item in (local, original)]
         served, other = _side_by_side(*both)
-        asked = next((ours[key] for key in ("target", "targets", "source") if key in ours), None)
+        question = next(
+            (local[key] for key in ("target", "targets", "source") if key in local), None
+        )
         changes.append(
-            {"index": index, "served": served, "reference": other, "target": cell(asked).strip()}
+            {"index": index, "served": served, "reference": other, "target": cell(question).strip()}
         )
     return changes
 
@@ -286,11 +288,13 @@ def _answer(item: Section) -> str:
     return words if likely is None else f"{words} (log-likelihood {likely:.4f})"
 
 
-def _side_by_side(ours: str, theirs: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+def _side_by_side(
+    served: str, reference: str
+) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
     """Both texts in pieces, each with whether the other lacks it."""
-    left, right = (re.findall(r"\s+|\S+", text) for text in (ours, theirs))
+    left, right = (re.findall(r"\s+|\S+", text) for text in (served, reference))
     if max(len(left), len(right)) > WORDS_COMPARED:
-        return [(ours, False)], [(theirs, False)]
+        return [(served, False)], [(reference, False)]
     pieces: tuple[list[tuple[str, bool]], list[tuple[str, bool]]] = ([], [])
     matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
     for tag, start, end, other_start, other_end in matcher.get_opcodes():
@@ -299,10 +303,10 @@ def _side_by_side(ours: str, theirs: str) -> tuple[list[tuple[str, bool]], list[
     return tuple([piece for piece in side if piece[0]] for side in pieces)  # type: ignore[return-value]
 
 
-def _twin(twin: Section) -> dict[str, Any]:
+def _twin(section: Section) -> dict[str, Any]:
     return {
-        "rows": _metric_rows(twin["metrics"]),
-        "plot": plots.positions(twin["positions"]) if twin["positions"] else None,
+        "rows": _metric_rows(section["metrics"]),
+        "plot": plots.positions(section["positions"]) if section["positions"] else None,
     }
 
 
@@ -333,10 +337,10 @@ def _load_plots(runs: Sequence[Section]) -> list[str]:
     """Closed and open loops apart, where there are at least two runs to draw a line through."""
     drawn = []
     for mode, by in (("closed", "clients"), ("open", "rate")):
-        known = [run for run in runs if run["valid"] and run["first_token_ms"]]
-        chosen = [run for run in known if run["mode"] == mode and run[by]]
-        if len(chosen) > 1:
-            drawn += plots.load(chosen, by)
+        measured = [run for run in runs if run["valid"] and run["first_token_ms"]]
+        selected = [run for run in measured if run["mode"] == mode and run[by]]
+        if len(selected) > 1:
+            drawn += plots.load(selected, by)
     return drawn
 
 
@@ -363,10 +367,10 @@ def _provenance(report: Section) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for name, section in _measured(report):
         on = section["measured_on"]
-        facts = _facts(on)
-        group = next((known for known in groups if known["facts"] == facts), None)
+        set_up = _facts(on)
+        group = next((group for group in groups if group["facts"] == set_up), None)
         if group is None:
-            group = {"facts": facts, "names": [], "sections": []}
+            group = {"facts": set_up, "names": [], "sections": []}
             groups.append(group)
         group["names"].append(title(name))
         group["sections"].append((name, on, section["settings"]))
@@ -382,14 +386,14 @@ def _measured(report: Section) -> Iterator[tuple[str, Section]]:
 def _facts(on: Section) -> dict[str, Any]:
     """Return the set-up of a section, a line each."""
     server = on.get("server", {})
-    facts = {
+    lines = {
         kind: server[kind] for kind in ("http", "grpc", "openai", "replicas") if kind in server
     }
     for rank in server.get("ranks", []):
-        facts[f"rank {rank['rank']}"] = f"{rank.get('device')} on {rank.get('host')}"
-    facts["versions"] = server.get("versions", {})
-    facts["client"] = on["client"]
+        lines[f"rank {rank['rank']}"] = f"{rank.get('device')} on {rank.get('host')}"
+    lines["versions"] = server.get("versions", {})
+    lines["client"] = on["client"]
     for kind, digest in on.get("digests", {}).items():
-        facts[f"digest of {kind}"] = digest
-    known = {"date", "protocol", "server", "client", "digests"}
-    return facts | {key: value for key, value in on.items() if key not in known}
+        lines[f"digest of {kind}"] = digest
+    hidden = {"date", "protocol", "server", "client", "digests"}
+    return lines | {key: value for key, value in on.items() if key not in hidden}

@@ -72,7 +72,7 @@ def task(items: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     title = "Log-likelihood of the target, right and wrong items"
     with rc_context(STYLE):
-        figure, axes = _figure(title)
+        metric, axes = _figure(title)
         groups = [
             [item["log_likelihood"] for item in items if item["correct"] is right]
             for right in (True, False)
@@ -83,14 +83,14 @@ def task(items: Sequence[Mapping[str, Any]]) -> str | None:
         axes.set_xlabel("log-likelihood")
         axes.set_ylabel("items")
         axes.legend(loc="upper left")
-        return _svg(figure, title, f"Histogram of {len(items)} items: {', '.join(labels)}.")
+        return _svg(metric, title, f"Histogram of {len(items)} items: {', '.join(labels)}.")
 
 
 def positions(rows: Sequence[Mapping[str, Any]]) -> str:
     """A twin's divergence by position, on a logarithmic axis."""
     title = "Divergence from the original by position [nats]"
     with rc_context(STYLE):
-        figure, axes = _figure(title)
+        metric, axes = _figure(title)
         middle = range(len(rows))
         axes.plot(middle, [row["kl"] for row in rows], "o-", color=SERIES[0])
         if min(row["kl"] for row in rows) > 0:
@@ -101,15 +101,15 @@ def positions(rows: Sequence[Mapping[str, Any]]) -> str:
         ends = [
             f"{row['kl']:.1e} at {row['first']} to {row['last']}" for row in (rows[0], rows[-1])
         ]
-        return _svg(figure, title, f"Mean KL divergence: {ends[0]}, {ends[1]}.")
+        return _svg(metric, title, f"Mean KL divergence: {ends[0]}, {ends[1]}.")
 
 
 def load(runs: Sequence[Mapping[str, Any]], by: str) -> list[str]:
     """Valid runs: throughput by `by` (clients or rate), and latency against throughput."""
     lines = {}
     for path in dict.fromkeys(run["path"] for run in runs):
-        chosen = [run for run in runs if run["path"] == path]
-        lines[path] = sorted(chosen, key=lambda run: float(run[by]))
+        selected = [run for run in runs if run["path"] == path]
+        lines[path] = sorted(selected, key=lambda run: float(run[by]))
     label = {"clients": "clients", "rate": "requests sent per second"}[by]
     return [_throughput_plot(lines, by, label), _latency_plot(lines, label)]
 
@@ -119,8 +119,8 @@ def timeline(run: Mapping[str, Any], name: str) -> str:
     seconds, tokens, requests = _thinned(run["timeline"])
     title = f"{name}: tokens and requests per second"
     with rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        panels = figure.subplots(2, 1, sharex=True)
+        metric = Figure(figsize=SIZE, layout="constrained")
+        panels = metric.subplots(2, 1, sharex=True)
         panels[0].set_title(title, loc="left", fontsize=10)
         labelled = (("tokens/s", tokens), ("requests/s", requests))
         for axes, (label, values), colour in zip(panels, labelled, SERIES, strict=False):
@@ -130,7 +130,7 @@ def timeline(run: Mapping[str, Any], name: str) -> str:
             axes.yaxis.set_major_formatter(THOUSANDS)
         panels[1].set_xlabel("seconds since the start")
         ends = f"{min(tokens):,.0f} to {max(tokens):,.0f} tokens/s"
-        return _svg(figure, title, f"Between {ends} and at most {max(requests):,.1f} requests/s.")
+        return _svg(metric, title, f"Between {ends} and at most {max(requests):,.1f} requests/s.")
 
 
 def _thinned(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float], list[float]]:
@@ -147,7 +147,7 @@ def _thinned(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[flo
 def _throughput_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], by: str, label: str) -> str:
     title = f"Generated tokens per second by {label}"
     with rc_context(STYLE):
-        figure, axes = _figure(title)
+        metric, axes = _figure(title)
         for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             axes.plot(
                 [run[by] for run in runs],
@@ -159,14 +159,14 @@ def _throughput_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], by: str, 
         axes.set_xlabel(label)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(THOUSANDS)
-        figure.legend(loc="outside lower left", ncols=3)
-        return _svg(figure, title, _best_of(lines))
+        metric.legend(loc="outside lower left", ncols=3)
+        return _svg(metric, title, _best_of(lines))
 
 
 def _latency_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> str:
     title = "Time to the first token [ms] against throughput"
     with rc_context(STYLE):
-        figure, axes = _figure(title)
+        metric, axes = _figure(title)
         for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             tokens = [run["tokens_per_second"] for run in runs]
             first = [run["first_token_ms"] for run in runs]
@@ -185,8 +185,8 @@ def _latency_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) 
                 for key in ("p50", "p99")
             ],
         )
-        figure.legend(loc="outside lower left", ncols=3)
-        return _svg(figure, title, f"A point per number of {label}. {_best_of(lines)}")
+        metric.legend(loc="outside lower left", ncols=3)
+        return _svg(metric, title, f"A point per number of {label}. {_best_of(lines)}")
 
 
 def _best_of(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -204,22 +204,22 @@ def _best_of(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _speed_plot(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> str:
     pairs = list(dict.fromkeys((row["input_len"], row["output_len"]) for row in rows))
     with rc_context(STYLE):
-        figure, axes = _figure(title)
+        metric, axes = _figure(title)
         for pair, style in zip(pairs, LINES(), strict=False):
-            chosen = [row for row in rows if (row["input_len"], row["output_len"]) == pair]
-            chosen.sort(key=lambda row: int(row["batch_size"]))
-            sizes = [row["batch_size"] for row in chosen]
+            selected = [row for row in rows if (row["input_len"], row["output_len"]) == pair]
+            selected.sort(key=lambda row: int(row["batch_size"]))
+            sizes = [row["batch_size"] for row in selected]
             name = f"{pair[0]} tokens in, {pair[1]} out"
-            axes.plot(sizes, [row[value] for row in chosen], label=name, **style)
+            axes.plot(sizes, [row[value] for row in selected], label=name, **style)
             if value == "latency_p50_ms":
-                low, high = ([row[f"latency_{p}_ms"] for row in chosen] for p in ("p50", "p90"))
+                low, high = ([row[f"latency_{p}_ms"] for row in selected] for p in ("p50", "p90"))
                 axes.fill_between(sizes, low, high, color=style["color"], alpha=0.2, linewidth=0)
         _count_axis(axes, sorted({row["batch_size"] for row in rows}))
         axes.set_xlabel("rows in a request (batch size)")
         values = [row[value] for row in rows]
         _value_axis(axes, values)
-        figure.legend(loc="outside lower left", ncols=2)
-        return _svg(figure, title, f"Between {min(values):,.1f} and {max(values):,.1f}.")
+        metric.legend(loc="outside lower left", ncols=2)
+        return _svg(metric, title, f"Between {min(values):,.1f} and {max(values):,.1f}.")
 
 
 def _count_axis(axes: Axes, counts: Sequence[float]) -> None:
@@ -251,17 +251,17 @@ THOUSANDS = FuncFormatter(lambda value, _: f"{value:,g}")
 
 def _figure(title: str) -> tuple[Figure, Axes]:
     """Small enough for its text to be read on a phone."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.add_subplot()
+    metric = Figure(figsize=SIZE, layout="constrained")
+    axes = metric.add_subplot()
     axes.set_title(title, loc="left", fontsize=10)
-    return figure, axes
+    return metric, axes
 
 
-def _svg(figure: Figure, title: str, description: str) -> str:
+def _svg(metric: Figure, title: str, description: str) -> str:
     """The figure as an <svg> element: nothing in it touches the page around it."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": f"{title} {description}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        metric.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", text, flags=re.DOTALL)

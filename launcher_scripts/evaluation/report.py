@@ -100,14 +100,14 @@ def digests(settings: EvaluateSettings, data: Iterable[str] = ()) -> dict[str, A
         template = value_digest(templates) if templates else None
     except (OSError, ValueError) as error:
         reasons["tokenizer"] = f"{folder}: {error}"
-    found = {
+    result = {
         "data": _data(data),
         "tokenizer": tokenizer,
         "chat_template": template,
         **chain,
         "configuration": value_digest(_configuration(settings)),
     }
-    return {**found, "reasons": reasons} if reasons else found
+    return {**result, "reasons": reasons} if reasons else result
 
 
 def _data(files: Iterable[str]) -> dict[str, str]:
@@ -122,16 +122,16 @@ def _data(files: Iterable[str]) -> dict[str, str]:
 def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the tokenizer's files, without the files for chats and for decoding."""
     left_out = (*CHAT_TEMPLATE_FILES, GENERATION_FILE)
-    kept: dict[str, Any] = {
+    files_used: dict[str, Any] = {
         name: content.hex() for name, content in files.items() if name not in left_out
     }
     name = OPTIONAL_FILES[1]
     if name in files:
-        said = json.loads(files[name])
-        if isinstance(said, dict):
-            said.pop("chat_template", None)
-        kept[name] = said
-    return kept
+        config = json.loads(files[name])
+        if isinstance(config, dict):
+            config.pop("chat_template", None)
+        files_used[name] = config
+    return files_used
 
 
 def _configuration(settings: EvaluateSettings) -> dict[str, Any]:
@@ -174,25 +174,25 @@ def project_commit() -> str | None:
     return done.stdout.strip()
 
 
-def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+def set_up(measured_on: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
     """Return everything that answers depend on: a journal continues while this is unchanged.
 
     The server may have been started again, elsewhere, where a manifest says that it serves the same
     weights. Without one only the same start of a server is known to.
 
-    own: what the measurement asks, as plain values
+    settings: what the measurement asks, as plain values
     """
-    server, found = measured_on["server"], dict(measured_on["digests"])
+    server, result = measured_on["server"], dict(measured_on["digests"])
     same = {
         "versions": server.get("versions"),
         "devices": sorted(str(rank.get("device")) for rank in server.get("ranks", [])),
     }
-    if found["manifest"] is None:
+    if result["manifest"] is None:
         same = {name: value for name, value in server.items() if name != "alive_at"}
     dropped = ("configuration", "reasons", "system_fingerprint", "source")
     return {
-        **own,
-        **{name: value for name, value in found.items() if name not in dropped},
+        **settings,
+        **{name: value for name, value in result.items() if name not in dropped},
         "parameters": measured_on["parameters"],
         "server": same,
         "commit": measured_on["client"]["commit"],
@@ -200,10 +200,10 @@ def set_up(measured_on: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     }
 
 
-def reference_set_up(measured_on: Mapping[str, Any], path: Path, **own: Any) -> dict[str, Any]:
+def reference_set_up(measured_on: Mapping[str, Any], path: Path, **settings: Any) -> dict[str, Any]:
     """Return everything that the answers of a reference in the folder or file `path` depend on."""
     return {
-        **own,
+        **settings,
         "data": measured_on["digests"]["data"],
         "tokenizer": measured_on["digests"]["tokenizer"],
         "reference": files_of(path),
@@ -237,8 +237,8 @@ class Report:
             change = "evaluate.run.results_dir, or remove the file"
             self.content = read_content(self.json_file, change)
             if (model := self.content["model"]) != model_name:
-                what = f"{self.json_file} is a report of another model than {model_name}"
-                raise ConfigError(problem(what, got=model, change=change))
+                message = f"{self.json_file} is a report of another model than {model_name}"
+                raise ConfigError(problem(message, got=model, change=change))
             self.content.pop("verdict", None)
         self.verdict_file.unlink(missing_ok=True)
 
@@ -288,15 +288,15 @@ class Report:
         measured_on: dict[str, Any],
     ) -> None:
         """The load test."""
-        found = saturation and dataclasses.asdict(saturation)
-        values = {"runs": _plain(runs), "saturation": found}
+        result = saturation and dataclasses.asdict(saturation)
+        values = {"runs": _plain(runs), "saturation": result}
         self._put("load", _section(measured_on, settings, values))
 
     def add_ladder(
-        self, settings: LadderSettings, rows: Sequence[LadderRow], chosen: str | None, why: str
+        self, settings: LadderSettings, rows: Sequence[LadderRow], selected: str | None, why: str
     ) -> None:
         """The comparison of a ladder's rungs."""
-        values = {"rows": _plain(rows), "chosen": chosen, "why": why}
+        values = {"rows": _plain(rows), "chosen": selected, "why": why}
         self._put("ladder", _section({"date": _now(), "client": _client()}, settings, values))
 
     def add_verdict(self, verdict: Verdict) -> None:

@@ -66,8 +66,8 @@ def harness_samples(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any
     except OSError:
         return []
     except (ValueError, KeyError, TypeError) as error:
-        what = f"{path} is not a samples file: {type(error).__name__}: {error}"
-        raise ConfigError(problem(what)) from error
+        message = f"{path} is not a samples file: {type(error).__name__}: {error}"
+        raise ConfigError(problem(message)) from error
 
 
 def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
@@ -84,31 +84,33 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
             item = items.setdefault(index, {"index": index, "target": str(sample["target"])})
             item.update(_said(sample, task["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{task.get('samples')} is not a samples file: {type(error).__name__}: {error}"
-            raise ConfigError(problem(what, got=str(sample)[:100])) from error
+            message = (
+                f"{task.get('samples')} is not a samples file: {type(error).__name__}: {error}"
+            )
+            raise ConfigError(problem(message, got=str(sample)[:100])) from error
     return [items[index] for index in sorted(items)]
 
 
 def _said(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The answer that went through a filter, and its values; nothing where no figure is of it."""
     of_filter = sample.get("filter", "none")
-    behind = "" if of_filter == "none" else f",{of_filter}"
-    own = [name for name in metrics if name.partition(",")[2] == behind[1:]]
-    said: dict[str, Any] = {}
+    suffix = "" if of_filter == "none" else f",{of_filter}"
+    names = [name for name in metrics if name.partition(",")[2] == suffix[1:]]
+    result: dict[str, Any] = {}
     answers = sample.get("filtered_resps") or [None]
-    if own and isinstance(answers[0], str):
-        said[f"prediction{behind}"] = answers[0]
-    for name in own:
-        value = sample.get(name.removesuffix(behind))
+    if names and isinstance(answers[0], str):
+        result[f"prediction{suffix}"] = answers[0]
+    for name in names:
+        value = sample.get(name.removesuffix(suffix))
         if isinstance(value, (bool, int, float)):
             right = metrics[name]["percent"] and value in (0, 1)
-            said[name] = bool(value) if right else float(value)
-    return said
+            result[name] = bool(value) if right else float(value)
+    return result
 
 
 def task_result(section: Mapping[str, Any]) -> TaskResult:
     """A task's section without its reference. Raises KeyError, TypeError or ValueError."""
     metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
     items = [{**item, "index": int(item["index"])} for item in section["items"]]
-    pace = Pace(**section["pace"]) if section.get("pace") else None
-    return TaskResult(metrics, items, pace=pace)
+    speed = Pace(**section["pace"]) if section.get("pace") else None
+    return TaskResult(metrics, items, pace=speed)

@@ -124,9 +124,9 @@ class ReportDifference:
                 result.append(f"{section.name}: {len(section.changed)} answers differ")
             if section.missing_a or section.missing_b:
                 result.append(f"{section.name}: the items are not the same")
-            for name, figure in section.figures.items():
-                if abs(figure.difference) > tolerance * max(1.0, abs(figure.a)):
-                    result.append(f"{section.name}: {name} differs by {figure.difference:+.6g}")
+            for name, difference in section.figures.items():
+                if abs(difference.difference) > tolerance * max(1.0, abs(difference.a)):
+                    result.append(f"{section.name}: {name} differs by {difference.difference:+.6g}")
         if self.verdicts[0] != self.verdicts[1]:
             result.append(f"the verdicts are {self.verdicts[0]} and {self.verdicts[1]}")
         return result
@@ -175,15 +175,15 @@ def _set_up(
 ) -> list[Difference]:
     """Return the differences in the set-ups, the decisive ones first; shared ones are listed
     once."""
-    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    result: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for section, (in_a, in_b) in sections.items():
         for name, one, other in differences(_lasting(in_a), _lasting(in_b)):
             key = (name, repr(one), repr(other))
-            found.setdefault(key, (one, other, []))[2].append(section)
+            result.setdefault(key, (one, other, []))[2].append(section)
     listed = [
-        Difference(name, one, other, tuple(of)) for (name, *_), (one, other, of) in found.items()
+        Difference(name, one, other, tuple(of)) for (name, *_), (one, other, of) in result.items()
     ]
-    order = {start: place for place, start in enumerate(FIRST)}
+    order = {start: index for index, start in enumerate(FIRST)}
     listed.sort(key=lambda d: next((order[s] for s in FIRST if d.name.startswith(s)), len(FIRST)))
     if a["model"] != b["model"]:
         listed.insert(0, Difference("model", a["model"], b["model"], ()))
@@ -199,8 +199,8 @@ def _lasting(section: Mapping[str, Any]) -> dict[str, Any]:
     for name in PASSING_OF_SERVER:
         server.pop(name, None)
     for rank in server.pop("ranks", []):
-        kept = {name: value for name, value in rank.items() if name not in PASSING_OF_RANK}
-        server[f"rank {rank.get('rank')}"] = kept
+        lasting = {name: value for name, value in rank.items() if name not in PASSING_OF_RANK}
+        server[f"rank {rank.get('rank')}"] = lasting
     on["server"] = server
     on["digests"] = {n: v for n, v in (on.get("digests") or {}).items() if n != "reasons"}
     return {**on, **{name: section.get(name) for name in ("settings", "version")}}
@@ -254,8 +254,8 @@ def _figure(
 
     lm-eval's items call a log-likelihood by the figure's name: perplexity.
     """
-    own = FIELDS.get(name, name)
-    key = own if all(own in item for pair in pairs for item in pair) else name
+    field = FIELDS.get(name, name)
+    key = field if all(field in item for pair in pairs for item in pair) else name
     low = high = None
     if all(_is_number(item.get(key)) for pair in pairs for item in pair) and len(pairs) > 1:
         values = [(float(one[key]), float(other[key])) for one, other in pairs]
@@ -278,12 +278,14 @@ def _is_number(value: Any) -> bool:
 
 def _largest(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
     """Return the largest differences of the items' numbers, besides flags."""
-    found: dict[str, float] = {}
+    max_differences: dict[str, float] = {}
     for one, other in pairs:
         for key in one.keys() & other.keys() - {"index"}:
             if isinstance(one[key], float) and isinstance(other[key], float):
-                found[key] = max(found.get(key, 0.0), abs(one[key] - other[key]))
-    return {key: found[key] for key in sorted(found) if found[key]}
+                max_differences[key] = max(
+                    max_differences.get(key, 0.0), abs(one[key] - other[key])
+                )
+    return {key: max_differences[key] for key in sorted(max_differences) if max_differences[key]}
 
 
 def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
@@ -296,15 +298,15 @@ def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _rates(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for row in (content.get("speed") or {}).get("rows", []):
-        what = f"speed, batch size {row['batch_size']}, {row['input_len']} tokens in, "
-        what += f"{row['output_len']} out"
-        yield f"{what}: p50 [ms]", row["latency_p50_ms"]
-        yield f"{what}: tokens/s", row["tokens_per_second"]
+        label = f"speed, batch size {row['batch_size']}, {row['input_len']} tokens in, "
+        label += f"{row['output_len']} out"
+        yield f"{label}: p50 [ms]", row["latency_p50_ms"]
+        yield f"{label}: tokens/s", row["tokens_per_second"]
     for run in (content.get("load") or {}).get("runs", []):
         many = f"{run['clients']} clients" if run["clients"] else f"{run['rate']} requests/s"
-        what = f"load, {run['path']}, {many}"
-        yield f"{what}: p50 [ms]", run["latency_ms"]["p50"]
-        yield f"{what}: tokens/s", run["tokens_per_second"]
+        label = f"load, {run['path']}, {many}"
+        yield f"{label}: p50 [ms]", run["latency_ms"]["p50"]
+        yield f"{label}: tokens/s", run["tokens_per_second"]
     for name, task in content["tasks"].items():
         rate = (task.get("pace") or {}).get("tokens_per_second")
         if rate is not None:
@@ -331,32 +333,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print what differs; 0: the same results, 1: others, 2: not comparable.
 
     Raises ConfigError for options that no report can be compared by.
     """
     problems = Problems("the command line")
-    problems.check_at_least("--items", given.items, 0)
-    problems.check_at_least("--tolerance", given.tolerance, 0)
+    problems.check_at_least("--items", args.items, 0)
+    problems.check_at_least("--tolerance", args.tolerance, 0)
     problems.raise_if_any(ConfigError)
     try:
-        a, b = (read_content(path, "the command line") for path in (given.a, given.b))
-        folder_a, folder_b = (report_file(path).parent for path in (given.a, given.b))
-        found = explain(a, b, folder_a, folder_b)
+        a, b = (read_content(path, "the command line") for path in (args.a, args.b))
+        folder_a, folder_b = (report_file(path).parent for path in (args.a, args.b))
+        difference = explain(a, b, folder_a, folder_b)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARABLE
-    reasons = found.reasons(given.tolerance)
-    code = NOT_COMPARABLE if not found.comparable else OTHER if reasons else SAME
-    if given.as_json:
-        values = dataclasses.asdict(found)
-        head = {"a": str(given.a), "b": str(given.b), "exit_code": code, "reasons": reasons}
+    reasons = difference.reasons(args.tolerance)
+    code = NOT_COMPARABLE if not difference.comparable else OTHER if reasons else SAME
+    if args.as_json:
+        values = dataclasses.asdict(difference)
+        head = {"a": str(args.a), "b": str(args.b), "exit_code": code, "reasons": reasons}
         print(json.dumps(head | values, indent=1, ensure_ascii=False))
         return code
-    for name, path, model in zip("AB", (given.a, given.b), found.models, strict=True):
+    for name, path, model in zip("AB", (args.a, args.b), difference.models, strict=True):
         print(f"{name}: {path}, {model}")
-    print("\n".join(_text(found, given.items)))
+    print("\n".join(_text(difference, args.items)))
     print("\n" + _result(code, reasons))
     return code
 
@@ -369,31 +371,31 @@ def _result(code: int, reasons: list[str]) -> str:
     return "The results are not the same: " + "; ".join(reasons)
 
 
-def _text(found: ReportDifference, items: int) -> Iterator[str]:
+def _text(difference: ReportDifference, items: int) -> Iterator[str]:
     yield "\nSet-up"
     rows = [["", "A", "B", ""]]
-    everywhere = {name for each in found.set_up for name in each.sections}
-    for each in found.set_up:
-        whose = "" if set(each.sections) == everywhere else ", ".join(each.sections)
-        rows.append([each.name, _short(each.a), _short(each.b), whose])
+    everywhere = {name for change in difference.set_up for name in change.sections}
+    for item in difference.set_up:
+        whose = "" if set(item.sections) == everywhere else ", ".join(item.sections)
+        rows.append([item.name, _short(item.a), _short(item.b), whose])
     yield align(rows, left=True) if rows[1:] else "no difference"
-    for section in found.sections:
+    for section in difference.sections:
         yield from _print_section(section, items)
-    if found.measured:
+    if difference.measured:
         yield "\nMeasured"
         rows = [["", "A", "B", "B / A"]]
-        for name, a, b in found.measured:
+        for name, a, b in difference.measured:
             rows.append([name, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}" if a else "-"])
         yield align(rows)
 
 
 def _print_section(section: SectionDifference, items: int) -> Iterator[str]:
-    counted = f"{section.shared} items in both"
+    num_items = f"{section.shared} items in both"
     for name, missing in (("A", section.missing_b), ("B", section.missing_a)):
-        counted += f", {missing} in {name} alone" if missing else ""
-    yield f"\n{section.name} ({counted})"
+        num_items += f", {missing} in {name} alone" if missing else ""
+    yield f"\n{section.name} ({num_items})"
     rows = [["", "A", "B", "difference", "95 % interval (paired)"]]
-    rows += [_figure_row(name, figure) for name, figure in section.figures.items()]
+    rows += [_figure_row(name, difference) for name, difference in section.figures.items()]
     yield align(rows)
     for key, value in section.largest.items():
         yield f"largest difference of an item's {key}: {value:.2g}"
@@ -405,23 +407,23 @@ def _print_section(section: SectionDifference, items: int) -> Iterator[str]:
         yield f"  and {len(section.changed) - items} more: --items"
 
 
-def _figure_row(name: str, figure: Figure) -> list[str]:
-    scale, form = (100.0, ".2f") if figure.percent else (1.0, ".4f")
-    values = [format(value * scale, form) for value in (figure.a, figure.b)]
-    row = [name.replace("_", " ") + (" [%]" if figure.percent else ""), *values]
-    row.append(format(figure.difference * scale, "+" + form))
-    if figure.low is None or figure.high is None:
+def _figure_row(name: str, difference: Figure) -> list[str]:
+    scale, form = (100.0, ".2f") if difference.percent else (1.0, ".4f")
+    values = [format(value * scale, form) for value in (difference.a, difference.b)]
+    row = [name.replace("_", " ") + (" [%]" if difference.percent else ""), *values]
+    row.append(format(difference.difference * scale, "+" + form))
+    if difference.low is None or difference.high is None:
         return [*row, "-"]
-    return [*row, f"{figure.low * scale:+{form[1:]}} to {figure.high * scale:+{form[1:]}}"]
+    return [*row, f"{difference.low * scale:+{form[1:]}} to {difference.high * scale:+{form[1:]}}"]
 
 
 def _item(index: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
     """The item, and the two answers below each other."""
-    said = [f"{key} {_short(a[key])}" for key in QUESTION_KEYS if key in a]
-    yield f"  item {index}: " + ", ".join(said)
+    parts = [f"{key} {_short(a[key])}" for key in QUESTION_KEYS if key in a]
+    yield f"  item {index}: " + ", ".join(parts)
     for name, item in (("A", a), ("B", b)):
-        own = {key: item[key] for key in item if key not in (*QUESTION_KEYS, "index")}
-        yield f"    {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in own.items())
+        answer = {key: item[key] for key in item if key not in (*QUESTION_KEYS, "index")}
+        yield f"    {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in answer.items())
 
 
 def _short(value: Any) -> str:

@@ -71,11 +71,11 @@ def sweep(
             outputs = generate(rows)
             elapsed = clock() - start
             if encodes:
-                found = {len(output.hidden_state) for output in outputs}
-                _check_lengths(found, input_len, f"give states of {input_len} tokens")
+                result = {len(output.hidden_state) for output in outputs}
+                _check_lengths(result, input_len, f"give states of {input_len} tokens")
             else:
-                found = {len(output.output_ids) for output in outputs}
-                _check_lengths(found, output_len, f"generate {output_len} tokens")
+                result = {len(output.output_ids) for output in outputs}
+                _check_lengths(result, output_len, f"generate {output_len} tokens")
             if index >= settings.warmup:
                 latencies.append(elapsed)
         yield _row(batch_size, input_len, output_len, latencies)
@@ -115,9 +115,9 @@ def check_batch_sizes(settings: BenchmarkSettings, max_batch_size: int) -> None:
         )
 
 
-def _check_lengths(found: set[int], wanted: int, task: str) -> None:
-    if found != {wanted}:
-        raise ServerError(problem(f"the server did not {task} per row", got=sorted(found)))
+def _check_lengths(lengths: set[int], expected: int, task: str) -> None:
+    if lengths != {expected}:
+        raise ServerError(problem(f"the server did not {task} per row", got=sorted(lengths)))
 
 
 def _row(batch_size: int, input_len: int, output_len: int, latencies: Sequence[float]) -> SpeedRow:

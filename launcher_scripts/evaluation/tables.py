@@ -39,18 +39,18 @@ def task_table(name: str, result: TaskResult) -> str:
                 f"{difference * (100 if other.percent else 1):+.2f}",
             ]
     same = len(result.items) - len(result.reference.different)
-    counted = f"{same} of {len(result.items)} answers are the reference's"
-    lines = [align(rows), *served, f"{counted}: {result.reference.source}"]
+    count_text = f"{same} of {len(result.items)} answers are the reference's"
+    lines = [align(rows), *served, f"{count_text}: {result.reference.source}"]
     if result.reference.pace is not None:
         lines.append(f"the reference: {pace_line(result.reference.pace)}")
     return "\n".join(lines)
 
 
-def pace_line(pace: Pace) -> str:
+def pace_line(speed: Pace) -> str:
     """Requests and seconds; tokens per second where tokens were generated."""
-    line = f"{pace.requests} requests in {pace.seconds:.2f} s"
-    if pace.tokens_per_second is not None:
-        line += f", {pace.tokens} tokens, {pace.tokens_per_second:.0f} tokens/s"
+    line = f"{speed.requests} requests in {speed.seconds:.2f} s"
+    if speed.tokens_per_second is not None:
+        line += f", {speed.tokens} tokens, {speed.tokens_per_second:.0f} tokens/s"
     return line
 
 
@@ -61,9 +61,9 @@ def twin_table(result: TwinResult) -> str:
         ends = "" if metric.low is None or metric.high is None else f"{metric.low:.3g} to "
         ends += "" if metric.high is None else f"{metric.high:.3g}"
         rows.append([name.replace("_", " "), f"{metric.value:.3g}", ends])
-    found = [f"{finding.name}: {finding.text}" for finding in result.findings]
-    found = found or ["nothing was found that rounding does not explain"]
-    return "\n".join([align(rows), f"beside {result.reference}", *found])
+    lines = [f"{finding.name}: {finding.text}" for finding in result.findings]
+    lines = lines or ["nothing was found that rounding does not explain"]
+    return "\n".join([align(rows), f"beside {result.reference}", *lines])
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> str:
@@ -169,19 +169,19 @@ class LadderRow:
     failure: str | None = None
 
 
-def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
-    """The row of a rung: from what its report has of this ladder's run, else why not."""
-    path = Path(rung.report_dir) / "report.json"
+def read_row(precision: LadderRung, weight_bytes: int | None) -> LadderRow:
+    """The row of a precision: from what its report has of this ladder's run, else why not."""
+    path = Path(precision.report_dir) / "report.json"
     report = _read(path)
-    renewed = bool(report) and _is_newer(path, rung.jobs)
+    renewed = bool(report) and _is_newer(path, precision.jobs)
     sections = [
         section
         for section in _sections(report)
-        if _server_folder(section) in rung.jobs or (renewed and _was_resumed(section))
+        if _server_folder(section) in precision.jobs or (renewed and _was_resumed(section))
     ]
     if not sections:
         return LadderRow(
-            rung.name, {}, weight_bytes, None, None, None, str(path), _failure(rung.jobs)
+            precision.name, {}, weight_bytes, None, None, None, str(path), _failure(precision.jobs)
         )
     metrics = {
         f"{name}.{metric}": Metric(**values)
@@ -193,7 +193,7 @@ def read_row(rung: LadderRung, weight_bytes: int | None) -> LadderRow:
         [section for section in sections if "rows" in section or "runs" in section]
     )
     verdict = _read(path.with_name(VERDICT_FILE)).get("verdict")
-    return LadderRow(rung.name, metrics, weight_bytes, speed, first, verdict, str(path))
+    return LadderRow(precision.name, metrics, weight_bytes, speed, first, verdict, str(path))
 
 
 def choose(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
@@ -282,7 +282,7 @@ def _speed(sections: Sequence[Mapping[str, Any]]) -> tuple[float | None, float |
     """The most tokens per second, and the first median latency in ms."""
     rows = [row for section in sections for row in section.get("rows", ())]
     runs = [run for section in sections for run in section.get("runs", ()) if run["valid"]]
-    speeds = [each["tokens_per_second"] for each in (*rows, *runs)]
+    speeds = [row["tokens_per_second"] for row in (*rows, *runs)]
     latencies = [row["latency_p50_ms"] for row in rows]
     latencies += [run["latency_ms"]["p50"] for run in runs]
     return max(speeds, default=None), next(iter(latencies), None)
@@ -293,9 +293,9 @@ def _failure(jobs: Sequence[str]) -> str:
     for job in map(Path, jobs):
         for log in sorted(job.glob("*.out")):
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            said = [line for line in lines if "error: " in line]
-            if said:
-                return f"{said[-1].strip()} ({log})"
+            errors = [line for line in lines if "error: " in line]
+            if errors:
+                return f"{errors[-1].strip()} ({log})"
     last = f", see {jobs[-1]}" if jobs else ""
     return f"there is no report of this run{last}"
 

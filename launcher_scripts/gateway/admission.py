@@ -74,31 +74,31 @@ class Admission:
                 f"{self.running} rows are running and {self.waiting} are waiting; this request has "
                 f"{rows}, and at most {self._max_waiting} may wait"
             )
-        own = self._rows[client]
-        share = self._share(self.running + self.waiting - own)
-        if own + rows > share:
+        queue = self._rows[client]
+        share = self._share(self.running + self.waiting - queue)
+        if queue + rows > share:
             raise busy(
-                f"{own} rows of this client are running or waiting; this request has {rows}, and "
+                f"{queue} rows of this client are running or waiting; this request has {rows}, and "
                 f"one client has at most {share} now"
             )
-        places = [QueuedRow(self, client) for _ in range(rows)]
-        for place in places:
-            self._queues.add(client, place)
+        slots = [QueuedRow(self, client) for _ in range(rows)]
+        for slot in slots:
+            self._queues.add(client, slot)
         self._rows[client] += rows
         self.waiting += rows
         self.advance()
-        return places
+        return slots
 
-    def leave(self, place: QueuedRow) -> None:
+    def leave(self, slot: QueuedRow) -> None:
         """Take a row out, running or waiting."""
-        self._rows[place.client] -= 1
-        if not self._rows[place.client]:
-            del self._rows[place.client]
-        if place.let_in.is_set():
+        self._rows[slot.client] -= 1
+        if not self._rows[slot.client]:
+            del self._rows[slot.client]
+        if slot.let_in.is_set():
             self.running -= 1
         else:
             self.waiting -= 1
-            self._queues.remove(place.client, place)
+            self._queues.remove(slot.client, slot)
         self.advance()
 
     def advance(self) -> None:

@@ -40,8 +40,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's JSON, and Anthropic's, which has a `type` beside the error."""
-        usual = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = _TYPES.get(self.status, usual)
+        default_type = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default_type)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"type": "error", "error": error}
 
@@ -66,15 +66,15 @@ class ContextOverflow(ApiError):
         if prompt_len > max_len:
             message += f"your {prompt} resulted in {prompt_len} tokens. Please reduce the length "
             message += f"of the {prompt}."
-            theirs = f"prompt is too long: {prompt_len} tokens > {max_len} maximum"
+            reference = f"prompt is too long: {prompt_len} tokens > {max_len} maximum"
         else:
             message += f"you requested {prompt_len + max_tokens} tokens ({prompt_len} in the "
             message += f"{prompt}, {max_tokens} in the completion). Please reduce the length of "
             message += f"the {prompt} or completion."
-            theirs = f"input length and `max_tokens` exceed context limit: {prompt_len} + "
-            theirs += f"{max_tokens} > {max_len}, decrease input length or `max_tokens` and try "
-            theirs += "again"
-        return cls(message, theirs, param)
+            reference = f"input length and `max_tokens` exceed context limit: {prompt_len} + "
+            reference += f"{max_tokens} > {max_len}, decrease input length or `max_tokens` and try "
+            reference += "again"
+        return cls(message, reference, param)
 
 
 class ServerLost(ApiError):

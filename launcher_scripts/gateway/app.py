@@ -254,9 +254,9 @@ class Gateway:
 
     async def show_server_metrics(self, _: Request) -> Response:
         """GET /servers/metrics: the servers' own metrics, as far as they can be read here."""
-        addresses = {each.address.partition("#")[0]: each for each in self._replicas}
+        addresses = {replica.address.partition("#")[0]: replica for replica in self._replicas}
         texts = await asyncio.gather(
-            *(server_metrics(each.metrics_address) for each in addresses.values())
+            *(server_metrics(address.metrics_address) for address in addresses.values())
         )
         return with_servers(dict(zip(addresses, texts, strict=True)))
 

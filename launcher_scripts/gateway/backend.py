@@ -293,21 +293,21 @@ class Replicas:
             salts = request.cache_salt, request.lora_adapter
             digests = prompt_digests(request.prompt_ids, self._model, *salts)
         lost: ServerLost | None = None
-        begun = False
-        while (chosen := self._choice(tried, digests)) is not None:
-            tried.add(chosen)
-            chosen.sent.add(digests)
-            if begun:
+        has_started = False
+        while (replica := self._choice(tried, digests)) is not None:
+            tried.add(replica)
+            replica.sent.add(digests)
+            if has_started:
                 yield Increment(begins_again=True)
-                begun = False
+                has_started = False
             try:
-                async with aclosing(chosen.generate(self._model, request)) as increments:
+                async with aclosing(replica.generate(self._model, request)) as increments:
                     async for increment in increments:
-                        begun = True
+                        has_started = True
                         yield increment
                 return
             except ServerLost as error:
-                if begun and not request.whole:
+                if has_started and not request.whole:
                     raise
                 lost = error
         raise lost or unavailable(f"no server of {self._model} is healthy")
@@ -322,11 +322,11 @@ class Replicas:
         servers = [s for s in self._servers if s.takes(self._model) and s not in tried]
         if not servers:
             return None
-        chosen = min(
+        replica = min(
             servers, key=lambda s: (s.outstanding_tokens - s.sent.tokens(digests), s.last_turn)
         )
-        chosen.last_turn = next(self._turns)
-        return chosen
+        replica.last_turn = next(self._turns)
+        return replica
 
 
 def prompt_digests(

@@ -51,13 +51,13 @@ class AnswerText:
 
     def take(self, text: str, *, finished: bool) -> dict[str, Any]:
         """Return the new part of a message, without its calls. finished: no more text comes"""
-        thought = ""
+        reasoning = ""
         if self._reasoning is not None:
-            thought, text = self._reasoning.take(text, finished=finished)
+            reasoning, text = self._reasoning.take(text, finished=finished)
         if self._tools is not None:
             text, _ = self._tools.take(text, finished=finished)
-        said: dict[str, Any] = dict.fromkeys(NAMES, thought) if thought else {}
-        return {**said, "content": text} if text else said
+        delta: dict[str, Any] = dict.fromkeys(NAMES, reasoning) if reasoning else {}
+        return {**delta, "content": text} if text else delta
 
 
 # OpenAI's default for completions.
@@ -91,14 +91,14 @@ class Answering(ABC):
 
     async def whole(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
-        found: dict[int, list[Piece]] = {}
+        result: dict[int, list[Piece]] = {}
         async with aclosing(self.generation.pieces()) as pieces:
             async for choice, piece in pieces:
                 if piece.begins_again:
-                    found[choice] = []
+                    result[choice] = []
                 else:
-                    found.setdefault(choice, []).append(piece)
-        answers = {choice: _joined(parts) for choice, parts in found.items()}
+                    result.setdefault(choice, []).append(piece)
+        answers = {choice: _joined(parts) for choice, parts in result.items()}
         choices = [
             {"index": index, **self.choice(answers[choice])}
             for index, choice in enumerate(self._best(answers))
@@ -114,12 +114,12 @@ class Answering(ABC):
         counts = options is not None and options.include_usage
         always = options is not None and options.continuous_usage_stats
         record = self.generation.record
-        begun: set[int] = set()
+        started: set[int] = set()
         try:
             async with aclosing(self.generation.pieces()) as pieces:
                 async for choice, piece in pieces:
-                    if choice not in begun:
-                        begun.add(choice)
+                    if choice not in started:
+                        started.add(choice)
                         for first in self.first_deltas():
                             usage = _usage(None) if counts else b""
                             yield self._event(to_json([{"index": choice, **first}]), usage)
@@ -129,12 +129,12 @@ class Answering(ABC):
                     usage = _usage(record.usage() if always else None) if counts or always else b""
                     events = [self._event(text, usage) for text in self._of_texts(choice, texts)]
                     if last is not None:
-                        for each in self.last_deltas(choice, last):
-                            said = to_json([{"index": choice, **each}])
-                            events.append(self._event(said, usage))
+                        for delta in self.last_deltas(choice, last):
+                            choices = to_json([{"index": choice, **delta}])
+                            events.append(self._event(choices, usage))
                     yield b"".join(events)
         except ApiError as error:
-            if not begun:
+            if not started:
                 raise
             yield self.failed(error)
         else:
@@ -173,20 +173,20 @@ class Answering(ABC):
         Every token of a streamed answer passes here, so what surrounds the text is made once.
         """
         if texts and choice not in self._frames:
-            said = [{"index": choice, **self.delta(Piece(_SOME_TEXT))}]
-            self._frames[choice] = to_json(said).split(to_json(_SOME_TEXT))
+            choices = [{"index": choice, **self.delta(Piece(_SOME_TEXT))}]
+            self._frames[choice] = to_json(choices).split(to_json(_SOME_TEXT))
         for text in texts:
             yield to_json(text).join(self._frames[choice])
 
     def _best(self, answers: Mapping[int, Piece]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
-        rows, shown = self.generation.options.rows, self.body.n
+        rows, num_choices = self.generation.options.rows, self.body.n
         result = []
         for start in range(0, len(self.generation.prompts) * rows, rows):
             row = [choice for choice in range(start, start + rows) if choice in answers]
-            if rows > shown and not self.body.use_beam_search:
+            if rows > num_choices and not self.body.use_beam_search:
                 row.sort(key=lambda choice: _mean(answers[choice]), reverse=True)
-            result += row[:shown]
+            result += row[:num_choices]
         return result
 
 
@@ -248,13 +248,13 @@ class Chat(Answering):
         threads = limits.threads.of(record.client)
         text = await model.chat_text(body, threads)
         (ids,) = await model.encode_aside([text], threads, special_tokens=body.add_special_tokens)
-        asked = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        if body.max_completion_tokens not in (None, asked):
+        requested = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if body.max_completion_tokens not in (None, requested):
             message = f"max_tokens is another name for it; got {body.max_completion_tokens} and "
-            raise bad_request(f"{message}{asked}", "max_completion_tokens")
-        if asked is None:
-            room = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
-            asked = max(1, min(room, limits.chat_tokens))
+            raise bad_request(f"{message}{requested}", "max_completion_tokens")
+        if requested is None:
+            max_tokens = limits.chat_tokens if model.max_len is None else model.max_len - len(ids)
+            requested = max(1, min(max_tokens, limits.chat_tokens))
         top = (body.top_logprobs or 0) if body.logprobs else None
         reasoning = None
         harmony = model.template is not None and model.template.writes_harmony
@@ -263,7 +263,7 @@ class Chat(Answering):
         elif model.template is not None:
             continues = body.continue_final_message
             reasoning = Reasoning.after(text, model.template.text, continues=continues)
-        options = GenerationOptions(asked, body.n, top, reasoning=reasoning)
+        options = GenerationOptions(requested, body.n, top, reasoning=reasoning)
         generation = Generation(model, body, [Prompt(ids, text)], options, record, limits)
         if body.tools or reasoning is not None:
             return ReadChat(model, body, generation, reasoning, text if harmony else None)
@@ -331,12 +331,12 @@ class ReadChat(Chat):
         return {"message": message, **self._rest(answer), **self._reason(answer, bool(calls))}
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
-        found = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
-        if self.body.tools or not found:
-            found.append({})
+        deltas = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
+        if self.body.tools or not deltas:
+            deltas.append({})
         called = choice in self._named_begun or bool(self._texts[choice].calls)
-        before = [{"delta": each, **self._rest(Piece())} for each in found[:-1]]
-        return [*before, {"delta": found[-1], **self._rest(piece), **self._reason(piece, called)}]
+        before = [{"delta": delta, **self._rest(Piece())} for delta in deltas[:-1]]
+        return [*before, {"delta": deltas[-1], **self._rest(piece), **self._reason(piece, called)}]
 
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
         for text in texts:
@@ -344,14 +344,14 @@ class ReadChat(Chat):
                 yield to_json([{"index": choice, "delta": delta, **self._rest(Piece())}])
 
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
-        own = self._texts.setdefault(choice, self._new_text())
-        known = len(own.calls)
-        new = own.take(text, finished=finished)
+        texts = self._texts.setdefault(choice, self._new_text())
+        num_calls = len(texts.calls)
+        new = texts.take(text, finished=finished)
         if self._named is not None:
             entries = self._named_call(choice, self._named, new.pop("content", ""), finished)
         else:
-            entries = [call.entry(place) for place, call in enumerate(own.calls)][known:]
-        return [each for each in (new, {"tool_calls": entries} if entries else {}) if each]
+            entries = [call.entry(index) for index, call in enumerate(texts.calls)][num_calls:]
+        return [delta for delta in (new, {"tool_calls": entries} if entries else {}) if delta]
 
     def _named_call(
         self, choice: int, name: str, arguments: str, finished: bool
@@ -362,8 +362,8 @@ class ReadChat(Chat):
             return []
         self._named_begun.add(choice)
         entry: dict[str, Any] = ToolCall(name, "").entry(0) if first else {"index": 0}
-        said = {"name": name} if first else {}
-        return [{**entry, "function": {**said, "arguments": arguments}}]
+        name_delta = {"name": name} if first else {}
+        return [{**entry, "function": {**name_delta, "arguments": arguments}}]
 
     def _new_text(self) -> AnswerText | HarmonyText:
         tools = () if self._named else self.body.tools or ()
@@ -376,19 +376,19 @@ class ReadChat(Chat):
     @staticmethod
     def _reason(piece: Piece, called: bool) -> dict[str, Any]:
         """An answer that ended by itself with calls ended because of them."""
-        ended = piece.finish_reason == "stop" and called
-        return {"finish_reason": "tool_calls"} if ended else {}
+        is_stop = piece.finish_reason == "stop" and called
+        return {"finish_reason": "tool_calls"} if is_stop else {}
 
 
 async def _prompts(
     model: ServedModel, body: CompletionBody, threads: ThreadsOfClient
 ) -> list[Prompt]:
     """The prompts of a body, which are texts or ids."""
-    texts = [each for each in body.prompt if isinstance(each, str)]
+    texts = [item for item in body.prompt if isinstance(item, str)]
     if texts:
         encoded = await model.encode_aside(texts, threads, special_tokens=body.add_special_tokens)
         return list(map(Prompt, encoded, texts))
-    rows = [tuple(each) for each in body.prompt if not isinstance(each, str)]
+    rows = [tuple(item) for item in body.prompt if not isinstance(item, str)]
     decode = model.tokenizer.decode if body.echo else lambda _: ""
     texts = await threads.run(lambda: list(map(decode, rows)), sum(map(len, rows)))
     return list(map(Prompt, rows, texts))

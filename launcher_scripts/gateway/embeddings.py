@@ -47,8 +47,8 @@ class Embeddings:
     ) -> Embeddings:
         """Tokenize the inputs. Raises ApiError for inputs that the model cannot encode."""
         check_rows(len(body.input), 1, limits.admission)
-        texts = [each for each in body.input if isinstance(each, str)]
-        inputs = [tuple(each) for each in body.input if not isinstance(each, str)]
+        texts = [item for item in body.input if isinstance(item, str)]
+        inputs = [tuple(item) for item in body.input if not isinstance(item, str)]
         if texts:
             threads, special = limits.threads.of(record.client), body.add_special_tokens
             inputs = await model.encode_aside(texts, threads, special_tokens=special)
@@ -61,14 +61,14 @@ class Embeddings:
     async def whole(self) -> dict[str, Any]:
         """Return the response. Raises ApiError."""
         vectors: dict[int, Vector] = {}
-        rows = [self._row(index, place) for index, place in enumerate(self._places)]
+        rows = [self._row(index, slot) for index, slot in enumerate(self._places)]
         try:
-            async with aclosing(merged(rows, self._timeout)) as found:
-                async for index, vector in found:
+            async with aclosing(merged(rows, self._timeout)) as results:
+                async for index, vector in results:
                     vectors[index] = vector
         finally:
-            for place in self._places:
-                place.leave()
+            for position in self._places:
+                position.leave()
         data = [
             {"object": "embedding", "index": index, "embedding": self._encoded(vectors[index])}
             for index in range(len(rows))
@@ -77,7 +77,7 @@ class Embeddings:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "model": self._model.name, "data": data, "usage": usage}
 
-    async def _row(self, index: int, place: QueuedRow) -> AsyncGenerator[tuple[int, Vector], None]:
+    async def _row(self, index: int, slot: QueuedRow) -> AsyncGenerator[tuple[int, Vector], None]:
         name = self._record.request_id
         request = RowRequest(
             name if len(self._places) == 1 else f"{name}-{index}",
@@ -87,7 +87,7 @@ class Embeddings:
             whole=True,
         )
         increments = self._model.backend.generate(request)
-        async with place.taken(), aclosing(increments):
+        async with slot.taken(), aclosing(increments):
             async for increment in increments:
                 if increment.states is not None:
                     yield index, increment.states.mean(axis=0)

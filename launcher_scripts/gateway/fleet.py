@@ -93,14 +93,14 @@ class Fleet:
             for member in self._members.values():
                 member.next_check = -math.inf
             await self.check(time.monotonic())
-            missing = [why for place in self._settings.ready if (why := self._missing(Path(place)))]
+            missing = [why for path in self._settings.ready if (why := self._missing(Path(path)))]
             if not missing:
-                healthy = [each for each in self._members.values() if each.replica.healthy]
-                return {k: v for each in reversed(healthy) for k, v in each.found.items()}
+                healthy = [member for member in self._members.values() if member.replica.healthy]
+                return {k: v for member in reversed(healthy) for k, v in member.found.items()}
             if time.monotonic() > deadline:
                 seconds = f"{self._settings.ready_timeout:g}"
-                what = f"no server was ready within {seconds} s: {'; '.join(missing)}"
-                raise ServerError(problem(what, change="--ready or --ready-timeout"))
+                message = f"no server was ready within {seconds} s: {'; '.join(missing)}"
+                raise ServerError(problem(message, change="--ready or --ready-timeout"))
             await asyncio.sleep(_START_SECONDS)
 
     async def watch(self) -> None:
@@ -143,18 +143,20 @@ class Fleet:
                 del self._members[address]
                 self.replicas.remove(member.replica)
                 await member.server.close()
-        members = [each for each in self._members.values() if not each.replica.leaving]
-        await asyncio.gather(*(_check(each, now) for each in members if each.next_check <= now))
+        members = [member for member in self._members.values() if not member.replica.leaving]
+        await asyncio.gather(
+            *(_check(member, now) for member in members if member.next_check <= now)
+        )
 
     async def look_at_loads(self) -> None:
         """Read how full the servers' caches are. It decides nothing: it is for people to see."""
 
-        async def look(member: Member) -> None:
+        async def update(member: Member) -> None:
             replica = member.replica
             replica.metrics_address = _metrics_address(member.ready) if replica.healthy else None
             replica.cache_use = cache_use(await server_metrics(replica.metrics_address))
 
-        await asyncio.gather(*(look(member) for member in self._members.values()))
+        await asyncio.gather(*(update(member) for member in self._members.values()))
 
     async def close(self) -> None:
         """Leave all servers."""
@@ -162,19 +164,19 @@ class Fleet:
             await member.server.close()
 
     def _join(self, address: str) -> None:
-        def look_again() -> None:
+        def check_again() -> None:
             member.next_check = -math.inf
             self._failed.set()
 
-        replica = Replica(address, on_failure=look_again)
+        replica = Replica(address, on_failure=check_again)
         member = Member(replica, TritonServer(address, self._tls))
         self._members[address] = member
         self.replicas.append(replica)
 
-    def _missing(self, place: Path) -> str | None:
+    def _missing(self, position: Path) -> str | None:
         """Why a place of the settings has no healthy server; None: it has one."""
-        why = f"{place} has no {' or '.join(READY_FILES)}"
-        for path in ready_paths(place):
+        why = f"{position} has no {' or '.join(READY_FILES)}"
+        for path in ready_paths(position):
             why, ready = _read_ready(path)
             member = self._members.get(str(ready["grpc"])) if ready is not None else None
             if member is not None:
@@ -183,8 +185,8 @@ class Fleet:
                 why = member.why
         return why
 
-    def _listed(self, known: Container[str]) -> dict[str, Mapping[str, Any]]:
-        """Address -> ready file. known: addresses that may be old: their servers are asked.
+    def _listed(self, excluded: Container[str]) -> dict[str, Mapping[str, Any]]:
+        """Address -> ready file. excluded: addresses that may be old: their servers are asked.
 
         A file that cannot be opened now, as where this process has no descriptor left, says nothing
         of its server, which stays.
@@ -194,7 +196,7 @@ class Fleet:
             map(ready_paths, map(Path, self._settings.ready))
         ):
             try:
-                ready: Mapping[str, Any] | None = _load_ready(path, known)[1]
+                ready: Mapping[str, Any] | None = _load_ready(path, excluded)[1]
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -233,7 +235,7 @@ async def _check(member: Member, now: float) -> None:
         member.failures += 1
         return
     if not replica.healthy:
-        replica.backends = {name: found.backend for name, found in member.found.items()}
+        replica.backends = {name: model.backend for name, model in member.found.items()}
         LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.found))
     replica.healthy, member.failures, member.next_check = True, 0, -math.inf
 
@@ -254,10 +256,10 @@ def _read_ready(path: Path) -> tuple[str, dict[str, Any] | None]:
         return f"{path} cannot be read: {error}", None
 
 
-def _load_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, Any] | None]:
+def _load_ready(path: Path, excluded: Container[str] = ()) -> tuple[str, dict[str, Any] | None]:
     """As _read_ready. Raises OSError where the file cannot be opened.
 
-    known: addresses of servers that are asked themselves whether they live
+    excluded: addresses of servers that are asked themselves whether they live
     """
     try:
         ready = json.loads(path.read_text(encoding="utf-8"))
@@ -268,7 +270,7 @@ def _load_ready(path: Path, known: Container[str] = ()) -> tuple[str, dict[str, 
         return f"{path} cannot be read: {error}", None
     if "grpc" not in ready:
         return f"{path} gives no grpc address", None
-    if age is not None and age > STALE_SECONDS and str(ready["grpc"]) not in known:
+    if age is not None and age > STALE_SECONDS and str(ready["grpc"]) not in excluded:
         return f"{path} was last renewed {age:.0f} s ago: its server was killed", None
     return "", ready
 

@@ -149,14 +149,14 @@ class Generation:
         other rows are given up then, and when the generator is closed.
         """
         rows = [
-            self._row(number, request, place)
-            for number, (request, place) in enumerate(
+            self._row(number, request, slot)
+            for number, (request, slot) in enumerate(
                 zip(self.row_requests(), self._places, strict=True)
             )
         ]
         try:
-            async with aclosing(merged(rows, self._timeout)) as found:
-                async for choice, piece in found:
+            async with aclosing(merged(rows, self._timeout)) as results:
+                async for choice, piece in results:
                     if self.record.first_token is None:
                         self.record.first_token = time.monotonic()
                     self.record.generated_tokens += piece.tokens - self._tokens[choice]
@@ -169,8 +169,8 @@ class Generation:
 
     def row_requests(self) -> list[RowRequest]:
         """Return the engine's requests, one for each row."""
-        given = self.body.seed
-        seed = random.getrandbits(62) if given is None else given
+        values = self.body.seed
+        seed = random.getrandbits(62) if values is None else values
         return [self._request(number, seed + number) for number in range(len(self._places))]
 
     def rendered(self) -> list[dict[str, Any]]:
@@ -188,8 +188,8 @@ class Generation:
 
     def give_up(self) -> None:
         """Leave all places."""
-        for place in self._places:
-            place.leave()
+        for slot in self._places:
+            slot.leave()
 
     def _prompt(self, number: int) -> Prompt:
         """The prompt of a row."""
@@ -215,8 +215,8 @@ class Generation:
         body, model, options = self.body, self.model, self.options
         end_ids = () if body.ignore_eos else model.end_ids
         sampling: dict[str, Any] = {
-            name: model.defaults.get(name, usual) if (said := getattr(body, name)) is None else said
-            for name, usual in _USUAL.items()
+            name: model.defaults.get(name, default) if (raw := getattr(body, name)) is None else raw
+            for name, default in _USUAL.items()
         }
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
@@ -250,31 +250,31 @@ class Generation:
         )
 
     async def _row(
-        self, number: int, request: RowRequest, place: QueuedRow
+        self, number: int, request: RowRequest, slot: QueuedRow
     ) -> AsyncGenerator[tuple[int, Piece], None]:
         """The pieces of one row, or of all hypotheses of a beam search."""
         choice = number * (self.options.rows if self._beams else 1)
-        async with place.taken():
+        async with slot.taken():
             if not request.max_tokens and request.prompt_log_probs is None:
                 echo = self._prompt(number).text if self.options.echo else ""
                 for beam in range(request.beam_width):
                     yield choice + beam, Piece(echo, finish_reason="length")
                 return
-            shown = _Shown(self, request, self._prompt(number))
+            streamed = _Shown(self, request, self._prompt(number))
             async with aclosing(self.model.backend.generate(request)) as increments:
                 async for increment in increments:
                     if increment.num_cached_tokens or increment.begins_again:
                         self._count_cached(number, increment.num_cached_tokens)
                     if increment.begins_again:
-                        shown = _Shown(self, request, self._prompt(number))
+                        streamed = _Shown(self, request, self._prompt(number))
                         yield choice, Piece(begins_again=True)
                         continue
-                    shown.take_prompt(increment)
+                    streamed.take_prompt(increment)
                     if self._beams:
                         for beam, ids in enumerate(increment.beams):
-                            yield choice + beam, shown.hypothesis(ids)
+                            yield choice + beam, streamed.hypothesis(ids)
                         continue
-                    piece = shown.next(increment)
+                    piece = streamed.next(increment)
                     yield choice, piece
                     if piece.finish_reason is not None:
                         return
@@ -349,12 +349,12 @@ def check_length(model: ServedModel, prompt_len: int, max_tokens: int, name: str
         raise ContextOverflow.of_tokens(model.max_len, prompt_len, max_tokens, name, param)
 
 
-def _cache_salt(owner: str | None, given: str | None) -> int:
+def _cache_salt(owner: str | None, salt: str | None) -> int:
     """Return the salt that separates the caches of keys and salts."""
-    if owner is None and given is None:
+    if owner is None and salt is None:
         return 0
-    said = json.dumps((owner, given)).encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big")
+    key_text = json.dumps((owner, salt)).encode()
+    return int.from_bytes(hashlib.blake2b(key_text, digest_size=8).digest(), "big")
 
 
 def _grammar(

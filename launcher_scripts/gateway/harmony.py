@@ -38,33 +38,35 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     what the call gave follows it.
     """
     result: list[dict[str, Any]] = []
-    rest = deque(map(_with_thinking, messages))
-    while rest:
-        message = rest.popleft()
-        calls, given = message.get("tool_calls"), []
+    remaining = deque(map(_with_thinking, messages))
+    while remaining:
+        message = remaining.popleft()
+        calls, results = message.get("tool_calls"), []
         if not isinstance(calls, list) or len(calls) < 2:
             result.append(message)
             continue
-        while rest and rest[0]["role"] == "tool":
-            given.append(rest.popleft())
+        while remaining and remaining[0]["role"] == "tool":
+            results.append(remaining.popleft())
         for call in calls:
-            own = call.get("id") if isinstance(call, dict) else None
-            taken = [each for each in given if own and each.get("tool_call_id") == own]
-            given = [each for each in given if each not in taken]
-            result += [{**message, "tool_calls": [call]}, *taken]
+            call_id = call.get("id") if isinstance(call, dict) else None
+            matching = [
+                result for result in results if call_id and result.get("tool_call_id") == call_id
+            ]
+            results = [result for result in results if result not in matching]
+            result += [{**message, "tool_calls": [call]}, *matching]
             message = {"role": "assistant", "content": ""}
-        result += given
+        result += results
     return result
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     """Move reasoning, and text before a call, to `thinking`, since the template allows no other
     text beside a call. What is empty is text, or is not there."""
-    thought, said = message.get(NAMES[0]), message.get("content") or ""
-    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    if "tool_calls" in kept and thought and said:
-        thought, said = f"{thought}\n{said}", ""
-    return {**kept, "content": said, **({"thinking": thought} if thought else {})}
+    reasoning, content = message.get(NAMES[0]), message.get("content") or ""
+    fields = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    if "tool_calls" in fields and reasoning and content:
+        reasoning, content = f"{reasoning}\n{content}", ""
+    return {**fields, "content": content, **({"thinking": reasoning} if reasoning else {})}
 
 
 @dataclass
@@ -110,14 +112,14 @@ class HarmonyText:
     def take(self, text: str, *, finished: bool) -> dict[str, Any]:
         """Return the new part of a message, without its calls. finished: no more text comes"""
         self._held += text
-        found = {True: "", False: ""}  # what is thought, and what is answered
+        texts = {True: "", False: ""}  # what is thought, and what is answered
         while message := self._message or self._next_message(finished):
             end = _ENDS.search(self._held)
             complete = finished or end is not None
             if message.called is None:
-                kept = 0 if complete else overlap(self._held, END, START)
-                text = self._cut(end.start() if end else len(self._held) - kept)
-                found[message.thought] += self._text_of(message, text)
+                num_buffered = 0 if complete else overlap(self._held, END, START)
+                text = self._cut(end.start() if end else len(self._held) - num_buffered)
+                texts[message.thought] += self._text_of(message, text)
             elif complete:
                 text = self._cut(end.start() if end else len(self._held))
                 self.calls.append(ToolCall(message.called, text.strip()))
@@ -125,12 +127,12 @@ class HarmonyText:
                 break
             self._held = self._held.removeprefix(END)
             self._message = None
-        content = found[False]
+        content = texts[False]
         if self._forced is not None:
             content, calls = self._forced.take(content, finished=finished)
             self.calls += calls
-        said: dict[str, Any] = dict.fromkeys(NAMES, found[True]) if found[True] else {}
-        return {**said, "content": content} if content else said
+        delta: dict[str, Any] = dict.fromkeys(NAMES, texts[True]) if texts[True] else {}
+        return {**delta, "content": content} if content else delta
 
     def _cut(self, count: int) -> str:
         """The first `count` characters that are held, which then are not any more."""
@@ -151,12 +153,14 @@ class HarmonyText:
         start = self._held.lstrip()
         if not start:
             return None
-        if not any(start.startswith(each) or each.startswith(start) for each in _BEGINNINGS):
+        if not any(
+            start.startswith(beginning) or beginning.startswith(start) for beginning in _BEGINNINGS
+        ):
             self._message = _Message(thought=False)
             return self._message
-        header, mark, rest = self._held.partition(MESSAGE)
+        header, mark, remaining = self._held.partition(MESSAGE)
         if mark:
-            self._held, self._message = rest, self._of_header(header)
+            self._held, self._message = remaining, self._of_header(header)
         elif finished:
             self._held = ""
         return self._message

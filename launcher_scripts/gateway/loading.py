@@ -39,18 +39,18 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
 
     Raises ServerError where they are not in time, ConfigError where none can be served as text.
     """
-    found = await fleet.until_found()
-    if unknown := sorted({*settings.models} - found.keys()):
-        what = "no server serves a model of this name that generates or encodes text"
-        raise ConfigError(problem(what, got=unknown, choices=sorted(found), change="--models"))
+    result = await fleet.until_found()
+    if unknown := sorted({*settings.models} - result.keys()):
+        subject = "no server serves a model of this name that generates or encodes text"
+        raise ConfigError(problem(subject, got=unknown, choices=sorted(result), change="--models"))
     problems = Problems("the models that the gateway could serve")
     models = []
-    for name in sorted({*(settings.models or found)}):
+    for name in sorted({*(settings.models or result)}):
         with problems.collecting():
-            models.append(_served(name, found[name], Replicas(name, fleet.replicas), settings))
-    if not found:
-        what = "no server serves a model that generates or encodes text"
-        problems.add(what, got=list(settings.ready))
+            models.append(_served(name, result[name], Replicas(name, fleet.replicas), settings))
+    if not result:
+        subject = "no server serves a model that generates or encodes text"
+        problems.add(subject, got=list(settings.ready))
     if not models:
         problems.raise_if_any(ConfigError)
     for message in problems.messages:
@@ -66,15 +66,15 @@ def own_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None
 
 def _companions(folder: Path) -> dict[str, bytes]:
     """Name -> content of the files beside a tokenizer."""
-    there = [each for each in COMPANION_FILES if (folder / each).is_file()]
-    return {each: read_plain(folder / each) for each in there}
+    present = [file for file in COMPANION_FILES if (folder / file).is_file()]
+    return {name: read_plain(folder / name) for name in present}
 
 
 def _served(
-    name: str, found: TokenModel, backend: Backend, settings: GatewaySettings
+    name: str, model: TokenModel, backend: Backend, settings: GatewaySettings
 ) -> ServedModel:
     """The model with its tokenizer. Raises ConfigError for one that has none."""
-    folder = Path(settings.tokenizer_dir) if settings.tokenizer_dir else found.folder
+    folder = Path(settings.tokenizer_dir) if settings.tokenizer_dir else model.folder
     if folder is None:
         raise ConfigError(
             problem(f"where the tokenizer of {name} lies is not known", change="--tokenizer-dir")
@@ -86,19 +86,19 @@ def _served(
         tokens = _token_names(files, tokenizer)
         template = _template(files, tokens, settings.chat_template)
         max_len, end_id = _sizes(folder, tokenizer.end_id)
-        lora_names = adapters_in(found.folder or folder)
+        lora_names = adapters_in(model.folder or folder)
     except (TokenizerError, ValueError, OSError, CheckpointError) as error:
         raise ConfigError(problem(f"{name}: {error}", change="--tokenizer-dir")) from error
-    special = SpecialIds.of(found.text_parameters)
+    special = SpecialIds.of(model.text_parameters)
     max_len = settings.max_model_len or max_len
-    model_type = parameter(found.config, "model_type") or "GPT"
+    model_type = parameter(model.config, "model_type") or "GPT"
     return ServedModel(
         name=name,
         backend=backend,
         tokenizer=tokenizer,
         template=template,
         special=special,
-        end_ids=tuple(each for each in (end_id, *special.ends) if each is not None),
+        end_ids=tuple(token_id for token_id in (end_id, *special.ends) if token_id is not None),
         defaults={
             key: generation[key]
             for key in _SAMPLING
@@ -109,7 +109,7 @@ def _served(
         encodes=GENERATING.get(model_type, True),
         embeds=model_type == EMBEDDING,
         token_names=tokens,
-        digests=_digests(found.folder),
+        digests=_digests(model.folder),
         lora_names=lora_names,
     )
 
@@ -168,9 +168,9 @@ def _token_names(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, 
         if token_id is not None
     }
     for file in OPTIONAL_FILES:
-        said = _mapping(files, file)
+        raw = _mapping(files, file)
         for name in _NAMED_TOKENS:
-            token = said.get(name)
+            token = raw.get(name)
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
                 names[name] = token

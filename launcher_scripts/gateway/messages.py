@@ -259,10 +259,10 @@ async def count_tokens(model: ServedModel, body: ConversationBody, threads: Thre
 
 def _function(tool: Tool) -> dict[str, Any]:
     """A tool as chats have it."""
-    known = {"name": tool.name, "parameters": tool.input_schema}
+    function = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
-        known["description"] = tool.description
-    return {"type": "function", "function": known}
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
 
 
 def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
@@ -271,8 +271,8 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
     for block in turn.blocks:
         if isinstance(block, ToolResultBlock):
             has_results = True
-            given = {"tool_call_id": block.tool_use_id, "content": plain_text(block.content)}
-            yield {"role": "tool", **given}
+            result = {"tool_call_id": block.tool_use_id, "content": plain_text(block.content)}
+            yield {"role": "tool", **result}
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})
@@ -281,9 +281,9 @@ def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
         elif isinstance(block, TextBlock):
             texts.append(block.text)
     more = {NAMES[0]: "\n".join(thoughts), "tool_calls": calls}
-    said = {name: value for name, value in more.items() if value}
-    if texts or said or not has_results:
-        yield {"role": turn.role, "content": "\n".join(texts), **said}
+    fields = {name: value for name, value in more.items() if value}
+    if texts or fields or not has_results:
+        yield {"role": turn.role, "content": "\n".join(texts), **fields}
 
 
 class MessageAnswer(Retelling[MessagesBody]):
@@ -316,8 +316,8 @@ class MessageAnswer(Retelling[MessagesBody]):
                 yield from self._grow(text)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                known = {"id": call["id"], "name": call["function"]["name"], "input": {}}
-                yield from self._open({"type": "tool_use", **known})
+                call_delta = {"id": call["id"], "name": call["function"]["name"], "input": {}}
+                yield from self._open({"type": "tool_use", **call_delta})
             if arguments := call["function"]["arguments"]:
                 yield from self._grow(arguments)
 

@@ -171,12 +171,12 @@ def with_servers(texts: Mapping[str, str]) -> Response:
         for line in text.splitlines():
             if head := _HEAD.match(line):
                 name = head[2]
-                if not any(each.startswith(head[1]) for each in heads.setdefault(name, [])):
+                if not any(item.startswith(head[1]) for item in heads.setdefault(name, [])):
                     heads[name].append(line)
-            elif found := _SAMPLE.fullmatch(line):
-                labels = f'server="{server}"' + (f",{found[2]}" if found[2] else "")
-                sample = f"{found[1]}{{{labels}}} {found[3]}"
-                samples.setdefault(name or found[1], []).append(sample)
+            elif result := _SAMPLE.fullmatch(line):
+                labels = f'server="{server}"' + (f",{result[2]}" if result[2] else "")
+                sample = f"{result[1]}{{{labels}}} {result[3]}"
+                samples.setdefault(name or result[1], []).append(sample)
     lines = [line for name in samples for line in (*heads.get(name, ()), *samples[name])]
     text = "".join(f"{line}\n" for line in lines)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -187,13 +187,13 @@ def cache_use(text: str) -> float | None:
 
     text: its metrics, in Prometheus' text format; None where they do not say
     """
-    found = {names.CACHE_TOKENS.name: 0.0, names.CACHE_USED.name: 0.0}
-    heads = tuple(f"{name}{{" for name in found)
+    totals = {names.CACHE_TOKENS.name: 0.0, names.CACHE_USED.name: 0.0}
+    heads = tuple(f"{name}{{" for name in totals)
     lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(heads))
     try:
         for family in text_string_to_metric_families(lines):
-            found[family.name] += sum(sample.value for sample in family.samples)
+            totals[family.name] += sum(sample.value for sample in family.samples)
     except ValueError:
         return None
-    tokens, used = found.values()
+    tokens, used = totals.values()
     return used / tokens if tokens else None

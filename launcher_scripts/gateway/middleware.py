@@ -90,7 +90,7 @@ class Lifecycle:
     def cancel(self, record: Record) -> None:
         """End one request."""
         record.cancelled = True
-        for task in [task for task, each in self._limited.items() if each is record]:
+        for task in [task for task, item in self._limited.items() if item is record]:
             task.cancel()
 
     def give_up(self) -> None:
@@ -121,16 +121,16 @@ class Keys:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")  # Anthropic's clients
-        given = _digest(key.strip())
-        found = [name for name, each in self._digests.items() if hmac.compare_digest(each, given)]
-        if not found:
+        digest = _digest(key.strip())
+        names = [name for name, item in self._digests.items() if hmac.compare_digest(item, digest)]
+        if not names:
             raise ApiError(
                 401,
                 "the key is missing or wrong: Authorization: Bearer <key>, or X-Api-Key: <key>",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return found[0]
+        return names[0]
 
 
 class Browsers:
@@ -202,8 +202,8 @@ class RequestMiddleware:
         # A redirect would name the address and the scheme that this process sees, not the proxy's.
         scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        values = headers.get("x-request-id", "")
+        request_id = values if _REQUEST_ID.fullmatch(values) else uuid.uuid4().hex
         address = _field((scope.get("client") or ("-",))[0])
         record = Record(request_id, address, received=time.monotonic())
         scope.setdefault("state", {})["record"] = record
@@ -265,22 +265,22 @@ class RequestMiddleware:
         )
 
 
-async def read_body(request: Request, most: int) -> dict[str, Any]:
+async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object of a request's body. Raises ApiError for one that is none or too large."""
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() not in ("", "identity"):
         message = f"the body must not be compressed; got Content-Encoding {coding[:50]!r}"
         raise ApiError(400, message, code="unsupported_encoding")
     too_large = ApiError(
-        413, f"the body is larger than {most} bytes; change --max-body", code="body_too_large"
+        413, f"the body is larger than {max_bytes} bytes; change --max-body", code="body_too_large"
     )
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and int(said) > most:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
         raise too_large
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > most:
+        if size > max_bytes:
             raise too_large
         parts.append(part)
     return parse_json(b"".join(parts))

@@ -39,8 +39,8 @@ class UnusedParameter:
     def is_neutral(self, value: Any) -> bool:
         """True if the value requests the usual behavior; 0 and false are different values."""
         return any(
-            isinstance(each, bool) == isinstance(value, bool) and each == value
-            for each in self.neutral
+            isinstance(pattern, bool) == isinstance(value, bool) and pattern == value
+            for pattern in self.neutral
         )
 
 

@@ -32,18 +32,18 @@ class StopTexts:
         text = self._held + piece
         met = [(text.find(stop), -len(stop), stop) for stop in self.texts if stop in text]
         if met:
-            place, _, self.found = min(met)
+            index, _, self.found = min(met)
             self._held = ""
-            return text[: place + len(self.found) if self._included else place]
-        held = 0 if finished else overlap(text, *self.texts)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[: index + len(self.found) if self._included else index]
+        num_buffered = 0 if finished else overlap(text, *self.texts)
+        self._held = text[len(text) - num_buffered :]
+        return text[: len(text) - num_buffered]
 
 
-def overlap(text: str, *marks: str) -> int:
-    """Return the length of the longest end of a text that is the beginning of one of `marks`."""
-    sizes = range(min(len(text), max(map(len, marks)) - 1), 0, -1)
-    return next((size for size in sizes if any(m.startswith(text[-size:]) for m in marks)), 0)
+def overlap(text: str, *delimiters: str) -> int:
+    """Return the length of the longest end of a text that begins one of `delimiters`."""
+    sizes = range(min(len(text), max(map(len, delimiters)) - 1), 0, -1)
+    return next((size for size in sizes if any(m.startswith(text[-size:]) for m in delimiters)), 0)
 
 
 MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
@@ -53,8 +53,8 @@ NAMES = ("reasoning", "reasoning_content")
 
 def with_both_names(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message of a chat; what was thought has both names, since templates read one of them."""
-    thought = next((message[name] for name in NAMES if message.get(name) is not None), None)
-    return {**message, **({} if thought is None else dict.fromkeys(NAMES, thought))}
+    reasoning = next((message[name] for name in NAMES if message.get(name) is not None), None)
+    return {**message, **({} if reasoning is None else dict.fromkeys(NAMES, reasoning))}
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Reasoning:
         """
         for begin, end in MARKS:
             if end in template:
-                begun = prompt.rstrip().endswith(begin)
+                is_open = prompt.rstrip().endswith(begin)
                 if continues:
-                    begun = prompt.rfind(begin) > prompt.rfind(end)
-                return cls(begin, end, begun)
+                    is_open = prompt.rfind(begin) > prompt.rfind(end)
+                return cls(begin, end, is_open)
         return None
 
 
@@ -96,8 +96,8 @@ class ReasoningText:
     Text is held back while it may still become a mark. Blanks around what is thought are left out.
     """
 
-    def __init__(self, marks: Reasoning) -> None:
-        self._marks = marks
+    def __init__(self, delimiters: Reasoning) -> None:
+        self._marks = delimiters
         self._held = ""
         self._thinks: bool | None = None
         self._begins = True  # blanks that come are left out
@@ -113,15 +113,15 @@ class ReasoningText:
         if not self._thinks:
             text, self._held = self._held, ""
             return "", text
-        thought, end, answer = self._held.partition(self._marks.end)
+        reasoning, end, answer = self._held.partition(self._marks.end)
         if end or finished:
             self._held = ""
-            thought = self._after_blanks(thought).rstrip()
+            reasoning = self._after_blanks(reasoning).rstrip()
             self._thinks, self._begins = False, True
-            return thought, self._after_blanks(answer)
-        shown = self._held[: len(self._held) - overlap(self._held, self._marks.end)].rstrip()
-        self._held = self._held[len(shown) :]
-        return self._after_blanks(shown), ""
+            return reasoning, self._after_blanks(answer)
+        streamable = self._held[: len(self._held) - overlap(self._held, self._marks.end)].rstrip()
+        self._held = self._held[len(streamable) :]
+        return self._after_blanks(streamable), ""
 
     def _decide(self, finished: bool) -> bool:
         """Return whether it is known if the answer begins with the first mark, which is taken

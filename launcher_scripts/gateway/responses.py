@@ -96,14 +96,14 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         raise bad_request("input: it is empty", "input")
     for item in body.input:
         if item.type == "message":
-            thought = result.pop() if item.role == "assistant" and _is_thought(result) else {}
-            result.append({**thought, "role": item.role, "content": plain_text(item.content)})
+            reasoning = result.pop() if item.role == "assistant" and _is_thought(result) else {}
+            result.append({**reasoning, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
-            thought = {NAMES[0]: plain_text(item.content)}
-            result.append({"role": "assistant", "content": None, **thought})
+            reasoning = {NAMES[0]: plain_text(item.content)}
+            result.append({"role": "assistant", "content": None, **reasoning})
         elif isinstance(item, FunctionOutput):
-            said = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
-            result.append({"role": "tool", **said})
+            output = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
+            result.append({"role": "tool", **output})
         else:
             if not result or result[-1]["role"] != "assistant":
                 result.append({"role": "assistant", "content": None})
@@ -135,13 +135,13 @@ class _Output:
                 yield from self._begin_text(kind)
             self.items[-1]["content"][0]["text"] += text
             event, _, more = _TEXTS[kind]
-            said = {"content_index": 0, "delta": text, **more}
-            yield f"response.{event}.delta", {**self._place, **said}
+            raw = {"content_index": 0, "delta": text, **more}
+            yield f"response.{event}.delta", {**self._place, **raw}
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self.close()
-                said = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                yield from self._begin({**self._head("function_call", "fc"), **said})
+                raw = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+                yield from self._begin({**self._head("function_call", "fc"), **raw})
             arguments = call["function"]["arguments"]
             self.items[-1]["arguments"] += arguments
             if arguments:
@@ -162,18 +162,21 @@ class _Output:
         if item["type"] in _TEXTS:
             event, _, more = _TEXTS[item["type"]]
             (part,) = item["content"]
-            said = {**self._place, "content_index": 0}
-            yield f"response.{event}.done", {**said, "text": part["text"], **more}
-            yield "response.content_part.done", {**said, "part": dict(part)}
+            raw = {**self._place, "content_index": 0}
+            yield f"response.{event}.done", {**raw, "text": part["text"], **more}
+            yield "response.content_part.done", {**raw, "part": dict(part)}
         else:
-            said = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**self._place, **said}
+            raw = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**self._place, **raw}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
 
     def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
         self.items.append(item)
-        shown = {**item, **({"content": []} if "content" in item else {})}
-        yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": shown}
+        item_start = {**item, **({"content": []} if "content" in item else {})}
+        yield (
+            "response.output_item.added",
+            {"output_index": len(self.items) - 1, "item": item_start},
+        )
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -183,11 +186,11 @@ class _Output:
         _, prefix, more = _TEXTS[kind]
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], **more}
-            said: dict[str, Any] = {"role": "assistant", "content": [part]}
+            message: dict[str, Any] = {"role": "assistant", "content": [part]}
         else:
             part = {"type": "reasoning_text", "text": ""}
-            said = {"summary": [], "content": [part]}
-        yield from self._begin({**self._head(kind, prefix), **said})
+            message = {"summary": [], "content": [part]}
+        yield from self._begin({**self._head(kind, prefix), **message})
         added = {"content_index": 0, "part": dict(part)}
         yield "response.content_part.added", {**self._place, **added}
 
@@ -316,8 +319,8 @@ class Responding(Retelling[ResponsesBody]):
         texts = (item["content"] for item in self._output.items if item["type"] == "reasoning")
         return sum(len(encode(part["text"], special_tokens=False)) for (part,) in texts)
 
-    def event(self, kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        numbered = {**super().event(kind, said), "sequence_number": self._number}
+    def event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        numbered = {**super().event(kind, fields), "sequence_number": self._number}
         self._number += 1
         return numbered
 

@@ -126,8 +126,8 @@ class TextOptions(StrictBody):
             return None
         if self.format.json_schema is None:
             return {"type": self.format.type}
-        said = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        return {"type": self.format.type, "json_schema": said}
+        schema = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.format.type, "json_schema": schema}
 
 
 class FunctionChoice(StrictBody):

@@ -71,23 +71,23 @@ class Retelling(ABC, Generic[Body]):
         """The answer as server-sent events. Raises ApiError before the first one or, as the last
         event, says it.
         """
-        begun, finish_reason, stop_reason = False, None, None
+        has_started, finish_reason, stop_reason = False, None, None
         try:
             async with aclosing(self.chat.generation.pieces()) as pieces:
                 async for choice, piece in pieces:
-                    if not begun:
-                        begun = True
+                    if not has_started:
+                        has_started = True
                         yield self._said(self.begin())
                     finish_reason, stop_reason = piece.finish_reason, piece.stop_reason
                     finished = finish_reason is not None
                     deltas: Sequence[Mapping[str, Any]]
                     deltas = self.chat.deltas(choice, piece.text, finished=finished)
-                    if events := self._said(each for delta in deltas for each in self.take(delta)):
+                    if events := self._said(item for delta in deltas for item in self.take(delta)):
                         yield events
             last = self._said(self.end(finish_reason, stop_reason))
         except ApiError as error:
             self.rename(error)
-            if not begun:
+            if not has_started:
                 raise
             last = self.failed(error)
         yield last
@@ -98,13 +98,13 @@ class Retelling(ABC, Generic[Body]):
 
     def _said(self, events: Iterator[Event] | Sequence[Event]) -> bytes:
         return b"".join(
-            b"event: " + kind.encode() + b"\ndata: " + to_json(self.event(kind, said)) + b"\n\n"
-            for kind, said in events
+            b"event: " + kind.encode() + b"\ndata: " + to_json(self.event(kind, fields)) + b"\n\n"
+            for kind, fields in events
         )
 
-    def event(self, kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    def event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The data of an event."""
-        return {"type": kind, **said}
+        return {"type": kind, **fields}
 
     @abstractmethod
     def begin(self) -> Iterator[Event]:

@@ -57,8 +57,8 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
     texts = list(chain(*MARKS))
     if tokenizer.special_id(harmony.CHANNEL) is not None:
         texts += harmony.MARKS
-    marks = {tokenizer.special_id(mark): mark.encode() for mark in texts}
-    return cache(lambda token: marks[token] if token in marks else joined(token))
+    special = {tokenizer.special_id(mark): mark.encode() for mark in texts}
+    return cache(lambda token: special[token] if token in special else joined(token))
 
 
 class _Joined:
@@ -71,10 +71,10 @@ class _Joined:
 
     def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
         decode = self._decoder.decode
-        parts = [decode(self._bytes(each)) for each in ids]
+        parts = [decode(self._bytes(token_id)) for token_id in ids]
         if finished:
-            rest = decode(b"", final=True)
-            parts[-1:] = [parts[-1] + rest if parts else rest]
+            tail = decode(b"", final=True)
+            parts[-1:] = [parts[-1] + tail if parts else tail]
         return parts
 
 
@@ -88,7 +88,9 @@ class _Decoded:
 
     def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
         last = len(ids) - 1
-        parts = [self._next([each], finished and place == last) for place, each in enumerate(ids)]
+        parts = [
+            self._next([token_id], finished and index == last) for index, token_id in enumerate(ids)
+        ]
         return parts if ids else [self._next([], finished)]
 
     def _next(self, ids: Sequence[int], finished: bool) -> str:
@@ -176,12 +178,12 @@ class RowText:
         if not increment.log_probs and not self._stops.texts:
             return self._piece(parts, ids, finished)
         text, entries, piece = "", [], Piece(tokens=self._tokens)
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             if increment.log_probs:
-                entries.append(LogProbEntry(ids[place], self._offset, increment.log_probs[place]))
+                entries.append(LogProbEntry(ids[index], self._offset, increment.log_probs[index]))
                 self._offset += len(part)
-            last = place == len(parts) - 1
-            piece = self._piece([part], ids[place : place + 1], finished and last)
+            last = index == len(parts) - 1
+            piece = self._piece([part], ids[index : index + 1], finished and last)
             text += piece.text
             if piece.finish_reason is not None:
                 break
@@ -224,7 +226,7 @@ TokenName = Callable[[int], str]
 
 
 def token_names(tokenizer: Tokenizer, *, as_ids: bool = False) -> TokenName:
-    """How a token is called: by its text, `bytes:\\x..` where that is a part of a character.
+    """Name of a token: its text, `bytes:\\x..` where that is a part of a character.
 
     as_ids: `token_id:<id>`, which is unambiguous
     """
@@ -247,16 +249,16 @@ def of_completion(entries: Sequence[LogProbEntry], name: TokenName, top: int) ->
     tops: list[dict[str, float] | None] = []
     values: list[float | None] = []
     for entry in entries:
-        found = entry.log_prob
-        if found is None:
+        log_prob = entry.log_prob
+        if log_prob is None:
             tops.append(None)
             values.append(None)
             continue
         alternatives: dict[str, float] = {}
-        for token_id, value in (*found.top[:top], (found.token_id, found.log_prob)):
+        for token_id, value in (*log_prob.top[:top], (log_prob.token_id, log_prob.log_prob)):
             alternatives.setdefault(name(token_id), _finite(value))
         tops.append(alternatives)
-        values.append(_finite(found.log_prob))
+        values.append(_finite(log_prob.log_prob))
     return {
         "tokens": [name(entry.token_id) for entry in entries],
         "token_logprobs": values,
@@ -270,17 +272,17 @@ def of_chat(
 ) -> dict[str, Any]:
     """`logprobs` of /v1/chat/completions: one object per token."""
 
-    def shown(token_id: int, value: float) -> dict[str, Any]:
+    def entry_of(token_id: int, value: float) -> dict[str, Any]:
         raw = list(tokenizer.token_bytes(token_id))
         return {"token": name(token_id), "logprob": _finite(value), "bytes": raw}
 
     content = [
         {
-            **shown(found.token_id, found.log_prob),
-            "top_logprobs": [shown(*alternative) for alternative in found.top[:top]],
+            **entry_of(log_prob.token_id, log_prob.log_prob),
+            "top_logprobs": [entry_of(*alternative) for alternative in log_prob.top[:top]],
         }
         for entry in entries
-        if (found := entry.log_prob) is not None
+        if (log_prob := entry.log_prob) is not None
     ]
     return {"content": content}
 

@@ -85,7 +85,7 @@ def text_parts(value: Any, kinds: Sequence[str] = ("text",)) -> Any:
         return value
     parts = [text_part(part, kinds) for part in value]
     types = [part.get("type", "?") if isinstance(part, dict) else part for part in parts]
-    if wrong := [str(each)[:64] for each in types if each not in kinds]:
+    if wrong := [str(item)[:64] for item in types if item not in kinds]:
         raise ValueError(f"this model reads text only; got a part of type {wrong[0]!r}")
     return parts
 
@@ -206,8 +206,10 @@ class SamplingBody(StrictBody):
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
         """Parameter -> what the text has to be; one at most can be followed."""
-        said = {name: (kind, getattr(self, name)) for name, kind in _GUIDED.items()}
-        result = {name: {kind: value} for name, (kind, value) in said.items() if value is not None}
+        grammars = {name: (kind, getattr(self, name)) for name, kind in _GUIDED.items()}
+        result = {
+            name: {kind: value} for name, (kind, value) in grammars.items() if value is not None
+        }
         if self.structured_outputs is not None:
             result["structured_outputs"] = self.structured_outputs.wanted
         form = self.response_format
@@ -282,11 +284,11 @@ class ChatPrompt(StrictBody):
     @property
     def template_values(self) -> dict[str, Any]:
         """Return the template's variables besides the messages."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            found["reasoning_effort"] = _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
-            found["enable_thinking"] = self.reasoning_effort != "none"
-        return {**found, **self.chat_template_kwargs}
+            values["reasoning_effort"] = _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
+            values["enable_thinking"] = self.reasoning_effort != "none"
+        return {**values, **self.chat_template_kwargs}
 
     @field_validator("tools")
     @classmethod
@@ -417,7 +419,7 @@ def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str) or _are_ids(value):
         value = [value]
     right = isinstance(value, list) and (
-        all(isinstance(each, str) for each in value) or all(_are_ids(each) for each in value)
+        all(isinstance(item, str) for item in value) or all(_are_ids(item) for item in value)
     )
     if not right or not value:
         raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids")
@@ -436,5 +438,5 @@ def _are_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(each) is int and 0 <= each < _MAX_NUMBER for each in value)
+        and all(type(item) is int and 0 <= item < _MAX_NUMBER for item in value)
     )

@@ -76,13 +76,13 @@ class ChatTemplate:
         name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
         template = self._templates.get(name) or next(iter(self._templates.values()))
         values = {**self._special_tokens, **(more or {})}
-        given = {
+        variables = {
             "messages": messages,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._text(template, {**values, **given})
+        text = self._text(template, {**values, **variables})
         return _until_mark(text) if continue_final_message else text
 
     def _text(self, template: str, values: Mapping[str, Any]) -> str:
@@ -107,7 +107,7 @@ class ChatTemplate:
             return False
         # One that knows texts alone would write the list as Python or JSON does.
         quoted = (f"{quote}{_PROBE}{quote}" for quote in "'\"")
-        return _PROBE in text and not any(each in text for each in quoted)
+        return _PROBE in text and not any(item in text for item in quoted)
 
 
 @cache
@@ -200,8 +200,8 @@ class ServedModel:
             message = f"This model's maximum context length is {self.max_len} tokens. However, "
             message += f"your prompt has {longest} characters, more than {self.max_chars}. Please "
             message += "reduce its length, or change --max-prompt-chars of the gateway."
-            theirs = f"prompt is too long: {longest} characters > {self.max_chars} maximum"
-            raise ContextOverflow(message, theirs, "prompt")
+            reference = f"prompt is too long: {longest} characters > {self.max_chars} maximum"
+            raise ContextOverflow(message, reference, "prompt")
         return await threads.run(
             lambda: [tuple(self.encode(text, special_tokens=special_tokens)) for text in texts],
             sum(map(len, texts)) + len(texts),
@@ -357,13 +357,13 @@ class Models:
         self.all = tuple(models)
         adapters = [adapter for model in models for adapter in model.adapters()]
         short = [name for model in models for name in model.lora_names]
-        taken = Counter([*short, *(model.name for model in models)])
-        shown = [
-            replace(adapter, name=name) if taken[name] == 1 else adapter
+        used_names = Counter([*short, *(model.name for model in models)])
+        labels = [
+            replace(adapter, name=name) if used_names[name] == 1 else adapter
             for adapter, name in zip(adapters, short, strict=True)
         ]
-        self.listed = (*self.all, *shown)
-        long = {adapter.name: model for adapter, model in zip(adapters, shown, strict=True)}
+        self.listed = (*self.all, *labels)
+        long = {adapter.name: model for adapter, model in zip(adapters, labels, strict=True)}
         self._named = long | {model.name: model for model in self.listed}
 
     def find(self, name: str | None) -> ServedModel:

@@ -247,9 +247,9 @@ def _say(lines: str) -> None:
 def ready_lines(address: str, models: Sequence[ServedModel], *, keyed: bool) -> str:
     """Return the lines that are printed when the gateway is ready: its address, and a command to
     paste."""
-    facts = {"openai": f"{address}/v1", "models": [model.name for model in models]}
+    lines = {"openai": f"{address}/v1", "models": [model.name for model in models]}
     command = example_command(f"{address}/v1", models[0].name, keyed=keyed)
-    return f"ready: {json.dumps(facts)}\ntry: {command}"
+    return f"ready: {json.dumps(lines)}\ntry: {command}"
 
 
 def _check_files(settings: GatewaySettings) -> None:

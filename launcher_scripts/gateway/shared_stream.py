@@ -45,10 +45,10 @@ class _RowBuffer:
         self.begun = False
         self.error: Exception | None = None
 
-    def add(self, news: RowNews) -> None:
-        self._ids += news.ids
-        self._finished = news.finished
-        self._num_cached_tokens += news.num_cached_tokens
+    def add(self, delta: RowNews) -> None:
+        self._ids += delta.ids
+        self._finished = delta.finished
+        self._num_cached_tokens += delta.num_cached_tokens
 
     def tell(self) -> None:
         """Wake whoever waits in `take`."""
@@ -113,9 +113,9 @@ class SharedStream:
         finished = False
         try:
             while not finished:
-                news = await inbox.take()
-                finished = news.finished
-                yield news
+                delta = await inbox.take()
+                finished = delta.finished
+                yield delta
         except Exception as error:
             if not inbox.begun and NO_STREAM in str(error):
                 raise NoStream from error
@@ -165,11 +165,11 @@ class SharedStream:
     def _hand_out(self, packed: Any) -> None:
         """Put what a response brings where the rows find it."""
         telling = bool(self._untold)
-        for news in unpack(packed):
-            inbox = self._rows.get(news.number)
+        for delta in unpack(packed):
+            inbox = self._rows.get(delta.number)
             if inbox is None:
                 continue
-            inbox.add(news)
+            inbox.add(delta)
             if inbox not in self._untold:
                 self._untold[inbox] = None
                 self._untold.move_to_end(inbox, last=inbox.begun)

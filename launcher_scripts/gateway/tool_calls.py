@@ -37,14 +37,14 @@ def tagged_calls(text: str) -> list[tuple[str, dict[str, str]]]:
     """The names and arguments of the calls that a text is made of; [] for any other text."""
     calls = _CALL.findall(text)
     if not calls:
-        name, begins, rest = text.partition(_PAIR_BEGINS)
-        arguments = _arguments(_PAIR, begins + rest)
+        name, begins, remaining = text.partition(_PAIR_BEGINS)
+        arguments = _arguments(_PAIR, begins + remaining)
         return [] if arguments is None else [(name.strip(), arguments)]
-    found = [(name.strip(), _arguments(_PARAMETER, body)) for name, body in calls]
+    parsed = [(name.strip(), _arguments(_PARAMETER, body)) for name, body in calls]
     if _CALL.sub("", text).strip():
         return []
-    known = [(name, arguments) for name, arguments in found if arguments is not None]
-    return known if len(known) == len(found) else []
+    complete = [(name, arguments) for name, arguments in parsed if arguments is not None]
+    return complete if len(complete) == len(parsed) else []
 
 
 def typed(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class ToolCall:
 
     def entry(self, index: int | None = None) -> dict[str, Any]:
         """An entry of `tool_calls`. index: its place, in a stream"""
-        place = {} if index is None else {"index": index}
+        position = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
-        return {**place, "id": self.call_id, "type": "function", "function": function}
+        return {**position, "id": self.call_id, "type": "function", "function": function}
 
 
 def names_of(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -131,8 +131,10 @@ def schema_of_any(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[
         for key in _DEFINITIONS:
             for name, value in (parameters.pop(key, None) or {}).items():
                 if shared.setdefault(key, {}).setdefault(name, value) != value:
-                    what = f"two tools define {name!r} differently, and one of them must be called"
-                    raise bad_request(what, "tools")
+                    message = (
+                        f"two tools define {name!r} differently, and one of them must be called"
+                    )
+                    raise bad_request(message, "tools")
         properties = {"name": {"const": tool["function"]["name"]}, "parameters": parameters}
         calls.append(
             {
@@ -142,8 +144,8 @@ def schema_of_any(tools: Sequence[Mapping[str, Any]], *, several: bool) -> dict[
                 "additionalProperties": False,
             }
         )
-    most = {} if several else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, **shared}
+    limits = {} if several else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **limits, "items": {"anyOf": calls}, **shared}
 
 
 class ToolText:
@@ -178,32 +180,32 @@ class ToolText:
         finished: no more text comes
         """
         self._held += text
-        content, known = "", len(self.calls)
+        content, num_calls = "", len(self.calls)
         while self._pairs and (mark := _OPEN.search(self._held)):
             before = self._held[: mark.start()]
-            inside, close, after = self._held[mark.end() :].partition(_PAIRS[mark[0]])
+            body, close, after = self._held[mark.end() :].partition(_PAIRS[mark[0]])
             if not close and not finished:
                 self._held = self._held[len(before) :]
-                return content + self._content(before), self.calls[known:]
-            found = self._read(inside) or self._read_tags(inside)
+                return content + self._content(before), self.calls[num_calls:]
+            calls = self._read(body) or self._read_tags(body)
             content += self._content(before)
-            content += "" if found else self._content(mark[0] + inside + close)
-            self.calls += found
+            content += "" if calls else self._content(mark[0] + body + close)
+            self.calls += calls
             self._held = after
         if not finished and self._may_be_a_call():
-            return content, self.calls[known:]
+            return content, self.calls[num_calls:]
         if finished:
-            found = self._read(self._held) if self._may_be_a_call() else []
-            if self._must_call and not found:
-                found = self._all_calls(_first_values(self._held))
-            self.calls += found
-            content += "" if found or self._must_call else self._content(self._held)
+            calls = self._read(self._held) if self._may_be_a_call() else []
+            if self._must_call and not calls:
+                calls = self._all_calls(_first_values(self._held))
+            self.calls += calls
+            content += "" if calls or self._must_call else self._content(self._held)
             self._held = ""
         else:
-            kept = overlap(self._held, *self._pairs) if self._pairs else 0
-            content += self._content(self._held[: len(self._held) - kept])
-            self._held = self._held[len(self._held) - kept :]
-        return content, self.calls[known:]
+            num_buffered = overlap(self._held, *self._pairs) if self._pairs else 0
+            content += self._content(self._held[: len(self._held) - num_buffered])
+            self._held = self._held[len(self._held) - num_buffered :]
+        return content, self.calls[num_calls:]
 
     def _content(self, text: str) -> str:
         """Blanks around calls are none."""
@@ -239,27 +241,27 @@ class ToolText:
 
     def _all_calls(self, values: Iterable[Any]) -> list[ToolCall]:
         """The calls that these values are; none where one is something else."""
-        found = [self._call(value) for value in values]
-        calls = [call for call in found if call is not None]
-        return calls if len(calls) == len(found) else []
+        result = [self._call(value) for value in values]
+        calls = [call for call in result if call is not None]
+        return calls if len(calls) == len(result) else []
 
     def _call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or value.get("name") not in self._schemas:
             return None
-        said: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-        if isinstance(said, dict):
-            return ToolCall(value["name"], json.dumps(said, ensure_ascii=False))
-        return ToolCall(value["name"], said) if isinstance(said, str) else None
+        arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
+        if isinstance(arguments, dict):
+            return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(value["name"], arguments) if isinstance(arguments, str) else None
 
 
 def _first_values(text: str) -> list[Any]:
     """The complete values of a JSON list that is cut off."""
-    decoder, values, rest = json.JSONDecoder(), [], text.lstrip()
+    decoder, values, remaining = json.JSONDecoder(), [], text.lstrip()
     try:
-        while rest and rest[0] in "[,":
-            value, end = decoder.raw_decode(rest[1:].lstrip())
+        while remaining and remaining[0] in "[,":
+            value, end = decoder.raw_decode(remaining[1:].lstrip())
             values.append(value)
-            rest = rest[1:].lstrip()[end:].lstrip()
+            remaining = remaining[1:].lstrip()[end:].lstrip()
     except (ValueError, RecursionError):
         return values
     return values
@@ -269,13 +271,13 @@ def _json_values(text: str) -> list[Any]:
     """The JSON values that a text is made of, with semicolons or blanks between them; [] for any
     other text.
     """
-    decoder, values, place = json.JSONDecoder(), [], 0
-    while place < len(text):
+    decoder, values, position = json.JSONDecoder(), [], 0
+    while position < len(text):
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
             return []
         values.append(value)
-        between = re.compile(r"[\s;]*").match(text, place)
-        place = place if between is None else between.end()
+        between = re.compile(r"[\s;]*").match(text, position)
+        position = position if between is None else between.end()
     return values

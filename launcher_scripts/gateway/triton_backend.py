@@ -89,7 +89,7 @@ class TritonBackend:
         self._server = server
         self._name = str(config["name"])
         self._streams = is_decoupled(config)
-        outputs = {each["name"] for each in config.get("output", ())}
+        outputs = {spec["name"] for spec in config.get("output", ())}
         self._encodes = _STATES in outputs
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
@@ -97,9 +97,9 @@ class TritonBackend:
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
         self._types = {
-            each["name"]: NUMPY_TYPES[each["data_type"].removeprefix("TYPE_")]
-            for each in config["input"]
-            if each["data_type"].removeprefix("TYPE_") in NUMPY_TYPES
+            spec["name"]: NUMPY_TYPES[spec["data_type"].removeprefix("TYPE_")]
+            for spec in config["input"]
+            if spec["data_type"].removeprefix("TYPE_") in NUMPY_TYPES
         }
 
     async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
@@ -123,12 +123,12 @@ class TritonBackend:
             # A lone row has nobody to share with.
             if row.is_plain and self._running > 1 and self._shared.is_open():
                 with contextlib.suppress(NoStream):
-                    async with aclosing(self._shared.generate(tensors, **more)) as found:
-                        async for news in found:
+                    async with aclosing(self._shared.generate(tensors, **more)) as result:
+                        async for delta in result:
                             yield Increment(
-                                tuple(news.ids),
-                                finished=news.finished,
-                                num_cached_tokens=news.num_cached_tokens,
+                                tuple(delta.ids),
+                                finished=delta.finished,
+                                num_cached_tokens=delta.num_cached_tokens,
                             )
                     return
             async with aclosing(
@@ -184,8 +184,8 @@ class TritonBackend:
         if request.decoder_ids:
             values["decoder_input_ids"] = request.decoder_ids
         if request.stop_ids:
-            places = range(1, len(request.stop_ids) + 1)
-            values["stop_words_list"] = [request.stop_ids, places]
+            indices = range(1, len(request.stop_ids) + 1)
+            values["stop_words_list"] = [request.stop_ids, indices]
         if "cache_salt" not in self._types:  # such a model shares nothing
             values.pop("cache_salt", None)
         missing = [name for name in values if name not in self._types]
@@ -211,9 +211,9 @@ class TritonBackend:
         if isinstance(error, ServerFailure):
             status, message = str(error.status()), str(error.message())
             if error.status() is None:  # what the token model does not name is Triton's own
-                code, colon, rest = message.partition(": ")
+                code, colon, detail = message.partition(": ")
                 named = colon and code in _ERROR_CODES
-                status, message = (code, rest) if named else ("UNAVAILABLE", message)
+                status, message = (code, detail) if named else ("UNAVAILABLE", message)
         else:
             status, message = str(error.code()), str(error.details())
         if request.timeout is not None and "timeout is over" in message:
@@ -271,20 +271,20 @@ class _Row:
     def increment(self, arrays: Mapping[str, Any]) -> Increment:
         """Return the increment of a response. `news` is [1, beam, 4 + n]; see
         contract/tensors.py."""
-        news = arrays["news"][0]
-        self.finished = bool(news[0, 3])
+        delta = arrays["news"][0]
+        self.finished = bool(delta[0, 3])
         prompt = self._prompt_log_probs(arrays)
         counts = arrays.get(NUM_CACHED_TOKENS.name)
         cached = 0 if counts is None else int(counts[0, 0])
         if self._request.beam_width > 1:
-            beams = tuple(map(_new_ids, news)) if self.finished else ()
+            beams = tuple(map(_new_ids, delta)) if self.finished else ()
             return Increment(
                 prompt_log_probs=prompt,
                 finished=self.finished,
                 beams=beams,
                 num_cached_tokens=cached,
             )
-        ids = _new_ids(news[0])
+        ids = _new_ids(delta[0])
         return Increment(
             token_ids=ids,
             log_probs=self._log_probs(arrays, ids),
@@ -298,8 +298,10 @@ class _Row:
         K]."""
         if self._request.log_probs is None:
             return ()
-        found = {name: arrays[name][0, 0, : len(ids)] for name in TOKEN_LOG_PROBS if name in arrays}
-        return _entries(ids, *map(found.get, TOKEN_LOG_PROBS))
+        outputs = {
+            name: arrays[name][0, 0, : len(ids)] for name in TOKEN_LOG_PROBS if name in arrays
+        }
+        return _entries(ids, *map(outputs.get, TOKEN_LOG_PROBS))
 
     def _prompt_log_probs(
         self, arrays: Mapping[str, Any]
@@ -311,8 +313,8 @@ class _Row:
         ids = self._request.prompt_ids
         if not ids:
             return ()
-        found = {name: arrays[name][0] for name in PROMPT_LOG_PROBS if name in arrays}
-        return (None, *_entries(ids, *map(found.get, PROMPT_LOG_PROBS))[1:])
+        outputs = {name: arrays[name][0] for name in PROMPT_LOG_PROBS if name in arrays}
+        return (None, *_entries(ids, *map(outputs.get, PROMPT_LOG_PROBS))[1:])
 
 
 def _sampling(request: RowRequest) -> dict[str, Any]:
@@ -346,7 +348,7 @@ def _sampling(request: RowRequest) -> dict[str, Any]:
         "lora_task_id": (request.lora_adapter, None),
         "num_speculative_tokens": (request.num_speculative_tokens, 0),
     }
-    return values | {name: value for name, (value, usual) in others.items() if value != usual}
+    return values | {name: value for name, (value, default) in others.items() if value != default}
 
 
 def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str]:
@@ -361,9 +363,9 @@ def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str
 
 def _new_ids(packed: Any) -> tuple[int, ...]:
     """The generated ids in one beam of `news`: total, prompt, first place, finished, ids."""
-    total, prompt, place = (int(number) for number in packed[:3])
-    ids = packed[_NEWS_HEAD : _NEWS_HEAD + total - place]
-    return tuple(ids[max(0, prompt - place) :].tolist())
+    total, prompt, offset = (int(number) for number in packed[:3])
+    ids = packed[_NEWS_HEAD : _NEWS_HEAD + total - offset]
+    return tuple(ids[max(0, prompt - offset) :].tolist())
 
 
 def _entries(

@@ -46,7 +46,9 @@ def validated(
         if not isinstance(entries := used.get(name), list):
             continue
         used[name] = [entry for entry in entries if skipped_type(kind, entry) is None]
-        skipped = sorted({each for entry in entries if (each := skipped_type(kind, entry))})
+        skipped = sorted(
+            {tool_type for entry in entries if (tool_type := skipped_type(kind, entry))}
+        )
         if skipped and warnings is not None:
             types = ", ".join(skipped[:_MAX_PROBLEMS])
             warnings.append(f"{name}: skipped, because the gateway runs no tools: {types}")
@@ -75,17 +77,17 @@ def _rejection(
 ) -> ApiError:
     errors = error.errors(include_url=False, include_input=False)
     messages: dict[Keys, list[str]] = {}
-    for each in errors:
-        keys = _keys(values, each)
-        if (message := _message(kind, each, keys)) not in messages.setdefault(keys, []):
+    for item in errors:
+        keys = _keys(values, item)
+        if (message := _message(kind, item, keys)) not in messages.setdefault(keys, []):
             messages[keys].append(message)
     # A value of a union has an error for each type; those of its parts are about its own type.
-    shown = [keys for keys in messages if not any(_contains(keys, other) for other in messages)]
-    problems = [_problem(keys, messages[keys]) for keys in shown[:_MAX_PROBLEMS]]
+    selected = [keys for keys in messages if not any(_contains(keys, other) for other in messages)]
+    problems = [_problem(keys, messages[keys]) for keys in selected[:_MAX_PROBLEMS]]
     unknown = errors[0]["type"] == "extra_forbidden"
     return bad_request(
         "; ".join(problems),
-        param=str(shown[0][0])[:_MAX_NAME] if shown[0] else None,
+        param=str(selected[0][0])[:_MAX_NAME] if selected[0] else None,
         code="unsupported_parameter" if unknown else "invalid_value",
     )
 

@@ -134,7 +134,7 @@ def list_jobs(request: Request) -> int:
     """Every job and its state."""
     jobs, damaged = read_jobs(request.results)
     _complain(damaged)
-    show(look(jobs, ask_servers=False), LIST_COLUMNS, request.as_json)
+    show(look(jobs, query_servers=False), LIST_COLUMNS, request.as_json)
     return 0
 
 
@@ -169,10 +169,10 @@ def wait(request: Request) -> int:
     when the time is over.
     """
     jobs = request.chosen()
-    patience = float("inf") if request.timeout is None else request.timeout
-    deadline = time.monotonic() + patience
+    timeout = float("inf") if request.timeout is None else request.timeout
+    deadline = time.monotonic() + timeout
     while True:
-        statuses = look(jobs, ask_servers=request.ready)
+        statuses = look(jobs, query_servers=request.ready)
         lost = [s for s in statuses if s.state.name == FORGOTTEN or s.blocked]
         if lost:
             print(f"error: {_said(lost[0])}", file=sys.stderr)
@@ -186,18 +186,18 @@ def wait(request: Request) -> int:
             return 0
         if time.monotonic() > deadline:
             waiting = next(s for s in statuses if not _is_there(s, request.ready))
-            print(f"error: after {patience:g} s: {_said(waiting)}", file=sys.stderr)
+            print(f"error: after {timeout:g} s: {_said(waiting)}", file=sys.stderr)
             return TIMED_OUT
         time.sleep(_WAIT_SECONDS)
 
 
 def info(request: Request) -> int:
     """Print the location of the jobs, and the command line that started them."""
-    found = [_information(item) for item in look(request.chosen(), ask_servers=False)]
+    information = [_information(item) for item in look(request.chosen(), query_servers=False)]
     if request.as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(information, indent=2))
         return 0
-    for number, values in enumerate(found):
+    for number, values in enumerate(information):
         if number:
             print()
         width = max(map(len, values))
@@ -234,7 +234,7 @@ def resume(request: Request) -> int:
 
     The export keeps what is the same, and the evaluation continues with its journals.
     """
-    (*_, item) = look(request.chosen(), ask_servers=False)
+    (*_, item) = look(request.chosen(), query_servers=False)
     record = item.job.record
     if not item.state.ended:
         raise ClusterError(f"{_said(item)}: it can be resumed when it has ended")
@@ -249,7 +249,7 @@ def resume(request: Request) -> int:
 
 def tunnel(request: Request) -> int:
     """Print the ssh line by which a laptop reaches a ready server; with `open` also run it."""
-    (*_, item) = look(request.chosen(), ask_servers=False)
+    (*_, item) = look(request.chosen(), query_servers=False)
     endpoints = item.endpoints
     if not (item.is_service and endpoints):
         print(f"error: {_said(item)}: it has no address yet", file=sys.stderr)
@@ -313,8 +313,8 @@ def worst(statuses: Sequence[Status]) -> int:
 
 def _complain(damaged: Sequence[str]) -> None:
     """Say which jobs the table leaves out."""
-    for said in damaged:
-        print(f"warning: left out: {said}", file=sys.stderr)
+    for message in damaged:
+        print(f"warning: left out: {message}", file=sys.stderr)
 
 
 def _asked_for(request: Request) -> tuple[list[Status], list[str]]:
@@ -340,13 +340,13 @@ def _watch(request: Request, every: float) -> int:
             time.sleep(every)
 
 
-def _end(request: Request, how: Callable[[Any], Callable[..., None]]) -> int:
+def _end(request: Request, end_job: Callable[[Any], Callable[..., None]]) -> int:
     jobs = request.chosen()
-    for item in look(jobs, ask_servers=False):
+    for item in look(jobs, query_servers=False):
         if not item.state.ended:
-            how(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
+            end_job(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
-    statuses = look(jobs, ask_servers=False)
+    statuses = look(jobs, query_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)
     return 0 if all(item.state.ended for item in statuses) else 1
 

@@ -34,12 +34,12 @@ def _find_id(folder: Path, record: JobRecord) -> str:
     """The id of a job whose launcher was killed before it could write it: the job's script does so,
     and the queue knows the script of one that has not started.
     """
-    own = folder if record.within is None else Path(record.within)
+    source = folder if record.within is None else Path(record.within)
     with contextlib.suppress(OSError):
-        job_id = (own / ID_FILE).read_text(encoding="utf-8").strip()
+        job_id = (source / ID_FILE).read_text(encoding="utf-8").strip()
         if job_id:
             return job_id
-    ids = jobs_of_script(own / record.script)
+    ids = jobs_of_script(source / record.script)
     if not ids:
         raise NeverSubmitted(f"the job of {folder} was never submitted: {record.name}")
     return ids[-1]
@@ -127,25 +127,30 @@ def choose_jobs(results: Path | None, names: Iterable[str]) -> list[KnownJob]:
 
     results: None: a name means a job of the default folders before one of the user's index
     """
-    places = [results] if results is not None else [*default_folders(), None]
+    positions = [results] if results is not None else [*default_folders(), None]
     jobs_of = functools.cache(find_jobs)
-    chosen: list[KnownJob] = []
+    selected: list[KnownJob] = []
     for name in names:
         path = Path(name).resolve()
         if (path / RECORD).exists():
-            chosen.append(KnownJob.read(path))
+            selected.append(KnownJob.read(path))
             continue
-        named = (_named(jobs_of(place), name, path) for place in places)
+        named = (_named(jobs_of(index), name, path) for index in positions)
         jobs = next(filter(None, named), [])
         if not jobs:
-            raise NoSuchJob(_unknown(name, jobs_of(places[-1]), results))
-        chosen += jobs
-    return list(dict.fromkeys(chosen))
+            raise NoSuchJob(_unknown(name, jobs_of(positions[-1]), results))
+        selected += jobs
+    return list(dict.fromkeys(selected))
 
 
-def _named(known: list[KnownJob], name: str, path: Path) -> list[KnownJob]:
-    below = [job for job in known if path in job.folder.parents] or _below(path)
-    return below[-1:] or _by_id(known, name) or _by_name(known, name) or _by_model(known, name)
+def _named(supported: list[KnownJob], name: str, path: Path) -> list[KnownJob]:
+    below = [job for job in supported if path in job.folder.parents] or _below(path)
+    return (
+        below[-1:]
+        or _by_id(supported, name)
+        or _by_name(supported, name)
+        or _by_model(supported, name)
+    )
 
 
 def _below(path: Path) -> list[KnownJob]:
@@ -153,27 +158,27 @@ def _below(path: Path) -> list[KnownJob]:
     return find_jobs(path)[-1:] if path.is_dir() else []
 
 
-def _by_id(known: list[KnownJob], name: str) -> list[KnownJob]:
-    whole = [job for job in known if job.record.job_id == name]
-    one = [KnownJob(job.folder, job.record, (name,)) for job in known if name in job.ids]
-    return whole or one
+def _by_id(jobs: list[KnownJob], name: str) -> list[KnownJob]:
+    exact = [job for job in jobs if job.record.job_id == name]
+    one = [KnownJob(job.folder, job.record, (name,)) for job in jobs if name in job.ids]
+    return exact or one
 
 
-def _by_name(known: list[KnownJob], name: str) -> list[KnownJob]:
+def _by_name(jobs: list[KnownJob], name: str) -> list[KnownJob]:
     """The latest run of that name, or the run that is named."""
-    latest = [job for job in known if job.name == name]
-    exact = [job for job in known if f"{job.name}/{job.run}" == name]
+    latest = [job for job in jobs if job.name == name]
+    exact = [job for job in jobs if f"{job.name}/{job.run}" == name]
     return latest[-1:] or exact[-1:]
 
 
-def _by_model(known: list[KnownJob], model: str) -> list[KnownJob]:
+def _by_model(jobs: list[KnownJob], model: str) -> list[KnownJob]:
     """The latest job of each stage of a model, oldest first."""
-    latest = {job.name: job for job in known if job.name == f"{job.record.stage}_{model}"}
-    return [job for job in known if job in latest.values()]
+    latest = {job.name: job for job in jobs if job.name == f"{job.record.stage}_{model}"}
+    return [job for job in jobs if job in latest.values()]
 
 
-def _unknown(name: str, known: list[KnownJob], results: Path | None) -> str:
-    names = dict.fromkeys(job.name for job in reversed(known))
+def _unknown(name: str, jobs: list[KnownJob], results: Path | None) -> str:
+    names = dict.fromkeys(job.name for job in reversed(jobs))
     return problem(
         "no such job" if results is None else f"no such job below {results}",
         got=name,

@@ -65,7 +65,7 @@ def follow_logs(
     """
     last = next(reversed(read), None)
     looked = 0.0
-    ended = False
+    finished = False
     while True:
         for path in (path for job in jobs for path in log_files(job)):
             gained = _gained(path, read.get(path, 0))
@@ -76,15 +76,15 @@ def follow_logs(
                 read[path] = read.get(path, 0) + len(gained)
                 sys.stdout.buffer.write(gained)
                 sys.stdout.buffer.flush()
-        if ended:
+        if finished:
             return
         if time.monotonic() - looked > _STATE_SECONDS:
             looked = time.monotonic()
-            ended = all(job_state(job, job_id).ended for job in jobs for job_id in job.ids)
-        if not ended:
+            finished = all(job_state(job, job_id).ended for job in jobs for job_id in job.ids)
+        if not finished:
             time.sleep(_POLL_SECONDS)
         elif later := _later_jobs(jobs, choose):
-            jobs, ended = [*jobs, *later], False
+            jobs, finished = [*jobs, *later], False
 
 
 def _later_jobs(
@@ -105,11 +105,11 @@ def tail(job: KnownJob, lines: int = 20) -> str:
         log = list(_lines(path))
         matches = dict.fromkeys(match[0] for line in log if (match := _REASON.search(line)))
         last = "\n".join(log[-_PLAIN_LINES:])
-        reasons = [said for said in matches if said not in last][-_MAX_REASONS:]
-        for what, shown in (("lines", reasons), ("the end", log[-lines:])):
-            text = "\n".join(f"  | {line}" for line in shown)
-            if shown:
-                parts.append(f"{what} of its log {path}:\n{text}")
+        reasons = [reason for reason in matches if reason not in last][-_MAX_REASONS:]
+        for label, lines_listed in (("lines", reasons), ("the end", log[-lines:])):
+            text = "\n".join(f"  | {line}" for line in lines_listed)
+            if lines_listed:
+                parts.append(f"{label} of its log {path}:\n{text}")
     return "\n".join(parts)
 
 

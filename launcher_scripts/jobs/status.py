@@ -126,18 +126,18 @@ def parse_load(text: str) -> Load:
     """The load in Prometheus' text format; samples of several GPUs and models are combined."""
     samples: dict[str, list[float]] = {}
     for line in text.splitlines():
-        found = _SAMPLE.fullmatch(line.strip())
-        if found:
+        match = _SAMPLE.fullmatch(line.strip())
+        if match:
             with suppress(ValueError):  # the address may be another server's by now
-                value = float(found["value"])
-                samples.setdefault(found["name"], []).append(value)
+                value = float(match["value"])
+                samples.setdefault(match["name"], []).append(value)
 
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None
 
     def count(metric: names.Metric) -> int | None:
-        found = total(metric.name)
-        return None if found is None else int(found)
+        value = total(metric.name)
+        return None if value is None else int(value)
 
     use, tokens = samples.get(GPU_USE), total(names.CACHE_TOKENS.name)
     used_tokens = total(names.CACHE_USED.name)
@@ -297,11 +297,11 @@ class Status:
         }
 
 
-def look(jobs: Iterable[KnownJob], *, ask_servers: bool = True) -> list[Status]:
+def look(jobs: Iterable[KnownJob], *, query_servers: bool = True) -> list[Status]:
     """The status of every job and replica, in order; they are asked at the same time."""
     pairs = [(job, job_id) for job in jobs for job_id in job.ids]
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return list(pool.map(lambda pair: _look(*pair, ask_servers=ask_servers), pairs))
+        return list(pool.map(lambda pair: _look(*pair, query_servers=query_servers), pairs))
 
 
 def job_state(job: KnownJob, job_id: str) -> JobState:
@@ -320,10 +320,10 @@ def job_state(job: KnownJob, job_id: str) -> JobState:
     return state
 
 
-def _look(job: KnownJob, job_id: str, *, ask_servers: bool) -> Status:
+def _look(job: KnownJob, job_id: str, *, query_servers: bool) -> Status:
     state = job_state(job, job_id)
     ready = _ready(job, job_id) if state.running else None
-    if ready is None or not ask_servers:
+    if ready is None or not query_servers:
         return Status(job, job_id, state, ready, badge=badge(job.folder, job.record))
     answers = is_ready(ready)
     busy = load_of(ready) if answers else Load()
@@ -335,5 +335,5 @@ def _ready(job: KnownJob, job_id: str) -> dict[str, Any] | None:
     if job.record.ready_file is None:
         return None
     shared = job.record.ready_path(job_id)
-    own = ready_of_run(job.folder / shared.name, job.folder)
-    return own or ready_of_run(shared, job.folder)
+    ready = ready_of_run(job.folder / shared.name, job.folder)
+    return ready or ready_of_run(shared, job.folder)

@@ -427,14 +427,14 @@ class VarlenBatch:
         """Runs of at most QUERIES_PER_TILE new tokens of one row: the first one's place in the
         step, how many, the row's first cache token, the first one's position in the row.
         """
-        found = []
-        place = 0
+        tiles = []
+        position = 0
         for start, past, count in self.spans:
             for first in range(0, count, QUERIES_PER_TILE):
                 size = min(QUERIES_PER_TILE, count - first)
-                found.append((place + first, size, start, past + first))
-            place += count
-        return found
+                tiles.append((position + first, size, start, past + first))
+            position += count
+        return tiles
 
 
 @dataclass(frozen=True)

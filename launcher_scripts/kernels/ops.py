@@ -276,7 +276,7 @@ class Ops(Protocol):
         self,
         x: Tensor,
         linear: Linear,
-        onto: Hidden,
+        residual: Hidden,
         norm_of_next: Norm | None,
     ) -> Hidden: ...
 
@@ -288,13 +288,13 @@ class Ops(Protocol):
         self,
         x: Tensor,
         linear: Linear,
-        onto: Hidden,
+        residual: Hidden,
         norm_of_next: Norm | None,
         ranks: Ranks,
     ) -> Hidden: ...
 
     def accumulate_parts(
-        self, parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+        self, parts: Tensor, residual: Hidden, norm_of_next: Norm | None, ranks: Ranks
     ) -> Hidden: ...
 
     def largest(self, x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]: ...

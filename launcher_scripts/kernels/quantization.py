@@ -41,10 +41,10 @@ def quantized_rows(values: Tensor, quantization: Quantization) -> tuple[Tensor, 
     The largest number of a row becomes the type's largest; a row of zeros stays one.
     """
     values = values.float()
-    dtype, most = BYTE_TYPES[quantization]
-    largest = values.abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest, 1.0) / most
-    scaled = (values / scale[:, None]).clamp(-most, most)
+    dtype, max_byte = BYTE_TYPES[quantization]
+    max_abs = values.abs().amax(dim=1)
+    scale = torch.where(max_abs > 0, max_abs, 1.0) / max_byte
+    scaled = (values / scale[:, None]).clamp(-max_byte, max_byte)
     return (scaled.round() if quantization == "int8" else scaled).to(dtype), scale
 
 
@@ -52,8 +52,8 @@ def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values as a cache of `dtype` keeps them: e4m3 has no infinity, so what is beyond its
     largest number becomes that. There is no scale: those of usual models are well within.
     """
-    most = BYTE_TYPES["fp8"].largest
-    return (values.clamp(-most, most) if dtype == FP8 else values).to(dtype)
+    max_byte = BYTE_TYPES["fp8"].largest
+    return (values.clamp(-max_byte, max_byte) if dtype == FP8 else values).to(dtype)
 
 
 def dequantized(weight: Tensor, scale: Tensor | None) -> Tensor:

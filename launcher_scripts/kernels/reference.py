@@ -72,9 +72,9 @@ def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     ranks that share a vocabulary is the whole lookup.
     """
     local = ids - first_id
-    held = (local >= 0) & (local < table.shape[0])
+    mask = (local >= 0) & (local < table.shape[0])
     rows = functional.embedding(local.clamp(0, table.shape[0] - 1), table)
-    return torch.where(held[:, None], rows.float(), 0.0)
+    return torch.where(mask[:, None], rows.float(), 0.0)
 
 
 def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
@@ -144,11 +144,11 @@ def product_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
 
 
 def accumulate_over_ranks(
-    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+    x: Tensor, linear: Linear, residual: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """accumulate where every rank has a part of x [N, in] and of the weight's columns."""
-    exact = add_residual(product_over_ranks(x, linear, ranks), linear.bias, onto.exact)
-    return hidden(exact, norm_of_next, onto.operand.dtype)
+    exact = add_residual(product_over_ranks(x, linear, ranks), linear.bias, residual.exact)
+    return hidden(exact, norm_of_next, residual.operand.dtype)
 
 
 def add_residual(partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -176,30 +176,32 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """The experts that x [N, hidden] goes through, int64 [N, per_token], the best first, and their
     weights, float32 of the same shape.
     """
-    found = logits(x, router.linear)
+    router_logits = logits(x, router.linear)
     if router.score_function == "sparsemixer":
-        return _sparse_mixture(found, router)
-    scores = found.sigmoid() if router.score_function == "sigmoid" else found.softmax(-1)
+        return _sparse_mixture(router_logits, router)
+    scores = (
+        router_logits.sigmoid() if router.score_function == "sigmoid" else router_logits.softmax(-1)
+    )
     ranks = scores if router.bias is None else scores + router.bias
     ranks = router.groups.inside(ranks) if router.groups else ranks
-    chosen = ranks.topk(router.per_token, -1).indices
-    weights = scores.gather(-1, chosen)
+    selected = ranks.topk(router.per_token, -1).indices
+    weights = scores.gather(-1, selected)
     if router.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights * router.scaling_factor
+    return selected, weights * router.scaling_factor
 
 
 def _sparse_mixture(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """See Router.score_function.  logits: [N, experts]"""
-    remaining, chosen, weights = logits, [], []
+    remaining, selected, weights = logits, [], []
     for _ in range(router.per_token):
         top, expert = remaining.max(-1, keepdim=True)
         far = (top - logits) / logits.abs().maximum(top) > 2 * router.jitter
         scores = remaining.masked_fill(far, float("-inf")).softmax(-1)
-        chosen.append(expert)
+        selected.append(expert)
         weights.append(scores.gather(-1, expert))
         remaining = remaining.scatter(-1, expert, float("-inf"))
-    return torch.cat(chosen, -1), torch.cat(weights, -1) * router.scaling_factor
+    return torch.cat(selected, -1), torch.cat(weights, -1) * router.scaling_factor
 
 
 def xielu(x: Tensor, curve: XIELUCurve) -> Tensor:
@@ -222,12 +224,12 @@ def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> 
     total = torch.zeros(x.shape, device=x.device)
     every = torch.arange(len(x), device=x.device)
     for expert in chosen.unique().tolist():
-        tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        taken = every if len(x) <= FEW_TOKENS else tokens
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        inputs = every if len(x) <= FEW_TOKENS else tokens
         gate = None if experts.gate is None else _expert(experts.gate, expert)
-        inner = mlp_up(x[taken], _expert(experts.up, expert), gate, experts.activation)
+        inner = mlp_up(x[inputs], _expert(experts.up, expert), gate, experts.activation)
         result = project(inner, _expert(experts.down, expert)).float()
-        result = result[torch.isin(taken, tokens)] * weights[tokens, places, None]
+        result = result[torch.isin(inputs, tokens)] * weights[tokens, slots, None]
         total.index_add_(0, tokens, result)
     return total[None]
 
@@ -239,12 +241,12 @@ def _expert(linear: Linear, expert: int) -> Linear:
 
 
 def accumulate_parts(
-    parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+    parts: Tensor, residual: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """Hidden states plus the sum of all ranks' parts [P, N, hidden], ready for a projection that
     has the norm."""
-    exact = onto.exact + ranks.tp_sum(parts.sum(0))
-    return hidden(exact, norm_of_next, onto.operand.dtype)
+    exact = residual.exact + ranks.tp_sum(parts.sum(0))
+    return hidden(exact, norm_of_next, residual.operand.dtype)
 
 
 def added_lora(outs: list[Tensor], x: Tensor, chosen: RowLoRA | None) -> list[Tensor]:
@@ -263,8 +265,8 @@ def lora_delta(x: Tensor, chosen: RowLoRA) -> Tensor:
     lora, adapters = chosen.lora, chosen.adapters
     count, rank = lora.up.shape[:2]
     inner = functional.linear(x, lora.down.flatten(0, 1)).unflatten(1, (count, -1, rank))
-    own = adapters[:, None] == torch.arange(count, device=x.device)
-    inner = torch.where(own[:, :, None, None], inner, 0.0)  # [N, adapters, blocks, rank]
+    is_adapter = adapters[:, None] == torch.arange(count, device=x.device)
+    inner = torch.where(is_adapter[:, :, None, None], inner, 0.0)  # [N, adapters, blocks, rank]
     ups = lora.up.flatten(0, 1).split(lora.widths, dim=1)
     parts = [inner[:, :, block].flatten(1) @ up for block, up in enumerate(ups)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -418,17 +420,17 @@ def expand(x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tenso
     return mlp_up(x.operand, up.without_norm(), gate and gate.without_norm(), activation)
 
 
-def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+def accumulate(x: Tensor, linear: Linear, residual: Hidden, norm_of_next: Norm | None) -> Hidden:
     """Hidden states plus linear(x), ready for a projection that has the norm."""
-    exact = project_add(x, linear, onto.exact)
-    return hidden(exact, norm_of_next, onto.operand.dtype)
+    exact = project_add(x, linear, residual.exact)
+    return hidden(exact, norm_of_next, residual.operand.dtype)
 
 
 def largest(x: Hidden, head: Linear, held: int) -> tuple[Tensor, Tensor]:
     """The largest of a row's first `held` logits, float32 [B], and the first place, int64 [B]."""
-    whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
-    places = argmax(whole)
-    return whole.gather(1, places[:, None])[:, 0], places
+    all_logits = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
+    indices = argmax(all_logits)
+    return all_logits.gather(1, indices[:, None])[:, 0], indices
 
 
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:

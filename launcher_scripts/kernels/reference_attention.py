@@ -62,9 +62,9 @@ def apply_rotary(qkv: Tensor, heads: Heads, rotary: RotaryTable) -> Tensor:
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """float32"""
     half = cosines.shape[-1]
-    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first, second, remaining = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
     cosines, sines = cosines[:, None], sines[:, None]
-    parts = (first * cosines - second * sines, second * cosines + first * sines, rest)
+    parts = (first * cosines - second * sines, second * cosines + first * sines, remaining)
     return torch.cat(parts, dim=-1)
 
 
@@ -88,13 +88,13 @@ def context_attention(
     for piece in query.split(at_once):
         first = max(0, past - window + 1) if window else 0  # keys before it are seen by none
         bias = _causal_bias(piece, past, first, scores, window)
-        whole = past + piece.shape[0]
+        total = past + piece.shape[0]
         key, value = (
-            _for_heads(part[:, start + first : start + whole], query)
+            _for_heads(part[:, start + first : start + total], query)
             for part in (cache.keys, cache.values)
         )
         outputs.append(_attended(piece, key, value, bias, scores))
-        past = whole
+        past = total
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -138,8 +138,8 @@ def _attended(
         products = query.transpose(0, 1).float() @ key.float().transpose(-1, -2)
         if bias is None:
             bias = torch.full((new, new), float("-inf"), device=query.device).triu(1)
-        beside = None if scores.sinks is None else scores.sinks[:, None, None]
-        weights = _softmax(_scaled(products, scores) + bias, beside)
+        sinks = None if scores.sinks is None else scores.sinks[:, None, None]
+        weights = _softmax(_scaled(products, scores) + bias, sinks)
         out = (weights @ value.float()).to(query.dtype)
     return out.transpose(0, 1).reshape(new, -1)
 
@@ -156,8 +156,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the softmax of float32 scores [..., T], with sinks [..., 1] if there are any."""
     if sinks is None:
         return scores.softmax(-1)
-    beside = sinks.expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+    sink_scores = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
 
 
 def prompt_attention(
@@ -173,11 +173,11 @@ def prompt_attention(
     Tokens after those of the last row only fill a step up; anything may come out for them.
     """
     out = torch.empty_like(query).flatten(1)
-    place = 0
+    position = 0
     for start, past, count in spans.spans:
-        own = slice(place, place + count)
-        place += count
-        out[own] = context_attention(query[own], cache, start, past, scores, window=window)
+        chunk = slice(position, position + count)
+        position += count
+        out[chunk] = context_attention(query[chunk], cache, start, past, scores, window=window)
     return out
 
 
@@ -199,8 +199,8 @@ def source_attention(
     """
     outputs = []
     key, value = _for_all_heads(key, query), _for_all_heads(value, query)
-    whole = scores.relative is None and not window and scores.softcap is None
-    at_once = query.shape[1] if whole else QUERIES_AT_ONCE
+    is_plain = scores.relative is None and not window and scores.softcap is None
+    at_once = query.shape[1] if is_plain else QUERIES_AT_ONCE
     for start, part in enumerate(query.split(at_once, dim=1)):
         bias = _source_bias(part, key, scores, first + start * at_once, window)
         if scores.softcap is not None:
@@ -237,8 +237,8 @@ def _source_bias(
         bias = _relative_scores(scores.relative, first, queries, keys)
     if not window:
         return bias
-    places = torch.arange(first, first + queries, device=query.device)
-    outside = (torch.arange(keys, device=query.device) - places[:, None]).abs() > window
+    positions = torch.arange(first, first + queries, device=query.device)
+    outside = (torch.arange(keys, device=query.device) - positions[:, None]).abs() > window
     if bias is None:
         bias = torch.zeros(1, queries, keys, device=query.device)
     return bias.masked_fill(outside, float("-inf"))
@@ -248,8 +248,8 @@ def _source_scores(
     query: Tensor, key: Tensor, bias: Tensor | None, scores: AttentionScores
 ) -> Tensor:
     """float32 [B, heads, n, T]"""
-    found = _scaled(query.transpose(1, 2).float() @ key.transpose(-1, -2).float(), scores)
-    return found if bias is None else found + bias
+    values = _scaled(query.transpose(1, 2).float() @ key.transpose(-1, -2).float(), scores)
+    return values if bias is None else values + bias
 
 
 def attend_spans(
@@ -315,19 +315,19 @@ def decode_attention(
     key = cache.keys[:, tokens].float()  # [kv_heads, B, T, head_size]
     value = cache.values[:, tokens].float()
     grouped = query.float().view(rows, -1, group, head_size).transpose(0, 1)  # [kv, B, g, D]
-    found = _scaled(grouped @ key.transpose(-1, -2), scores)  # [kv, B, g, T]
+    values = _scaled(grouped @ key.transpose(-1, -2), scores)  # [kv, B, g, T]
     if scores.slopes is not None:
         distance = offsets - (lengths[:, None] - 1)  # [B, T]
-        found = found + scores.slopes.view(-1, 1, group, 1) * distance[None, :, None]
+        values = values + scores.slopes.view(-1, 1, group, 1) * distance[None, :, None]
     if (relative := scores.relative) is not None:
         if positions is None:
             raise ValueError("a relative bias needs the positions of the rows")
         distance = (offsets - positions[:, None]).clamp(-relative.reach, relative.reach)
         bias = relative.table[:, distance + relative.reach]  # [heads, B, T]
-        found = found + bias.unflatten(0, (-1, group)).transpose(1, 2)
-    found = found.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
-    beside = None if scores.sinks is None else scores.sinks.view(-1, 1, group, 1)
-    out = _softmax(found, beside) @ value  # [kv, B, g, D]
+        values = values + bias.unflatten(0, (-1, group)).transpose(1, 2)
+    values = values.masked_fill((offsets >= lengths[:, None])[None, :, None], float("-inf"))
+    sinks = None if scores.sinks is None else scores.sinks.view(-1, 1, group, 1)
+    out = _softmax(values, sinks) @ value  # [kv, B, g, D]
     return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
 
 
@@ -338,8 +338,8 @@ def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int
     """
     nearest, farthest = keys - first, first + queries - 1
     distances = torch.arange(-farthest, nearest, device=relative.table.device)
-    places = distances.clamp(-relative.reach, relative.reach) + relative.reach
-    return relative.table[:, places].unfold(-1, keys, 1).flip(1)
+    distance_indices = distances.clamp(-relative.reach, relative.reach) + relative.reach
+    return relative.table[:, distance_indices].unfold(-1, keys, 1).flip(1)
 
 
 def _for_heads(part: Tensor, query: Tensor) -> Tensor:

@@ -27,12 +27,12 @@ def conv_scan(
     """
     taps, tokens = weight.shape[1], x.shape[0]
     inputs = torch.cat([tail, x])
-    whole = inputs.float()
-    y = sum(whole[tap : tap + tokens] * weight[:, tap].float() for tap in range(taps))
+    full = inputs.float()
+    y = sum(full[tap : tap + tokens] * weight[:, tap].float() for tap in range(taps))
     first = tokens if count is None else count
-    places = first + torch.arange(taps - 1, device=x.device)
+    positions = first + torch.arange(taps - 1, device=x.device)
     out = y if bias is None else y + bias.float()
-    return torch.as_tensor(out), inputs[places]
+    return torch.as_tensor(out), inputs[positions]
 
 
 def conv_step(
@@ -66,16 +66,16 @@ def mamba2_scan(
         steps = _counted(steps, count)
     outputs = []
     for first in range(0, x.shape[0], CHUNK):
-        own = slice(first, first + CHUNK)
-        key, query = (_of_heads(part[own], heads) for part in (b, c))  # [Q, H, S]
-        decay = (rates * steps[own]).cumsum(0)  # [Q, H]
-        values = x[own] * steps[own][..., None]  # [Q, H, P]
+        local = slice(first, first + CHUNK)
+        key, query = (_of_heads(part[local], heads) for part in (b, c))  # [Q, H, S]
+        decay = (rates * steps[local]).cumsum(0)  # [Q, H]
+        values = x[local] * steps[local][..., None]  # [Q, H, P]
         weights = torch.einsum("qhs,khs->hqk", query, key) * _decays(decay)
         y = torch.einsum("hqk,khp->qhp", weights, values)
         y = y + torch.einsum("qhs,hps->qhp", query * decay.exp()[..., None], state)
-        rest = (decay[-1] - decay).exp()
+        remaining = (decay[-1] - decay).exp()
         state = state * decay[-1].exp()[:, None, None]
-        state = state + torch.einsum("khp,khs->hps", values * rest[..., None], key)
+        state = state + torch.einsum("khp,khs->hps", values * remaining[..., None], key)
         outputs.append(y)
     return torch.cat(outputs) + x * skip[:, None], state
 
@@ -114,11 +114,11 @@ def delta_scan(
         decay, beta = _counted(decay, count), _counted(beta, count)
     outputs = []
     for first in range(0, value.shape[0], CHUNK):
-        own = slice(first, first + CHUNK)
-        q, k, v = (part[own].transpose(0, 1) for part in (query, key, value))  # [H, Q, ...]
-        b = beta[own].t()[..., None]  # [H, Q, 1]
-        whole = decay[own].cumsum(0)
-        decays, grown = _decays(whole), whole.t().exp()[..., None]
+        local = slice(first, first + CHUNK)
+        q, k, v = (part[local].transpose(0, 1) for part in (query, key, value))  # [H, Q, ...]
+        b = beta[local].t()[..., None]  # [H, Q, 1]
+        full = decay[local].cumsum(0)
+        decays, grown = _decays(full), full.t().exp()[..., None]
         tokens = q.shape[1]
         lower = (b * (k @ k.transpose(1, 2)) * decays).tril(-1)
         eye = torch.eye(tokens, device=q.device)
@@ -127,8 +127,8 @@ def delta_scan(
         u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
         new = u - w @ state
         y = (q * grown) @ state + (q @ k.transpose(1, 2) * decays) @ new
-        rest = (whole[-1] - whole).exp().t()[..., None]
-        state = state * whole[-1].exp()[:, None, None] + (k * rest).transpose(1, 2) @ new
+        remaining = (full[-1] - full).exp().t()[..., None]
+        state = state * full[-1].exp()[:, None, None] + (k * remaining).transpose(1, 2) @ new
         outputs.append(y.transpose(0, 1))
     return torch.cat(outputs), state
 
@@ -140,8 +140,8 @@ def delta_step(
     heads = value.shape[1]
     query, key = _of_heads(query, heads), _of_heads(key, heads)
     states = states * decay.exp()[..., None, None]
-    known = torch.einsum("bhkv,bhk->bhv", states, key)
-    new = beta[..., None] * (value.float() - known)
+    supported = torch.einsum("bhkv,bhk->bhv", states, key)
+    new = beta[..., None] * (value.float() - supported)
     states = states + key[..., None] * new[:, :, None]
     return torch.einsum("bhkv,bhk->bhv", states, query), states
 
@@ -153,8 +153,8 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 
 def _counted(x: Tensor, count: Tensor) -> Tensor:
     """x [N, H] with zeros from `count` on."""
-    there = torch.arange(x.shape[0], device=x.device) < count
-    return x * there[:, None]
+    present = torch.arange(x.shape[0], device=x.device) < count
+    return x * present[:, None]
 
 
 def _decays(whole: Tensor) -> Tensor:

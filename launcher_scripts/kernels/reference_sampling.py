@@ -73,20 +73,20 @@ def rank_beams(
     log_probs = logits.log_softmax(-1)
     if allowed is not logits:
         log_probs = log_probs.masked_fill(allowed == -torch.inf, -torch.inf)
-    own, tokens = log_probs.topk(count)  # [G * W, S]
+    token_scores, tokens = log_probs.topk(count)  # [G * W, S]
     ends = tokens == columns.end_id[slots][:, None]
     if completed is not None:
         ends |= completed.gather(1, tokens)
-    total = columns.beam_score[slots][:, None] + own
+    total = columns.beam_score[slots][:, None] + token_scores
     ranked = total.view(-1, width, count)
     groups = ranked.shape[0]
     if bonus is not None:
         ranked = ranked + bonus[:, None, :count]
     ranking, best = ranked.view(groups, -1).topk(shape.kept)  # [G, K]
     parents = torch.arange(width, device=logits.device)[:, None].expand(width, count)
-    facts = (parents.reshape(1, -1).expand(groups, -1), tokens, ends.long())
-    choices = torch.stack([each.reshape(groups, -1).gather(1, best) for each in facts])
-    values = [each.view(groups, -1).gather(1, best) for each in (total, own)]
+    fields = (parents.reshape(1, -1).expand(groups, -1), tokens, ends.long())
+    choices = torch.stack([fact.reshape(groups, -1).gather(1, best) for fact in fields])
+    values = [field.view(groups, -1).gather(1, best) for field in (total, token_scores)]
     scores = torch.stack([ranking, *values])
     return choices, scores, continue_beams(choices, scores, slots, columns, width)
 
@@ -99,12 +99,12 @@ def continue_beams(
     Their tokens and cumulative log-probabilities go to the columns; see `rank_beams`.
     """
     parent, token, ends = choices
-    place = torch.arange(ends.shape[1], device=ends.device)
-    chosen = (place + ends * ends.shape[1]).topk(width, largest=False).indices  # [G, W]
-    columns.token.index_copy_(0, slots, token.gather(1, chosen).view(-1))
-    score = (scores[1] + ends * ENDED).gather(1, chosen)
+    order = torch.arange(ends.shape[1], device=ends.device)
+    selected = (order + ends * ends.shape[1]).topk(width, largest=False).indices  # [G, W]
+    columns.token.index_copy_(0, slots, token.gather(1, selected).view(-1))
+    score = (scores[1] + ends * ENDED).gather(1, selected)
     columns.beam_score.index_copy_(0, slots, score.view(-1))
-    return slots.view(-1, width).gather(1, parent.gather(1, chosen)).view(-1)
+    return slots.view(-1, width).gather(1, parent.gather(1, selected)).view(-1)
 
 
 def reorder_beams(
@@ -121,11 +121,12 @@ def reorder_beams(
     pool: [layers, parts, heads, cache tokens, width];  ids: int64 [cache tokens], or None
     """
     back = torch.arange(1, count + 1, device=slots.device)
-    place = columns.length[slots][:, None] - back  # [B, T]
-    inside = place >= columns.prompt_length[slots][:, None]
+    positions = columns.length[slots][:, None] - back  # [B, T]
+    mask = positions >= columns.prompt_length[slots][:, None]
     nowhere = pool.shape[3] - 1  # the token that belongs to no row
     source, target = (
-        torch.where(inside, columns.start[of][:, None] + place, nowhere) for of in (parents, slots)
+        torch.where(mask, columns.start[of][:, None] + positions, nowhere)
+        for of in (parents, slots)
     )
     copy_tokens(pool, ids, source, target)
 
@@ -236,21 +237,21 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     p = columns.top_p[slots]
     by_p = (columns.top_k[slots] == 0) & (p > 0)
     k = torch.where(by_p, ids.shape[1], columns.top_k[slots].clamp(min=1))
-    kept = torch.arange(ids.shape[1], device=ids.device) < k[:, None]
-    kept &= shares >= columns.min_p[slots][:, None]
-    running = torch.where(kept, weights, 0).cumsum(-1)
+    mask = torch.arange(ids.shape[1], device=ids.device) < k[:, None]
+    mask &= shares >= columns.min_p[slots][:, None]
+    running = torch.where(mask, weights, 0).cumsum(-1)
     mass = running[:, -1]
     generated = columns.length[slots] - columns.prompt_length[slots]
     part = uniforms(columns.seed[slots], generated).double() * torch.where(p > 0, p, 1.0).double()
     target = (part * mass.double()).ceil().long().clamp(min=1).minimum(mass)
     position = (running < target[:, None]).sum(-1, keepdim=True)
-    tokens, chosen = (values.gather(1, position)[:, 0] for values in (ids, ordered))
-    below = chosen - top[:, 0]
-    whole = below - _log_of(weights.sum(-1))
-    candidates = torch.where(by_p, whole, below - _log_of(mass))
+    tokens, sampled = (values.gather(1, position)[:, 0] for values in (ids, ordered))
+    below = sampled - top[:, 0]
+    log_sum = below - _log_of(weights.sum(-1))
+    candidates = torch.where(by_p, log_sum, below - _log_of(mass))
     columns.token.index_copy_(0, slots, tokens)
     columns.top_p.index_copy_(0, slots, torch.where(by_p, _moved(p, tokens, slots, columns), p))
-    return tokens, torch.stack([whole, candidates])
+    return tokens, torch.stack([log_sum, candidates])
 
 
 def _words_in(columns: SamplingColumns, slots: Tensor) -> Words:
@@ -268,8 +269,8 @@ def _words_in(columns: SamplingColumns, slots: Tensor) -> Words:
 def _biases_in(columns: SamplingColumns, slots: Tensor) -> Biases:
     """The biases that the columns have of the rows in slots [B]."""
     ids = columns.bias_ids[slots].long()
-    rows, places = _held(ids, columns.bias_count[slots]).nonzero(as_tuple=True)
-    return Biases(rows, ids[rows, places], columns.bias_values[slots][rows, places])
+    rows, indices = _held(ids, columns.bias_count[slots]).nonzero(as_tuple=True)
+    return Biases(rows, ids[rows, indices], columns.bias_values[slots][rows, indices])
 
 
 def _held(lists: Tensor, counts: Tensor) -> Tensor:
@@ -284,10 +285,10 @@ def penalize(
 
     longest: bounds the rows' lengths
     """
-    place = torch.arange(longest, device=slots.device)
-    inside = place < columns.length[slots][:, None]  # [B, T]
-    generated = inside & (place >= columns.prompt_length[slots][:, None])
-    seen = _counts(inside, slots, columns, history, logits.shape[1]) > 0
+    positions = torch.arange(longest, device=slots.device)
+    mask = positions < columns.length[slots][:, None]  # [B, T]
+    generated = mask & (positions >= columns.prompt_length[slots][:, None])
+    seen = _counts(mask, slots, columns, history, logits.shape[1]) > 0
     counts = _counts(generated, slots, columns, history, logits.shape[1])
     repetition, frequency, output_presence, presence = (
         column[slots][:, None]
@@ -335,10 +336,10 @@ def forbid(
     forbidden = early & (torch.arange(scores.shape[1], device=slots.device) == end_id)
     if size:
         n = columns.no_repeat_ngram_size[slots][:, None]
-        place = torch.arange(longest, device=slots.device)[None]  # [1, T]
-        follows = (n > 0) & (place >= n - 1) & (place < length)  # [B, T]
+        positions = torch.arange(longest, device=slots.device)[None]  # [1, T]
+        follows = (n > 0) & (positions >= n - 1) & (positions < length)  # [B, T]
         for back in range(1, min(size, longest + 1)):
-            earlier = history[start + (place - back).clamp(min=0).minimum(length - 1)]
+            earlier = history[start + (positions - back).clamp(min=0).minimum(length - 1)]
             latest = history[start + (length - back).clamp(min=0)]
             follows &= (earlier == latest) | (back >= n)
         forbidden |= _counts(follows, slots, columns, history, scores.shape[1]) > 0
@@ -352,8 +353,8 @@ def _counts(
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, columns.start[slots][:, None] + offsets, 0)
     written = history[where]
-    held = chosen & (written >= 0) & (written < vocab)  # virtual tokens are negative
-    ids = torch.where(held, written, vocab)
+    valid = chosen & (written >= 0) & (written < vocab)  # virtual tokens are negative
+    ids = torch.where(valid, written, vocab)
     counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)
     return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))[:, :vocab]
 

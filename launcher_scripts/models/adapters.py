@@ -139,13 +139,13 @@ class Adapters:
     @property
     def names(self) -> list[str]:
         """Names of the adapters that change how the model computes."""
-        found = {
+        names_present = {
             "prompt tables": self.prompt_tasks,
             "IA3 vectors": self.ia3_num_tasks,
             "adapters": self.adapter_size,
             "LoRA": self.lora_names,
         }
-        return [name for name, value in found.items() if value]
+        return [name for name, value in names_present.items() if value]
 
 
 NO_ADAPTERS = Adapters()
@@ -206,15 +206,15 @@ def ia3_sites(family: str, decoder: bool = True) -> tuple[IA3Site, ...]:
             IA3Site(f"{attention}.v.ia3.weight", "kv_size", f"{attention}.query_key_value", 2),
             IA3Site(f"{mlp}.ia3.weight", "ffn_size", f"{mlp}.dense_4h_to_h", None),
         )
-    own, layers = "layer.0.SelfAttention", "encoder.block.*"
+    self_attention, layers = "layer.0.SelfAttention", "encoder.block.*"
     sites = [
-        *_t5_keys_and_values(f"{layers}.{own}", fused=False),
+        *_t5_keys_and_values(f"{layers}.{self_attention}", fused=False),
         _t5_mlp(f"{layers}.layer.1.DenseReluDense"),
     ]
     if decoder:
         layers = "decoder.block.*"
         sites += [
-            *_t5_keys_and_values(f"{layers}.{own}", fused=True),
+            *_t5_keys_and_values(f"{layers}.{self_attention}", fused=True),
             *_t5_keys_and_values(f"{layers}.layer.1.EncDecAttention", fused=False),
             _t5_mlp(f"{layers}.layer.2.DenseReluDense"),
         ]

@@ -343,8 +343,8 @@ class ModelConfig(ABC):
 
     def local_size(self, axis: str, tp_size: int) -> int:
         """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
-        whole: int = getattr(self, axis)
-        return -(-whole // tp_size) if axis == "vocab_size" else whole // tp_size
+        size: int = getattr(self, axis)
+        return -(-size // tp_size) if axis == "vocab_size" else size // tp_size
 
     def check_fields(
         self, problems: Problems, sizes: Iterable[str], choices: Mapping[str, Sequence[str]]
@@ -352,14 +352,14 @@ class ModelConfig(ABC):
         """Note the sizes below 1, and the words that are none of their choices."""
         for name in sizes:
             problems.check_at_least(name, getattr(self, name), 1)
-        for name, known in choices.items():
-            problems.check_choice(name, getattr(self, name), known)
+        for name, allowed in choices.items():
+            problems.check_choice(name, getattr(self, name), allowed)
 
-    def check_divides(self, problems: Problems, part: str, whole: str) -> None:
+    def check_divides(self, problems: Problems, part: str, total: str) -> None:
         """Note a size that does not divide another one, where nothing else is wrong."""
-        size, of = getattr(self, part), getattr(self, whole)
+        size, of = getattr(self, part), getattr(self, total)
         if not problems.messages and (size < 1 or of % size):
-            problems.add(f"{part} must divide {whole}", got=size, choices=divisors(of))
+            problems.add(f"{part} must divide {total}", got=size, choices=divisors(of))
 
 
 def _check_numbers(problems: Problems, config: Any) -> None:
@@ -369,23 +369,25 @@ def _check_numbers(problems: Problems, config: Any) -> None:
     compared and written: vocab_size is one that never comes. What FasterTransformer assumes where
     a checkpoint says nothing, GPT's 50256, may be any.
     """
-    defaults = {each.name: each.default for each in fields(config)}
-    for name in (each.name for each in fields(config) if str(each.type).startswith("float")):
-        least, most = REAL_RANGES.get(name, REALS)
+    defaults = {item.name: item.default for item in fields(config)}
+    for name in (item.name for item in fields(config) if str(item.type).startswith("float")):
+        minimum, maximum = REAL_RANGES.get(name, REALS)
         value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            problems.add(f"{name} is out of range", got=value, choices=(f"{least:g} to {most:g}",))
-    for name, others, most in (
+        if value is not None and not minimum <= value <= maximum:
+            problems.add(
+                f"{name} is out of range", got=value, choices=(f"{minimum:g} to {maximum:g}",)
+            )
+    for name, others, maximum in (
         ("start_id", "decoder_start_token_id", config.vocab_size - 1),
         ("end_id", "eos_token_id", config.vocab_size),
         ("pad_id", "pad_token_id", config.vocab_size),
     ):
         token = getattr(config, name)
-        if token not in (None, defaults[name]) and not 0 <= token <= most:
+        if token not in (None, defaults[name]) and not 0 <= token <= maximum:
             problems.add(
                 f"{name} ({others}) is not an id of the vocabulary",
                 got=token,
-                choices=(f"0-{most}",),
+                choices=(f"0-{maximum}",),
                 change=f"it in config.ini, or export.model.tokenizer.{name} for an export",
             )
 
@@ -474,19 +476,21 @@ def check_draft_model(
             choices=[f"{model.vocab_size} ids"],
             change=change,
         )
-    least, most = _positions(model), _positions(draft)
+    model_positions, draft_positions = _positions(model), _positions(draft)
     if draft.position_embedding == "learned" != model.position_embedding:
-        least = None  # nothing ends the model's rows
-    if most is not None and (least is None or most < least):
+        model_positions = None  # nothing ends the model's rows
+    if draft_positions is not None and (
+        model_positions is None or draft_positions < model_positions
+    ):
         problems.add(
             "the draft model has fewer positions than the model",
-            got=most,
-            choices=["no end" if least is None else f"at least {least}"],
+            got=draft_positions,
+            choices=["no end" if model_positions is None else f"at least {model_positions}"],
             change=change,
         )
 
 
 def _positions(config: Any) -> int | None:
     """Number of positions of the model; None if unlimited."""
-    made_for = config.position_embedding in ("learned", "rope")
-    return int(config.max_positions) if made_for else None
+    has_positions = config.position_embedding in ("learned", "rope")
+    return int(config.max_positions) if has_positions else None

@@ -282,8 +282,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
         if self.dense_ffn_size is not None:
             problems.check_at_least("dense_ffn_size", self.dense_ffn_size, 1)
         if self.router_score_function is not None:
-            said = self.router_score_function
-            problems.check_choice("router_score_function", said, SCORE_FUNCTIONS)
+            function = self.router_score_function
+            problems.check_choice("router_score_function", function, SCORE_FUNCTIONS)
         if self.norm_placement == "post":
             problems.add(
                 "norms of models with experts do not follow the sums",
@@ -300,7 +300,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
             problems.add("LoRA of experts can only be merged", got=self.parts.lora_targets)
 
     def _check_groups(self, problems: Problems) -> None:
-        count, chosen = self.num_expert_groups, self.groups_per_token
+        count, selected = self.num_expert_groups, self.groups_per_token
         if count is None:
             return
         size = (self.num_experts or 0) // count if count > 0 else 0
@@ -310,11 +310,11 @@ class GPTConfig(AdapterSizes, MixerSizes):
                 got=count,
                 choices=divisors(self.num_experts or 1),
             )
-        elif not (chosen and (self.experts_per_token or 0) <= chosen * size <= count * size):
+        elif not (selected and (self.experts_per_token or 0) <= selected * size <= count * size):
             first = -(-(self.experts_per_token or 1) // size)
             problems.add(
                 "groups_per_token must be of groups with experts_per_token experts",
-                got=chosen,
+                got=selected,
                 choices=(f"{first}-{count}",),
             )
         elif not 1 <= (self.group_score_experts or 1) <= size:
@@ -363,8 +363,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
     @property
     def dense_bias(self) -> bool:
         """Return whether the attention's output projection has a bias."""
-        said = self.attention_dense_bias
-        return self.attention_bias if said is None else said
+        flag = self.attention_dense_bias
+        return self.attention_bias if flag is None else flag
 
     @property
     def q_size(self) -> int:
@@ -419,19 +419,19 @@ class GPTConfig(AdapterSizes, MixerSizes):
 
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """See ModelConfig."""
-        own = self.of_layer(layer)
-        sizes = own.num_kv_heads, own.ffn_size
+        local = self.of_layer(layer)
+        sizes = local.num_kv_heads, local.ffn_size
         return (*super().layer_kind(layer), self.layer_base(layer) or 0.0, *sizes)
 
     def of_layer(self, layer: int | None) -> GPTConfig:
         """See ModelConfig."""
         if layer is None or (self.layer_num_kv_heads is None and self.layer_ffn_sizes is None):
             return self
-        own = copy(self)
+        local = copy(self)
         for name, sizes in self._layer_sizes.items():
             if sizes[layer]:
-                object.__setattr__(own, name, sizes[layer])
-        return own
+                object.__setattr__(local, name, sizes[layer])
+        return local
 
     @cached_property
     def _layer_sizes(self) -> dict[str, list[int]]:
@@ -440,12 +440,12 @@ class GPTConfig(AdapterSizes, MixerSizes):
         return {name: [*map(int, text.split(","))] for name, text in texts.items() if text}
 
     def _check_layer_sizes(self, problems: Problems) -> None:
-        for name, whole in (("layer_num_kv_heads", self.num_heads), ("layer_ffn_sizes", 0)):
+        for name, full in (("layer_num_kv_heads", self.num_heads), ("layer_ffn_sizes", 0)):
             sizes = numbers_in(problems, name, getattr(self, name), int)
             if sizes and (
                 len(sizes) != self.num_layers
                 or min(sizes) < 0
-                or any(size and whole % size for size in sizes)
+                or any(size and full % size for size in sizes)
             ):
                 problems.add(f"{name} must be a size for each layer, or 0", got=getattr(self, name))
 
@@ -472,8 +472,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
 
     def local_size(self, axis: str, tp_size: int) -> int:
         if axis in ("kv_size", "num_kv_heads"):
-            whole: int = getattr(self, axis)
-            return whole * self.kv_copies(tp_size) // tp_size
+            size: int = getattr(self, axis)
+            return size * self.kv_copies(tp_size) // tp_size
         if axis == "qkv_size":
             return self.local_size("q_size", tp_size) + 2 * self.local_size("kv_size", tp_size)
         mixed = mixers.local_size(self, axis, tp_size)

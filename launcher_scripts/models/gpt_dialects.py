@@ -175,7 +175,7 @@ NANOCHAT = {
 }
 
 
-def _gated(mlp: str, theirs: str) -> dict[str, Source]:
+def _gated(mlp: str, source_mlp: str) -> dict[str, Source]:
     """One of a layer's MLPs, by its name there and here."""
     names = {
         "dense_h_to_4h": "gate_proj",
@@ -183,7 +183,7 @@ def _gated(mlp: str, theirs: str) -> dict[str, Source]:
         "dense_4h_to_h": "down_proj",
     }
     return {
-        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{theirs}.{key}",), "transposed")
+        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{source_mlp}.{key}",), "transposed")
         for name, key in names.items()
     }
 
@@ -473,9 +473,9 @@ DIALECTS: dict[str, dict[str, Source]] = {
 }
 
 
-def dense(found: Mapping[str, Source]) -> dict[str, Source]:
+def dense(result: Mapping[str, Source]) -> dict[str, Source]:
     """The sources of a norm, dialect -> Source, before an MLP in a layer without experts."""
-    return {name: source for name, source in found.items() if name not in gpt_nemo.OF_EXPERTS}
+    return {name: source for name, source in result.items() if name not in gpt_nemo.OF_EXPERTS}
 
 
 def sources(name: str) -> dict[str, Source]:
@@ -484,8 +484,10 @@ def sources(name: str) -> dict[str, Source]:
     if expert:
         result = sources(name.replace(expert[0], ".experts.#."))
         return {
-            dialect: Source(tuple(key.replace("#", expert[1]) for key in each.keys), each.layout)
-            for dialect, each in result.items()
+            dialect: Source(
+                tuple(key.replace("#", expert[1]) for key in weights.keys), weights.layout
+            )
+            for dialect, weights in result.items()
         }
     stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
     result = {}

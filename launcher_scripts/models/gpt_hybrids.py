@@ -47,9 +47,9 @@ def _delta(stem: str, in_projs: tuple[str, ...], layout: str) -> dict[str, Sourc
     }
 
 
-def _mlp(ours: str, theirs: str, **names: str) -> dict[str, Source]:
+def _mlp(served: str, reference: str, **names: str) -> dict[str, Source]:
     return {
-        f"layers.*.mlp.{ours}{name}": Source((f"{theirs}.{key}",), "transposed")
+        f"layers.*.mlp.{served}{name}": Source((f"{reference}.{key}",), "transposed")
         for name, key in names.items()
     }
 

@@ -209,7 +209,7 @@ def nemo_dialects(*, fused: bool, plus_one: bool, legacy: bool = False) -> tuple
     legacy:   query, key and value lie in Megatron-LM's older order
     """
     variants = {"nemo_fused_gate": fused, "nemo_legacy": legacy, "nemo_plus_one": plus_one}
-    return (*(name for name, there in variants.items() if there), "nemo")
+    return (*(name for name, is_present in variants.items() if is_present), "nemo")
 
 
 def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
@@ -219,11 +219,11 @@ def core_dialects(gated: bool, norms: str, plus_one: bool) -> tuple[str, ...]:
     norms:    the dialect that says where these are
     plus_one: as of nemo_dialects
     """
-    found = ["mcore_fused_gate"] if gated else []
+    dialects = ["mcore_fused_gate"] if gated else []
     if plus_one:
-        found.append(f"{norms}_plus_one")
+        dialects.append(f"{norms}_plus_one")
     if plus_one and norms in OF_EXPERTS:  # layers without experts have theirs at another place
-        found.append("mcore_plus_one")
+        dialects.append("mcore_plus_one")
     if norms != "mcore":
-        found.append(norms)
-    return (*found, "mcore")
+        dialects.append(norms)
+    return (*dialects, "mcore")

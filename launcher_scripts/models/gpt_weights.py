@@ -69,8 +69,8 @@ def _of(config: GPTConfig, kinds: tuple[str, ...], specs: list[WeightSpec]) -> l
     """Rows of branches of these kinds, where layers differ."""
     if config.layer_branches is None:
         return specs
-    there = tuple(kind for kind in kinds if kind in config.branch_kinds)
-    return [replace(spec, kinds=there) for spec in specs] if there else []
+    present = tuple(kind for kind in kinds if kind in config.branch_kinds)
+    return [replace(spec, kinds=present) for spec in specs] if present else []
 
 
 def _attention(config: GPTConfig) -> list[WeightSpec]:
@@ -91,8 +91,8 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
             parallel = Partition.COLUMN_PARALLEL
             specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
         else:
-            own = _norm(config, name, "head_size")
-            specs += [replace(spec, only="normalizes_heads") for spec in own]
+            local = _norm(config, name, "head_size")
+            specs += [replace(spec, only="normalizes_heads") for spec in local]
     if config.attention_sinks:
         parallel = Partition.COLUMN_PARALLEL
         sinks = _spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",))

@@ -165,12 +165,12 @@ def check(config: Any, problems: Problems, kinds: set[str]) -> None:
         for name in _NEEDED[kind]:
             if (getattr(config, name) or 0) < 1:
                 problems.add(f"{kind} in layer_branches needs {name}", got=getattr(config, name))
-    for part, whole in (
+    for part, request in (
         ("mamba_num_groups", "mamba_num_heads"),
         ("delta_num_key_heads", "delta_num_heads"),
     ):
         if not problems.messages and getattr(config, part) is not None:
-            config.check_divides(problems, part, whole)
+            config.check_divides(problems, part, request)
     if config.mamba_norm is not None:
         problems.check_choice("mamba_norm", config.mamba_norm, GATED_NORMS)
     for name, count in SCALES.items():

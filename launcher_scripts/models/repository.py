@@ -152,8 +152,8 @@ def _served_model(config: Path, text: str) -> ServedModel:
     parallelism = Parallelism(int(sizes[0]), int(sizes[1]))
     int8_mode = parameters.get("int8_mode", "0").strip()
     if int8_mode.isdecimal():  # the server says what is wrong with anything else
-        said = parameters.get("quantization", "").strip()
-        quantization_of(int(int8_mode), said, f"{{}} in {config}")
+        quantization = parameters.get("quantization", "").strip()
+        quantization_of(int(int8_mode), quantization, f"{{}} in {config}")
     kv_cache_dtype_of(parameters.get("kv_cache_dtype", "").strip(), f"{{}} in {config}")
     default = _DEFAULT_FILE.search(text)
     versions = [path.name for path in config.parent.iterdir() if path.name.isdecimal()]
@@ -181,12 +181,17 @@ def checkpoint_folder(
     path, default: model_checkpoint_path and default_model_filename; empty where they are not said
     started_in:    where the server was started, if that is known
     """
-    usual = version_dir / f"{tp_size}-gpu"
+    defaults = version_dir / f"{tp_size}-gpu"
     if not path:
         named = version_dir / default
-        return named if default and named.is_dir() else usual
-    first, *rest = Path(path).parts or (".",)
-    own = version_dir.joinpath(*rest) if first.isdecimal() else version_dir / path
+        return named if default and named.is_dir() else defaults
+    first, *remaining = Path(path).parts or (".",)
+    candidate = version_dir.joinpath(*remaining) if first.isdecimal() else version_dir / path
     likeliest = version_dir.parent / path
-    places = (version_dir / path, own, likeliest, *(folder / path for folder in started_in))
-    return next((place for place in places if place.is_dir()), likeliest)
+    candidates = (
+        version_dir / path,
+        candidate,
+        likeliest,
+        *(folder / path for folder in started_in),
+    )
+    return next((candidate for candidate in candidates if candidate.is_dir()), likeliest)

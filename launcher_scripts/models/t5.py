@@ -108,8 +108,8 @@ class T5Config(AdapterSizes):
             problems.add("num_buckets must be at least 4", got=self.num_buckets)
         exact = self.num_buckets // (4 if self.encoder_only else 2)
         if self.max_distance <= exact:
-            what = f"max_distance must be more than {exact}, which have buckets of their own"
-            problems.add(what, got=self.max_distance)
+            message = f"max_distance must be more than {exact}, which have buckets of their own"
+            problems.add(message, got=self.max_distance)
 
     @property
     def inner_size(self) -> int:

@@ -96,8 +96,8 @@ def _embeddings(config: T5Config) -> list[WeightSpec]:
         if learned:
             nemo = f"{decoder}.position_embeddings.weight"
             specs.append(_row("decoder.embed_positions.weight", positions, None, nemo))
-    own = "shared.weight" if config.shared_embeddings else "decoder.embed_tokens.weight"
-    head = (own, f"{decoder}.word_embeddings.weight")
+    name = "shared.weight" if config.shared_embeddings else "decoder.embed_tokens.weight"
+    head = (name, f"{decoder}.word_embeddings.weight")
     if not config.tied_embeddings:
         head = ("lm_head.weight", "tokens_head.weight")
     specs.append(_row("lm_head.weight", table, *head))

@@ -33,10 +33,10 @@ def reserved_ports(settings: DeploySettings) -> AbstractContextManager[dict[str,
 
 
 @contextlib.contextmanager
-def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, int]]:
+def reserved(requested: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, int]]:
     """name -> port, a free one in place of 0, held until the end of the block.
 
-    wanted: name, address, number and configuration key of every port
+    requested: name, address, number and configuration key of every port
 
     A held port is bound but not listening and marked reusable, so the server can listen on it
     while nobody else is given it. Triton opens its ports only after the models are loaded, which
@@ -44,10 +44,10 @@ def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, 
     """
     problems = Problems("the ports to listen on")
     ports = {}
-    with contextlib.ExitStack() as held:
-        for name, host, port, key in wanted:
+    with contextlib.ExitStack() as stack:
+        for name, host, port, key in requested:
             try:
-                ports[name] = held.enter_context(_hold(host, port)).getsockname()[1]
+                ports[name] = stack.enter_context(_hold(host, port)).getsockname()[1]
             except OSError as error:
                 problems.add(_reason(error), **_advice(error, host, port, key))
         problems.raise_if_any(ServerError)
@@ -56,20 +56,20 @@ def reserved(wanted: Iterable[tuple[str, str, int, str]]) -> Iterator[dict[str, 
 
 def gateway_host(settings: DeploySettings) -> str:
     """The address that the gateway listens on."""
-    own = settings.gateway and settings.gateway.host
-    return own or settings.hosts["grpc"]
+    host = settings.gateway and settings.gateway.host
+    return host or settings.hosts["grpc"]
 
 
 def ports_in_use(hosts: Mapping[str, str], ports: Mapping[str, int]) -> dict[str, int]:
     """name -> port of those on which somebody else listens now."""
-    taken = {}
+    used = {}
     for name, host in hosts.items():
         try:
             _probe(host, ports[name])
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                taken[name] = ports[name]
-    return taken
+                used[name] = ports[name]
+    return used
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -152,8 +152,8 @@ def with_node_address(settings: Listening) -> Listening:
     if settings.host is not None:
         return settings
     name = socket.gethostname()
-    known = dict.fromkeys(_addresses_of(name), name) or dict.fromkeys(_way_out())
-    for address, public in known.items():
+    supported = dict.fromkeys(_addresses_of(name), name) or dict.fromkeys(_way_out())
+    for address, public in supported.items():
         if _can_listen(address):
             return replace(settings, host=address, public_host=settings.public_host or public)
     return replace(settings, host=LOOPBACK)
@@ -162,15 +162,15 @@ def with_node_address(settings: Listening) -> Listening:
 def _addresses_of(name: str) -> list[str]:
     """The addresses that a name stands for, but those of this machine alone."""
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None)]
+        result = [str(info[4][0]) for info in socket.getaddrinfo(name, None)]
     except OSError:
         return []
-    return [address for address in dict.fromkeys(found) if _is_reached(address)]
+    return [address for address in dict.fromkeys(result) if _is_reached(address)]
 
 
 def _is_reached(address: str) -> bool:
-    known = ipaddress.ip_address(address.partition("%")[0])
-    return not (known.is_loopback or known.is_link_local or known.is_unspecified)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
 def _way_out() -> list[str]:
@@ -262,10 +262,10 @@ class ReadyFiles:
                 problem(f"cannot write the ready file: {error}", change=self._key)
             ) from error
 
-    def write(self, facts: dict[str, Any]) -> None:
+    def write(self, content: dict[str, Any]) -> None:
         """From now on others may use the server. Raises ServerError where one has come before."""
         self._refuse_living()
-        self._facts = json.loads(json.dumps(facts))  # as it will be read
+        self._facts = json.loads(json.dumps(content))  # as it will be read
         if self._held_back:
             self._facts["candidate"] = True
         self._write(filter(None, (self._own, self._shared)))
@@ -292,9 +292,9 @@ class ReadyFiles:
         A disk that is full now is no reason to end a server. Another server's file stays, but for
         the one whose place was taken: it may just have been renewing its file.
         """
-        ours = self._shared_is_ours() or (self._before and _same(self._shown(), self._before))
+        is_current = self._shared_is_ours() or (self._before and _same(self._shown(), self._before))
         with contextlib.suppress(ServerError):
-            self._write(filter(None, (self._own, self._shared if ours else None)))
+            self._write(filter(None, (self._own, self._shared if is_current else None)))
 
     def _write(self, paths: Iterable[Path]) -> None:
         self._written = time.monotonic()
@@ -319,9 +319,9 @@ class ReadyFiles:
     def _shown(self) -> dict[str, Any]:
         """Read the shared file; {} if it is missing or of another run."""
         with contextlib.suppress(OSError, ValueError):
-            shown = json.loads(self._shared.read_text(encoding="utf-8"))
-            if isinstance(shown, dict):
-                return shown
+            content = json.loads(self._shared.read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                return content
         return {}
 
     def _refuse_living(self) -> None:
@@ -338,23 +338,23 @@ class ReadyFiles:
             return
         print(f"{self._shared} names a {self._kind}: waiting for its next sign of life", flush=True)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (shown := self._shown()) == first:
+        while (content := self._shown()) == first:
             if time.monotonic() > deadline:
                 return
             time.sleep(_POLL_SECONDS)
-        if shown:
+        if content:
             raise ServerError(
                 problem(
                     f"another {self._kind} is alive with this results_dir",
-                    got=f"{shown.get('http') or shown.get('openai')} of {shown.get('job')}",
+                    got=f"{content.get('http') or content.get('openai')} of {content.get('job')}",
                     change=f"{self._key}, or stop that {self._kind} first",
                 )
             )
 
 
-def _same(shown: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+def _same(content: Mapping[str, Any], metadata: Mapping[str, Any]) -> bool:
     """Return whether both are of one run of a server, however long ago it said that it lives."""
-    return {**shown, "alive_at": None} == {**facts, "alive_at": None}
+    return {**content, "alive_at": None} == {**metadata, "alive_at": None}
 
 
 def job_facts(settings: DeploySettings) -> dict[str, Any]:

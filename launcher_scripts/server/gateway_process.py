@@ -110,14 +110,15 @@ class GatewayProcess:
 
     def look(self) -> None:
         """Start it again if it has died or is frozen. Raises ServerError where it must not be."""
-        how = self._frozen() or self._ended()
-        if how is None:
+        reason = self._frozen() or self._ended()
+        if reason is None:
             return
         if not self.models or self._restarts >= self._most_restarts:
-            raise ServerError(how)
+            raise ServerError(reason)
         self._restarts += 1
         print(
-            f"{how}\nrestart {self._restarts} of {self._most_restarts} of the gateway", flush=True
+            f"{reason}\nrestart {self._restarts} of {self._most_restarts} of the gateway",
+            flush=True,
         )
         self._launch()
 
@@ -145,10 +146,10 @@ class GatewayProcess:
         self._end_health()
         self._tail.clear()
         paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
-        own = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
+        variables = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
         module = "launcher_scripts.steps.start_gateway"
         arguments = [sys.executable, "-m", module, "--settings", str(self._file)]
-        self._process, self._reader = start_child(arguments, own, self._repeat_log)
+        self._process, self._reader = start_child(arguments, variables, self._repeat_log)
 
     def _end_health(self) -> None:
         if self._health is not None:
@@ -160,8 +161,8 @@ class GatewayProcess:
         if self.pid is None or self._health is None:
             return None
         suspended = is_suspended(self.pid)
-        most = _SUSPENDED_FAILURES if suspended else _FAILURES
-        if self._health.failures < most or self._process is None:
+        max_failures = _SUSPENDED_FAILURES if suspended else _FAILURES
+        if self._health.failures < max_failures or self._process is None:
             return None
         self._process.kill()
         self._process.wait()
@@ -174,9 +175,9 @@ class GatewayProcess:
             return None
         if self._reader is not None:
             self._reader.join(timeout=1)
-        said = "".join(f"\n{line}" for line in self._tail)
-        how = ending(self._process.returncode)
-        return f"the gateway (process {self._process.pid}) {how}{said}"
+        tail = "".join(f"\n{line}" for line in self._tail)
+        reason = ending(self._process.returncode)
+        return f"the gateway (process {self._process.pid}) {reason}{tail}"
 
     def _repeat_log(self, log: IO[str]) -> None:
         """Repeat its log as the job's output, but for its address, which the server gives."""
@@ -212,8 +213,8 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
     ready_files = ReadyFiles(settings)
     ready_files.prepare()
     stop = StopRequest()
-    wanted = (GATEWAY, host, settings.gateway.port or 0, f"{settings.stage}.port")
-    with stop.listening(), reserved([wanted]) as ports:
+    requested = (GATEWAY, host, settings.gateway.port or 0, f"{settings.stage}.port")
+    with stop.listening(), reserved([requested]) as ports:
         process = _process(settings, host, ports[GATEWAY])
         try:
             process.start()
@@ -243,7 +244,7 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
 
 
 def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProcess:
-    told = settings.gateway.settings(
+    options = settings.gateway.settings(
         settings.ready,
         host,
         port,
@@ -253,15 +254,15 @@ def _process(settings: GatewayJobSettings, host: str, port: int) -> GatewayProce
         public_host=settings.public_host,
     )
     folder = Path(settings.job_folder or settings.results_dir)
-    return GatewayProcess(told, folder / "gateway.yaml", settings.restarts)
+    return GatewayProcess(options, folder / "gateway.yaml", settings.restarts)
 
 
 def _announce(
     settings: GatewayJobSettings, url: str, process: GatewayProcess, ready_files: ReadyFiles
 ) -> None:
     job = {"folder": settings.job_folder, "id": os.environ.get("SLURM_JOB_ID")}
-    facts = {"openai": url, "models": process.models, "ready": settings.ready, "job": job}
+    content = {"openai": url, "models": process.models, "ready": settings.ready, "job": job}
     command = example_command(url, process.models[0], keyed=process.keyed)
     print(f"try: {command}", flush=True)
-    ready_files.write(facts)
-    print(f"ready: {json.dumps(facts)}", flush=True)
+    ready_files.write(content)
+    print(f"ready: {json.dumps(content)}", flush=True)

@@ -62,7 +62,7 @@ def read_statuses(folder: Path) -> list[ModelStatus]:
                 values.get("reason"),
                 tuple(values.get("ranks") or ()),
                 values.get("versions") or {},
-                tuple((what, at) for what, at in values.get("timeline") or ()),
+                tuple((event, at) for event, at in values.get("timeline") or ()),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ServerError(f"cannot read the backend's status file {path}: {error}") from error
@@ -130,8 +130,8 @@ def all_ready(client: TritonClient, statuses: list[ModelStatus]) -> bool:
     if not models or any(state != "READY" for state in models.values()):
         return False
     ready = {status.model for status in statuses if status.state == "ready"}
-    ours = {name for name in models if client.backend(name) == OUR_BACKEND_NAME}
-    return ours <= ready
+    served = {name for name in models if client.backend(name) == OUR_BACKEND_NAME}
+    return served <= ready
 
 
 class IdleDetector:
@@ -216,18 +216,18 @@ def check_key(openai: str, model: str, settings: GatewaySettings) -> None:
     key = next(iter(read_keys(Path(str(settings.api_keys)), "--api-keys").values()))
     body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    found = urlsplit(openai)
+    url = urlsplit(openai)
     try:
-        with contextlib.closing(_connection(found.netloc, settings)) as connection:
-            connection.request("POST", f"{found.path}/completions", body, headers)
+        with contextlib.closing(_connection(url.netloc, settings)) as connection:
+            connection.request("POST", f"{url.path}/completions", body, headers)
             answer = connection.getresponse()
-            said = f"{answer.status} {answer.read(200).decode('utf-8', 'replace')}"
+            reply = f"{answer.status} {answer.read(200).decode('utf-8', 'replace')}"
     except (OSError, HTTPException) as error:
-        said = f"{type(error).__name__}: {error}"
-    if not said.startswith("200 "):
-        what = f"the gateway gives no token at its published address {openai}, with a key"
+        reply = f"{type(error).__name__}: {error}"
+    if not reply.startswith("200 "):
+        message = f"the gateway gives no token at its published address {openai}, with a key"
         change = "deploy.server.public_host, deploy.gateway.host"
-        raise ServerError(problem(what, got=said, change=change))
+        raise ServerError(problem(message, got=reply, change=change))
 
 
 def check_closed(pids: Iterable[int], model: str, gateway_port: int | None = None) -> None:
@@ -237,9 +237,9 @@ def check_closed(pids: Iterable[int], model: str, gateway_port: int | None = Non
     """
     problems = Problems("the ports of the server, which has API keys")
     for host, port in sorted(set(listening(pids))):
-        for method, path, said in answers(host, port, model):
+        for method, path, reply in answers(host, port, model):
             if port != gateway_port or path not in OPEN_PATHS:
-                problems.add(f"{host}:{port} answers {method} {path} without a key", got=said)
+                problems.add(f"{host}:{port} answers {method} {path} without a key", got=reply)
     problems.raise_if_any(ServerError)
 
 
@@ -248,11 +248,11 @@ def answers(host: str, port: int, model: str) -> Iterator[tuple[str, str, str]]:
     for tls in (False, True):
         for method, template in PATHS:
             path = template.format(model=model)
-            said = _ask(host, port, method, path, tls)
-            if said is None:  # it speaks no HTTP
+            reply = _ask(host, port, method, path, tls)
+            if reply is None:  # it speaks no HTTP
                 break
-            if said not in _CLOSED:
-                yield method, path, str(said)
+            if reply not in _CLOSED:
+                yield method, path, str(reply)
         if _speaks_http2(host, port, tls):
             yield "gRPC", "(any)", "HTTP/2"
 

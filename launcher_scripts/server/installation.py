@@ -32,10 +32,10 @@ CHANGE = (
 
 def check_numpy_dir(folder: Path) -> None:
     """Raise ServerError unless `folder` holds a numpy 1 that this Python can load."""
-    found = {
+    versions = {
         package.metadata["Name"]: package.version for package in distributions(path=[str(folder)])
     }
-    version = found.get("numpy", "no numpy")
+    version = versions.get("numpy", "no numpy")
     if not version.startswith("1."):
         raise ServerError(problem(f"{folder} must hold numpy 1", got=version, change=CHANGE))
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -111,10 +111,12 @@ class Installation:
             return
         command = [str(self.executable), "--help"]
         environment = {**os.environ, **self.environment()}
-        told = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        known = set(_OPTION.findall(told.stdout + told.stderr))
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        supported = set(_OPTION.findall(process.stdout + process.stderr))
         options = [argument.partition("=")[0] for argument in arguments]
-        unknown = [option for option in options if known and option not in known]
+        unknown = [option for option in options if supported and option not in supported]
         if unknown:
             raise ServerError(
                 problem(

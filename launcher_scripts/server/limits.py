@@ -21,7 +21,7 @@ _WANTED = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_NOFILE: OPEN_FILE
 
 def server_limits() -> Mapping[int, tuple[int, int]]:
     """The soft and hard limits of a server's process, by resource; as high as this one may go."""
-    return {kind: _raised(kind, wanted) for kind, wanted in _WANTED.items()}
+    return {kind: _raised(kind, limit) for kind, limit in _WANTED.items()}
 
 
 def set_limits(limits: Mapping[int, tuple[int, int]]) -> None:
@@ -57,9 +57,9 @@ class _Program(ctypes.Structure):
 
 def _mode_filter(audit: int, fchmod: int) -> _Program:
     """A program of seccomp(2): fchmod(file, 0644) does nothing and succeeds."""
-    load, equal, give = 0x20, 0x15, 0x06
+    load, equal, bpf_return = 0x20, 0x15, 0x06
     number, architecture, mode = 0, 4, 24  # offsets in struct seccomp_data
-    allow, nothing = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with 0
+    allow, deny = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with 0
     lines = (
         (load, 0, 0, architecture),
         (equal, 0, 5, audit),
@@ -67,8 +67,8 @@ def _mode_filter(audit: int, fchmod: int) -> _Program:
         (equal, 0, 3, fchmod),
         (load, 0, 0, mode),
         (equal, 0, 1, 0o644),
-        (give, 0, 0, nothing),
-        (give, 0, 0, allow),
+        (bpf_return, 0, 0, deny),
+        (bpf_return, 0, 0, allow),
     )
     return _Program(
         len(lines), (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
@@ -95,10 +95,10 @@ def _keep_modes() -> bool:
     return bool(done == 0)
 
 
-def _raised(kind: int, wanted: int) -> tuple[int, int]:
+def _raised(kind: int, limit: int) -> tuple[int, int]:
     soft, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
+        limit = min(limit, hard)
     if soft == resource.RLIM_INFINITY:
-        return (wanted if kind == resource.RLIMIT_STACK else soft), hard
-    return max(soft, wanted), hard
+        return (limit if kind == resource.RLIMIT_STACK else soft), hard
+    return max(soft, limit), hard

@@ -111,8 +111,8 @@ def launch_credentials(settings: DeploySettings) -> Iterator[Path | None]:
         path.touch(mode=0o600, exist_ok=False)
         path.write_bytes(_self_signed())
     except OSError as error:
-        what = f"cannot write the credentials of the server: {error}"
-        raise ServerError(problem(what, change="deploy.run.results_dir")) from error
+        message = f"cannot write the credentials of the server: {error}"
+        raise ServerError(problem(message, change="deploy.run.results_dir")) from error
     try:
         yield path
     finally:
@@ -190,8 +190,8 @@ class Protection:
         arguments = ["--model-control-mode=none"]
         for port, (name, path) in enumerate(self.sockets.items(), start=1):
             if len(os.fsencode(path)) >= _MAX_SOCKET_PATH:
-                what = "the path of a server's socket is too long"
-                raise ServerError(problem(what, got=str(path), change="TMPDIR"))
+                message = "the path of a server's socket is too long"
+                raise ServerError(problem(message, got=str(path), change="TMPDIR"))
             # No port is opened, but Triton wants its numbers to differ.
             arguments += [f"--{name}-address={UNIX}{path}", f"--{name}-port={port}"]
         if self._security.restricted_apis:
@@ -269,14 +269,14 @@ class ServerProcess:
         arguments = self._arguments(settings, installation, ports) + protection.arguments()
         installation.require_options(arguments[1:])
         secrets = protection.environment
-        own = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
-        own[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
+        variables = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
+        variables[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
         if settings.cloud_credentials is not None:
-            own[CREDENTIALS_VARIABLE] = settings.cloud_credentials
+            variables[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)
         self._process, self._reader = start_child(
             arguments,
-            {**installation.environment(), **own, **env, **secrets},
+            {**installation.environment(), **variables, **env, **secrets},
             self._repeat_log,
             cwd=folder,  # the Python backend imports from here first
             pass_fds=self._lock.descriptors,
@@ -391,9 +391,9 @@ class ServerProcess:
                 sys.stdout.flush()
 
     def _note_error(self, line: str) -> None:
-        found = _ERROR_LINE.match(line)
-        if found and len(self._errors) < _MAX_ERRORS:
-            message = found["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
+        match = _ERROR_LINE.match(line)
+        if match and len(self._errors) < _MAX_ERRORS:
+            message = match["message"].split("\\n\\nAt:")[0].replace("\\n", "\n").strip()
             if message not in self._errors and not message.startswith(_HARMLESS):
                 self._errors.append(message)
 

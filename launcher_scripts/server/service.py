@@ -146,10 +146,10 @@ class _Run:
         stop: StopRequest,
         ready_files: ReadyFiles,
         env: Mapping[str, str],
-        give_up_early: bool,
+        stop_early: bool,
         credentials: Path | None,
     ) -> None:
-        """give_up_early: end a start that has lost a worker, where the server itself would wait.
+        """stop_early: end a start that has lost a worker, where the server itself would wait.
         credentials: see launch_credentials
         """
         self._settings = settings
@@ -157,7 +157,7 @@ class _Run:
         self._stop = stop
         self._ready_files = ready_files
         self._env = env
-        self._give_up_early = give_up_early
+        self._give_up_early = stop_early
         self._credentials = credentials
         self.was_ready = False
         self.lost_worker = False
@@ -166,22 +166,22 @@ class _Run:
         settings, stop = self._settings, self._stop
         with (
             tempfile.TemporaryDirectory(prefix=NAME_PREFIX, dir=temporary_folder()) as folder,
-            contextlib.ExitStack() as held,
+            contextlib.ExitStack() as stack,
         ):
             idle: str | None = None
-            ports = held.enter_context(reserved_ports(settings))
+            ports = stack.enter_context(reserved_ports(settings))
             protection = Protection(settings, Path(folder), self._credentials)
             process = ServerProcess(
                 settings, self._installation, ports, Path(folder), protection, self._env
             )
             gateway = _gateway(settings, ports, Path(folder))
-            patience = settings.stop_timeout + _UNLOAD_SECONDS
+            timeout = settings.stop_timeout + _UNLOAD_SECONDS
             try:
                 service = Service(
                     settings, process, ports, stop, protection, self._ready_files, gateway
                 )
                 if service.wait_until_ready(self._give_up_early):
-                    held.close()
+                    stack.close()
                 if service.open_gateway():
                     service.check_door()
                     service.announce()
@@ -193,7 +193,7 @@ class _Run:
                 # a moment before this process hears of it.
                 time.sleep(_POLL_SECONDS)
                 if stop.received is None:
-                    patience = min(patience, _FAILED_SECONDS)
+                    timeout = min(timeout, _FAILED_SECONDS)
                     if gateway is not None and gateway.pid is not None:
                         # Its requests end with the server, with their errors, and then it does.
                         process.kill(gateway.pid)
@@ -202,9 +202,9 @@ class _Run:
             finally:
                 self.lost_worker = process.lost_worker and not self.was_ready
                 self._ready_files.remove()
-                end = time.monotonic() + patience
+                end = time.monotonic() + timeout
                 if gateway is not None:
-                    gateway.stop(patience)
+                    gateway.stop(timeout)
                 process.stop(max(_UNLOAD_SECONDS, end - time.monotonic()))
 
 
@@ -238,7 +238,7 @@ class Service:
         self._suspended: dict[int, float] = {}
         self._server_started = time.time()
 
-    def wait_until_ready(self, give_up_early: bool) -> bool:
+    def wait_until_ready(self, stop_early: bool) -> bool:
         """True when every model answers; False when somebody asked to stop before."""
         deadline = time.monotonic() + self._settings.ready_timeout
         waits_for_lost = LostWorkerDetector(self._process.pid)
@@ -246,7 +246,7 @@ class Service:
             statuses = self._check()
             if all_ready(self._client, statuses):
                 return True
-            if give_up_early and waits_for_lost():
+            if stop_early and waits_for_lost():
                 self._process.lost_worker = True
                 raise self._error(REASON)
             if time.monotonic() > deadline:
@@ -268,8 +268,8 @@ class Service:
         gateway = self._gateway
         if gateway is not None and self._stop.received is None:
             repository = _absolute(self._settings.model_repository)
-            facts = {**self._addresses(), **self._sockets, "model_repository": repository}
-            server = json.dumps(facts)
+            content = {**self._addresses(), **self._sockets, "model_repository": repository}
+            server = json.dumps(content)
             atomic_write(Path(gateway.settings.ready[0]), server)
             gateway.start()
         while self._stop.received is None:
@@ -282,8 +282,8 @@ class Service:
 
     def _addresses(self) -> dict[str, str]:
         """host:port of every interface, as clients use it."""
-        found = addresses(self._settings, self._ports)
-        return {**found, "grpc": self._protection.client_address(found["grpc"])}
+        published = addresses(self._settings, self._ports)
+        return {**published, "grpc": self._protection.client_address(published["grpc"])}
 
     def check_door(self) -> None:
         """Check that a server whose gateway has keys opens for them, and for nobody without one."""
@@ -304,7 +304,7 @@ class Service:
         statuses = self._check()
         self._watched = self._processes(statuses)
         self._process.hide_memory()
-        facts: dict[str, Any] = {
+        content: dict[str, Any] = {
             **self._addresses(),
             "listens_on": {**self._settings.hosts, **self._sockets},
             "models": sorted(self._client.models()),
@@ -319,15 +319,15 @@ class Service:
             "timeline": self._timeline(statuses),
         }
         if GATEWAY in self._ports:
-            facts["openai"] = self._openai
+            content["openai"] = self._openai
         if self._gateway is not None:  # whoever waits for the file finds the line in the log
             model, keyed = self._gateway.models[0], self._gateway.keyed
             if keyed:
-                facts["api_keys"] = _absolute(str(self._gateway.settings.api_keys))
-            print(f"try: {example_command(facts['openai'], model, keyed=keyed)}", flush=True)
-        self._ready_files.write(facts)
-        print(f"ready: {json.dumps(facts)}", flush=True)
-        print(f"seconds of the start:\n{start_table(facts['timeline'])}", flush=True)
+                content["api_keys"] = _absolute(str(self._gateway.settings.api_keys))
+            print(f"try: {example_command(content['openai'], model, keyed=keyed)}", flush=True)
+        self._ready_files.write(content)
+        print(f"ready: {json.dumps(content)}", flush=True)
+        print(f"seconds of the start:\n{start_table(content['timeline'])}", flush=True)
 
     def watch(self) -> str | None:
         """Return when somebody asks to stop; raise when any part of the server dies before.
@@ -356,9 +356,9 @@ class Service:
     def _troubles(self) -> list[str]:
         """The watched processes that cannot go on, parents before the children that die of it."""
         return [
-            f"{what} (process {pid}) {trouble}"
-            for pid, what in self._watched.items()
-            if (trouble := self._trouble(pid)) is not None
+            f"{label} (process {pid}) {failure}"
+            for pid, label in self._watched.items()
+            if (failure := self._trouble(pid)) is not None
         ]
 
     def _trouble(self, pid: int) -> str | None:
@@ -380,7 +380,7 @@ class Service:
         return [
             ("this step was started", round(process_started(), 3)),
             ("the server was started", round(self._server_started, 3)),
-            *((f"{s.model}: {what}", at) for s in statuses for what, at in s.timeline),
+            *((f"{s.model}: {event}", at) for s in statuses for event, at in s.timeline),
             ("ready", round(time.time(), 3)),
         ]
 
@@ -407,10 +407,10 @@ class Service:
 
     def _check(self) -> list[ModelStatus]:
         """The models' states; raises when one failed or the server ended."""
-        ended = self._process.exit_code() is not None
+        has_exited = self._process.exit_code() is not None
         statuses = read_statuses(self._process.status_dir)
         failed = failures(statuses)
-        if ended:
+        if has_exited:
             log = self._process.errors()
             lost = [REASON] if self._process.lost_worker and not self._watched else []
             failed = [f"the server {self._process.end_reason()}", *failed, *lost, *log]
@@ -432,17 +432,17 @@ class Service:
 def _gateway(
     settings: DeploySettings, ports: Mapping[str, int], folder: Path
 ) -> GatewayProcess | None:
-    wanted = settings.gateway
-    if wanted is None or GATEWAY not in ports:
+    options = settings.gateway
+    if options is None or GATEWAY not in ports:
         return None
-    told = wanted.settings(
+    content = options.settings(
         [str(folder / "gateway-ready.json")],
         gateway_host(settings),
         ports[GATEWAY],
         drain_timeout=settings.stop_timeout,
         public_host=settings.public_host,
     )
-    return GatewayProcess(told, folder / "gateway.yaml", settings.restarts, folder / "status")
+    return GatewayProcess(content, folder / "gateway.yaml", settings.restarts, folder / "status")
 
 
 def _reason(error: ServerError) -> str:
@@ -477,7 +477,7 @@ def start_table(events: Iterable[Event]) -> str:
     lines = []
     ordered = sorted(events, key=lambda event: event[1])
     before = first = ordered[0][1]
-    for what, at in ordered:
-        lines.append(f"{at - first:6.2f}  {at - before:+6.2f}  {what}")
+    for message, at in ordered:
+        lines.append(f"{at - first:6.2f}  {at - before:+6.2f}  {message}")
         before = at
     return "\n".join(lines)

@@ -55,14 +55,14 @@ def become(installation: Installation, argv: Sequence[str]) -> NoReturn:
     """
     for repository in _repositories(argv):
         if not is_word(repository):
-            what = "Triton cannot start models below a path with blanks or a shell's characters"
+            message = "Triton cannot start models below a path with blanks or a shell's characters"
             link = "--model-repository to a link to it: ln -s FOLDER /tmp/models"
-            raise ServerError(problem(what, got=repository, change=link))
-    given = {argument.partition("=")[0] for argument in argv}
+            raise ServerError(problem(message, got=repository, change=link))
+    names = {argument.partition("=")[0] for argument in argv}
     added = []
-    if _BACKENDS not in given:
+    if _BACKENDS not in names:
         added.append(f"{_BACKENDS}={backends_folder(installation)}")
-    if _NO_COMPLETION not in given:
+    if _NO_COMPLETION not in names:
         added.append(_NO_COMPLETION)
     set_limits(server_limits())
     program = str(installation.executable.absolute())
@@ -84,10 +84,10 @@ def backends_folder(installation: Installation) -> Path:
 
     It appears complete. Raises ServerError where somebody else may write to it.
     """
-    made = installation.stub.stat()
-    stub = (installation.stub, made.st_mtime_ns, made.st_size)
-    facts = (CHECKOUT, installation.executable, *stub, find_overlay())
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    status = installation.stub.stat()
+    stub = (installation.stub, status.st_mtime_ns, status.st_size)
+    identity = (CHECKOUT, installation.executable, *stub, find_overlay())
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = temporary_folder() / f"launcher-backends-{os.geteuid()}-{digest}"
     if _usable(folder, installation):
         return folder
@@ -111,10 +111,10 @@ def _usable(folder: Path, installation: Installation) -> bool:
     up."""
     if not os.path.lexists(folder):
         return False
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        what = "somebody else may write to the folder of backends"
-        raise ServerError(problem(what, got=str(folder), change="TMPDIR"))
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        message = "somebody else may write to the folder of backends"
+        raise ServerError(problem(message, got=str(folder), change="TMPDIR"))
     python = {path.name for path in (installation.backends_dir / "python").iterdir()}
     parts = [OUR_BACKEND.name, *(f"python/{name}" for name in {*python, STUB, "launcher_scripts"})]
     return all((folder / part).exists() for part in parts if "__pycache__" not in part)

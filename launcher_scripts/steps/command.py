@@ -69,43 +69,49 @@ class FlagTable:
         """Field -> its option, type and default."""
         result = {}
         for key, hint, item in fields(self.kind):
-            said = self.own.get(key) or option_of(item)
-            if said is not None and key not in self.left_out:
-                result[key] = (said, hint, item.default)
+            field_option = self.own.get(key) or option_of(item)
+            if field_option is not None and key not in self.left_out:
+                result[key] = (field_option, hint, item.default)
         return result
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """One argument per field; those without a default come first and are required."""
         needed = parser.add_argument_group("required")
         others = parser.add_argument_group("optional")
-        for key, (said, hint, default) in self.options.items():
+        for key, (field_option, hint, default) in self.options.items():
             required = default is dataclasses.MISSING
-            text = said.help if required or default in (None, ()) else f"{said.help} [{default}]"
+            text = (
+                field_option.help
+                if required or default in (None, ())
+                else f"{field_option.help} [{default}]"
+            )
             (needed if required else others).add_argument(
-                _spelled(key, said),
+                _spelled(key, field_option),
                 dest=key,
                 default=argparse.SUPPRESS,
                 required=required,
                 help=text.replace("%", "%%"),
-                **_options(hint, said),
+                **_options(hint, field_option),
             )
 
-    def settings(self, given: argparse.Namespace) -> Any:
+    def settings(self, args: argparse.Namespace) -> Any:
         """The settings that the flags say; raises ConfigError with every problem."""
         values: Values = {}
         for key in self.options:
-            if not hasattr(given, key):
+            if not hasattr(args, key):
                 continue
             outer, _, member = key.partition(".")
             if member:
-                values.setdefault(outer, {})[member] = getattr(given, key)
+                values.setdefault(outer, {})[member] = getattr(args, key)
             else:
-                values[outer] = getattr(given, key)
+                values[outer] = getattr(args, key)
         return build(self.kind, self.complete(values), "the command line")
 
     def in_flags(self, message: str) -> str:
         """A message of the configuration's keys with the flags in their place."""
-        spelled = {key: _spelled(key, said) for key, (said, _, _) in self.options.items()}
+        spelled = {
+            key: _spelled(key, field_option) for key, (field_option, _, _) in self.options.items()
+        }
         names = {
             **spelled,
             **{name: spelled[key] for name, key in _FIELDS.items() if key in spelled},
@@ -133,7 +139,7 @@ def fields(kind: type, prefix: str = "") -> list[tuple[str, Any, dataclasses.Fie
     return result
 
 
-def _options(hint: Any, said: Option) -> Values:
+def _options(hint: Any, field_option: Option) -> Values:
     """Return argparse's options for a type: a switch, a list, or one value."""
     arguments = typing.get_args(hint)
     many = typing.get_origin(hint) is tuple
@@ -141,12 +147,12 @@ def _options(hint: Any, said: Option) -> Values:
         hint = next(argument for argument in arguments if argument is not type(None))
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    metavar = said.metavar or "|".join(said.choices) or _WORDS[hint]
+    metavar = field_option.metavar or "|".join(field_option.choices) or _WORDS[hint]
     return {"type": hint, "metavar": metavar, **({"nargs": "+"} if many else {})}
 
 
-def _spelled(key: str, said: Option) -> str:
-    return "--" + (said.flag or key.replace("_", "-").replace(".", "-"))
+def _spelled(key: str, field_option: Option) -> str:
+    return "--" + (field_option.flag or key.replace("_", "-").replace(".", "-"))
 
 
 _SHORTENED = (
@@ -169,17 +175,17 @@ def run_step(
     it; both give `kind.error_code`, or 1 where the kind has none. Ctrl-C and SIGTERM unwind the
     body like an exception and give the shell's 130 and 143.
     """
-    given = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
-    _end_with_parent(getattr(given, "settings", None))
+    args = _parsed(description, sys.argv[1:] if argv is None else argv, flags)
+    _end_with_parent(getattr(args, "settings", None))
     failed: int = getattr(kind, "error_code", 1)
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         with bus_errors_as(_SHORTENED, failed):
-            if flags is None or "settings" in given:
-                return with_open_output(lambda: body(read_settings(kind, given.settings)))
-            return with_open_output(lambda: body(flags.settings(given)))
+            if flags is None or "settings" in args:
+                return with_open_output(lambda: body(read_settings(kind, args.settings)))
+            return with_open_output(lambda: body(flags.settings(args)))
     except LauncherError as error:
-        by_flags = flags is not None and "settings" not in given
+        by_flags = flags is not None and "settings" not in args
         print(flags.in_flags(str(error)) if flags and by_flags else error, file=sys.stderr)
         return failed
     except Exception:
@@ -260,7 +266,7 @@ def run_evaluation(
     is not asked again when a later one was interrupted.
     """
 
-    def alone(settings: EvaluateSettings) -> int | None:
+    def exclusive(settings: EvaluateSettings) -> int | None:
         check_exports(settings)
         with locked(Path(settings.results_dir)) as journals:
             status = body(settings)
@@ -270,7 +276,7 @@ def run_evaluation(
                 remove_journals(journals)
         return status
 
-    return run_step(description, EvaluateSettings, alone, argv)
+    return run_step(description, EvaluateSettings, exclusive, argv)
 
 
 class ExportError(LauncherError):
@@ -353,6 +359,6 @@ def figures(report: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from ((f"{key}.{name}", each) for name, each in _flat(value))
+            yield from ((f"{key}.{name}", item) for name, item in _flat(value))
         else:
             yield key, value

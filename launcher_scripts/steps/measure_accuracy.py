@@ -52,10 +52,10 @@ def measure(settings: EvaluateSettings) -> None:
     tables = []
     with client:
         folder = Path(settings.tokenizer_dir)
-        asked = EvaluatedModel(client, tokenizer, folder, client.special_ids)
+        model = EvaluatedModel(client, tokenizer, folder, client.special_ids)
         for task_settings in settings.tasks:
             generation = task_settings.generation
-            spoken = asked.between(generation.source_language, generation.target_language)
+            spoken = model.between(generation.source_language, generation.target_language)
             environment = measured_on(
                 settings,
                 ready,
@@ -70,7 +70,7 @@ def measure(settings: EvaluateSettings) -> None:
 def measure_task(
     settings: EvaluateSettings,
     task_settings: TaskSettings,
-    asked: EvaluatedModel,
+    model: EvaluatedModel,
     report: Report,
     environment: dict[str, Any],
 ) -> TaskResult:
@@ -79,13 +79,13 @@ def measure_task(
     task = TASKS[name]
     reference = None if name in COMPARING else open_reference(task_settings)
     folder = Path(settings.results_dir) / FOLDER
-    special = asked.special
-    around = (special.opening, special.closing, special.decoder)
-    questions = {"settings": questions_of(task_settings), "special_ids": around}
+    special = model.special
+    special_ids = (special.opening, special.closing, special.decoder)
+    questions = {"settings": questions_of(task_settings), "special_ids": special_ids}
     comparing = {"reference": files_of(Path(str(task_settings.reference)))}
     served = set_up(environment, **questions, **(comparing if name in COMPARING else {}))
     with Journal(folder / f"{name}.jsonl", served, environment, resume=resume) as journal:
-        result = timed(task, task_settings, asked, log_progress(name), journal)
+        result = timed(task, task_settings, model, log_progress(name), journal)
         environment = journal.measured_on
     report.add_task(task_settings, result, environment)
     if reference is None:
@@ -95,7 +95,7 @@ def measure_task(
     file = folder / f"{name}.reference.jsonl"
     with Journal(file, of_reference, environment, resume=resume) as journal:
         progress = log_progress(f"{name}'s reference")
-        result = compared(task, task_settings, asked, progress, result, reference, journal)
+        result = compared(task, task_settings, model, progress, result, reference, journal)
     report.add_task(task_settings, result, environment)
     return result
 

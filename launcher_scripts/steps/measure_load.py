@@ -50,8 +50,8 @@ def measure(settings: EvaluateSettings) -> None:
     with client, ExitStack() as stack:
         files = [named.path for named in paths_in(load)]
         environment = measured_on(settings, ready, data=files, parameters=client.parameters)
-        asked = {name: value for name, value in asdict(load).items() if name not in _LIMITS}
-        served = set_up(environment, settings=asked, request_timeout=settings.request_timeout)
+        options = {name: value for name, value in asdict(load).items() if name not in _LIMITS}
+        served = set_up(environment, settings=options, request_timeout=settings.request_timeout)
         file = Path(settings.results_dir) / FOLDER / "load.jsonl"
         journal = stack.enter_context(Journal(file, served, environment, resume=settings.resume))
 
@@ -82,8 +82,8 @@ def is_judged(settings: EvaluateSettings) -> bool:
 
 
 def log_run(run: LoadRun) -> None:
-    said = f"load: {run.path}, {run.load.text}: {run.tokens_per_second:.1f} tokens/s"
-    print("; ".join((said, *run.invalid_reasons)), file=sys.stderr, flush=True)
+    line = f"load: {run.path}, {run.load.text}: {run.tokens_per_second:.1f} tokens/s"
+    print("; ".join((line, *run.invalid_reasons)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings", type=Path, required=True, help="of the evaluate stage")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a .nemo that you trust")
     parser.add_argument("--results-dir", type=Path, required=True, help="for the report")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        settings = read_settings(EvaluateSettings, given.settings)
-        measure(settings, given.checkpoint.absolute(), given.results_dir.absolute())
+        settings = read_settings(EvaluateSettings, args.settings)
+        measure(settings, args.checkpoint.absolute(), args.results_dir.absolute())
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -62,7 +62,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
     model = NemoModel(checkpoint)
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
-    asked = EvaluatedModel(model, tokenizer, Path(settings.tokenizer_dir))
+    requested = EvaluatedModel(model, tokenizer, Path(settings.tokenizer_dir))
     with locked(results_dir) as journals:
         for task in settings.tasks:
             run = lookup(TASKS, task.name, "evaluate.tasks")
@@ -72,7 +72,7 @@ def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> 
             asks = reference_set_up(environment, checkpoint, settings=questions_of(task))
             file, resume = journals / f"{task.name}.jsonl", settings.resume
             with Journal(file, asks, environment, resume=resume) as journal:
-                result = timed(run, task, asked, log_progress(task.name), journal)
+                result = timed(run, task, requested, log_progress(task.name), journal)
                 report.add_task(task, result, journal.measured_on)
             print(task_table(task.name, result))
         remove_journals(journals)

@@ -47,13 +47,13 @@ def measure(settings: EvaluateSettings) -> None:
 
         encodes = lookup(CONTRACTS, client.model_type, "model_type").encoder_only
 
-        def ask(first: int) -> Iterator[dict[str, Any]]:
+        def send(first: int) -> Iterator[dict[str, Any]]:
             rows = sweep(benchmark, vocab_size, client.generate, first=first, encodes=encodes)
             return map(asdict, rows)
 
         rows = []
         with Journal(file, served, environment, resume=settings.resume) as journal:
-            for values in journal.continued(ask):
+            for values in journal.continued(send):
                 rows.append(row := SpeedRow(**values))
                 print(
                     f"speed: batch size {row.batch_size}, {row.input_len} tokens in, "

@@ -63,24 +63,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(settings: EvaluateSettings) -> None:
     """The twin of the settings; reported when all texts are compared."""
-    twin = settings.twin
-    if twin is None:
+    block = settings.twin
+    if block is None:
         raise ConfigError(problem("no twin to measure", change="evaluate.twin"))
-    texts = read_twin_texts(twin)
+    texts = read_twin_texts(block)
     report = Report(Path(settings.results_dir), settings.model_name)
     folder = Path(settings.tokenizer_dir)
     served = served_checkpoint(folder)
-    original = Original.of(twin, served)
+    original = Original.of(block, served)
     client, ready = connect(settings)
     with client, ExitStack() as stack:
-        data = [twin.data_file or str(DATA_FILE)]
+        data = [block.data_file or str(DATA_FILE)]
         environment = measured_on(settings, ready, data=data, parameters=client.parameters)
-        runner, reference = _reference(twin, original, stack)
-        asked = _set_up(environment, twin, client, original, reference)
+        runner, reference = _reference(block, original, stack)
+        dependencies = _set_up(environment, block, client, original, reference)
         file = Path(settings.results_dir) / FOLDER / "twin.jsonl"
-        journal = stack.enter_context(Journal(file, asked, environment, resume=settings.resume))
+        journal = stack.enter_context(
+            Journal(file, dependencies, environment, resume=settings.resume)
+        )
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
-        twins = Twins(
+        comparison = Twins(
             client,
             reference,
             _served_side(client, folder, original),
@@ -91,8 +93,8 @@ def measure(settings: EvaluateSettings) -> None:
             inspection=_inspection(original, served, reference),
             continued=journal.continued,
         )
-        result = measure_twins(twin, twins, texts, str(original.path), log_progress("twin"))
-    report.add_twin(twin, result, journal.measured_on)
+        result = measure_twins(block, comparison, texts, str(original.path), log_progress("twin"))
+    report.add_twin(block, result, journal.measured_on)
     print("\n".join([twin_table(result), "", f"report: {report.html_file}"]))
 
 
@@ -124,8 +126,8 @@ def _encodes(client: Client) -> bool:
                 got=client.model_type,
                 choices=[
                     name
-                    for name, each in CONTRACTS.items()
-                    if each.family in FAMILIES and not each.encoder_only
+                    for name, contract in CONTRACTS.items()
+                    if contract.family in FAMILIES and not contract.encoder_only
                 ],
                 change="evaluate.twin=null",
             )
@@ -133,7 +135,9 @@ def _encodes(client: Client) -> bool:
     return contract.family != "gpt"
 
 
-def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tuple[str, Reference]:
+def _reference(
+    settings: TwinSettings, original: Original, stack: ExitStack
+) -> tuple[str, Reference]:
     """Return the reference and its name; with `auto` the engine if the maker's code fails."""
     needed, free = weight_bytes(original.source.config, 1, "fp32"), free_memory()
     if needed > free:
@@ -144,15 +148,18 @@ def _reference(twin: TwinSettings, original: Original, stack: ExitStack) -> tupl
                 change=f"the machine, or {KEY}",
             )
         )
-    runner, tokens = original.runner(twin.runner), 2 * (twin.max_tokens + twin.continuation)
-    told = {"source": original.format, "num_attention_heads": original.num_heads}
+    runner, tokens = (
+        original.runner(settings.runner),
+        2 * (settings.max_tokens + settings.continuation),
+    )
+    options = {"source": original.format, "num_attention_heads": original.num_heads}
     try:
-        return runner, stack.enter_context(opened_reference(original.path, runner, tokens, told))
+        return runner, stack.enter_context(opened_reference(original.path, runner, tokens, options))
     except ConfigError as error:
-        if twin.runner != "auto" or runner == ENGINE:
+        if settings.runner != "auto" or runner == ENGINE:
             raise
         print(f"note: this project's engine runs the original: {error}", flush=True)
-    return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens, told))
+    return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens, options))
 
 
 def _served_side(client: Client, folder: Path, original: Original) -> TextSide | None:
@@ -166,8 +173,8 @@ def _served_side(client: Client, folder: Path, original: Original) -> TextSide |
     special = client.special_ids
 
     def encode(text: str) -> Sequence[int]:
-        made = client.encode(text)
-        return special.around(tokenizer.encode(text)) if made is None else made
+        ids = client.encode(text)
+        return special.around(tokenizer.encode(text)) if ids is None else ids
 
     decoder = special.decoder or (original.source.config.start_id,)
     return TextSide(encode, tokenizer, chat_render(folder, tokenizer), decoder)

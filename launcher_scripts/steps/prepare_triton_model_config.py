@@ -108,54 +108,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_step(description, ModelConfigSettings, prepare, argv, FLAGS)
 
 
-def prepare(given: ModelConfigSettings) -> None:
+def prepare(values: ModelConfigSettings) -> None:
     """Write config.pbtxt; raises ConfigError or CheckpointError and then leaves all as it was."""
-    path = Path(given.config_path).absolute()
-    if path.name != "config.pbtxt" or path.parent.name != given.model_train_name:
+    path = Path(values.config_path).absolute()
+    if path.name != "config.pbtxt" or path.parent.name != values.model_train_name:
         raise ConfigError(
             problem(
                 "Triton finds a model's configuration in a folder of the model's name",
-                got=given.config_path,
-                choices=[f"<repository>/{given.model_train_name}/config.pbtxt"],
+                got=values.config_path,
+                choices=[f"<repository>/{values.model_train_name}/config.pbtxt"],
                 change="--config-path or --model-train-name",
             )
         )
-    checkpoint = FTCheckpoint.open(Path(given.ft_checkpoint).absolute(), verify=False)
-    if given.tensor_model_parallel_size not in (None, checkpoint.tp_size):
+    checkpoint = FTCheckpoint.open(Path(values.ft_checkpoint).absolute(), verify=False)
+    if values.tensor_model_parallel_size not in (None, checkpoint.tp_size):
         raise ConfigError(
             problem(
                 "the weights are cut for another number of tensor-parallel ranks",
-                got=given.tensor_model_parallel_size,
+                got=values.tensor_model_parallel_size,
                 choices=[checkpoint.tp_size],
                 change="--tensor-model-parallel-size, or convert them for so many",
             )
         )
-    settings = settings_of(given, checkpoint)
+    settings = settings_of(values, checkpoint)
     check_serving(settings, checkpoint.config)
     models = ModelRepository(path.parent.parent).write(settings, checkpoint)
     print(f"model repository {path.parent.parent}: {', '.join(models)}", flush=True)
 
 
-def settings_of(given: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportSettings:
+def settings_of(settings: ModelConfigSettings, checkpoint: FTCheckpoint) -> ExportSettings:
     """Return the settings that an export would have had."""
-    template = _template(given.template_path)
-    serving = values_of(ServingOptions, given) | {
-        "quantization": quantization_of(int(given.int8_mode), given.quantization, "--{}"),
-        "draft_model_dir": given.draft_model_dir and str(Path(given.draft_model_dir).absolute()),
-        "data_type": given.data_type or checkpoint.weight_data_type,
-        "decoupled": given.decoupled or says_decoupled(template),
-        "interactive": given.interactive or "sequence_batching" in template,
+    template = _template(settings.template_path)
+    serving = values_of(ServingOptions, settings) | {
+        "quantization": quantization_of(int(settings.int8_mode), settings.quantization, "--{}"),
+        "draft_model_dir": settings.draft_model_dir
+        and str(Path(settings.draft_model_dir).absolute()),
+        "data_type": settings.data_type or checkpoint.weight_data_type,
+        "decoupled": settings.decoupled or says_decoupled(template),
+        "interactive": settings.interactive or "sequence_batching" in template,
     }
     return ExportSettings(
-        model_name=given.model_train_name,
-        model_type=given.model_type or _model_type(template, checkpoint),
-        checkpoint_path=given.ft_checkpoint,
-        triton_model_dir=str(Path(given.config_path).absolute().parent),
-        parallelism=Parallelism(checkpoint.tp_size, given.pipeline_model_parallel_size),
+        model_name=settings.model_train_name,
+        model_type=settings.model_type or _model_type(template, checkpoint),
+        checkpoint_path=settings.ft_checkpoint,
+        triton_model_dir=str(Path(settings.config_path).absolute().parent),
+        parallelism=Parallelism(checkpoint.tp_size, settings.pipeline_model_parallel_size),
         weight_data_type=checkpoint.weight_data_type,
-        tokenizer=TokenizerSettings("auto" if given.text_models else "none"),
+        tokenizer=TokenizerSettings("auto" if settings.text_models else "none"),
         **serving,
-        overwrite=given.overwrite,
+        overwrite=settings.overwrite,
         reuse=False,
     )
 
@@ -171,11 +172,11 @@ def _template(path: str | None) -> str:
 
 def _model_type(template: str, checkpoint: FTCheckpoint) -> str:
     """The template's model_type in the export's words, else the first that fits the checkpoint."""
-    said = config_parameters(template).get("model_type")
-    if said is None:
+    declared = config_parameters(template).get("model_type")
+    if declared is None:
         return fitting_model_types(checkpoint.config)[0]
     names = {row: name for name, row in reversed(BACKEND_MODEL_TYPES.items())}
-    return lookup(names, said, "--template-path, or --model-type")
+    return lookup(names, declared, "--template-path, or --model-type")
 
 
 if __name__ == "__main__":

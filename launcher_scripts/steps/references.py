@@ -144,12 +144,12 @@ def missing_packages(runner: str) -> list[str]:
 
 @contextmanager
 def opened_reference(
-    path: Path, runner: str, max_tokens: int, told: Mapping[str, Any]
+    path: Path, runner: str, max_tokens: int, options: Mapping[str, Any]
 ) -> Iterator[Reference]:
     """The original at `path`, run by `runner`: one of RUNNERS, or ENGINE.
 
     The engine reads the source's tensors as an export in float32, in a temporary folder.
-    max_tokens: of a row;  told: fields of ExportSettings that say how it is read
+    max_tokens: of a row;  options: fields of ExportSettings that say how it is read
     """
     if runner != ENGINE:
         yield RUNNERS[runner].open(path)
@@ -164,7 +164,7 @@ def opened_reference(
             tokenizer=TokenizerSettings("none"),
             parallelism=Parallelism(),
             weight_data_type="fp32",
-            **told,
+            **options,
         )
         name = f"this project's engine, float32 on the CPU: {path}"
         model = EngineModel(export(settings), 1, max_tokens=max_tokens, name=name)
@@ -190,10 +190,10 @@ def cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
             continue
         file = "memory.limit_in_bytes" if controllers else "memory.max"
         folder = root / controllers / name.strip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(root) and (place / file).is_file():
-                said = (place / file).read_text(encoding="ascii").strip()
-                yield from [] if said == "max" else [int(said)]
+        for directory in (folder, *folder.parents):
+            if directory.is_relative_to(root) and (directory / file).is_file():
+                text = (directory / file).read_text(encoding="ascii").strip()
+                yield from [] if text == "max" else [int(text)]
 
 
 KEY = "evaluate.twin.checkpoint"
@@ -229,45 +229,47 @@ class Original:
         Raises ConfigError where there is none, or it lacks what the served one has learned.
         """
         manifest = served.manifest if served is not None else None
-        known = dict(manifest.source) if manifest is not None else {}
-        name = settings.checkpoint or known.get("path")
-        if known.get("adapters"):
-            what = "the original alone does not have the served model's adapters"
-            raise ConfigError(problem(what, got=sorted(known["adapters"]), change=KEY))
+        source = dict(manifest.source) if manifest is not None else {}
+        name = settings.checkpoint or source.get("path")
+        if source.get("adapters"):
+            message = "the original alone does not have the served model's adapters"
+            raise ConfigError(problem(message, got=sorted(source["adapters"]), change=KEY))
         if name is None or not Path(name).exists():
-            what = "the original checkpoint is not there"
+            message = "the original checkpoint is not there"
             if settings.checkpoint is None:
-                what += ", which the served model's manifest should name"
-            raise ConfigError(problem(what, got=name, change=KEY))
-        path, wanted = nemo_files.locate(Path(name), "last")
+                message += ", which the served model's manifest should name"
+            raise ConfigError(problem(message, got=name, change=KEY))
+        path, selected = nemo_files.locate(Path(name), "last")
         config: Any = served.config if served is not None else None
         only = bool(getattr(config, "encoder_only", False))
         # Its files alone tell neither a config.ini for random weights nor how many heads there are.
         same = settings.checkpoint is None
-        heads = config.num_heads if same and known.get("format") == "megatron" else None
-        kind = str(known.get("format")) if same else "auto"
-        return cls(path, open_source(Archive(path), kind, Hints(heads, only, wanted, True)), heads)
+        heads = config.num_heads if same and source.get("format") == "megatron" else None
+        kind = str(source.get("format")) if same else "auto"
+        return cls(
+            path, open_source(Archive(path), kind, Hints(heads, only, selected, True)), heads
+        )
 
     @property
     def format(self) -> str:
         return str(self.source.describe()["format"])
 
-    def runner(self, wanted: str) -> str:
-        """Name of the runner: `wanted`, of `auto` the maker's code if installed.
+    def runner(self, requested: str) -> str:
+        """Name of the runner: `requested`, of `auto` the maker's code if installed.
 
         Raises ConfigError for one that does not read this format or is not installed.
         """
         maker = runner_of(self.format)
-        if wanted == "auto":
+        if requested == "auto":
             return ENGINE if maker is None or missing_packages(maker) else maker
-        if wanted not in (ENGINE, maker):
+        if requested not in (ENGINE, maker):
             choices = ["auto", ENGINE, *([maker] if maker else [])]
-            what = f"{RUNNERS[wanted].source} is what this runner reads, not {self.format}"
-            raise ConfigError(problem(what, got=wanted, choices=choices, change=RUNNER_KEY))
-        if wanted != ENGINE and (missing := missing_packages(wanted)):
-            what = f"this Python has no {' and '.join(missing)}"
-            raise ConfigError(problem(what, got=wanted, choices=["auto"], change=RUNNER_KEY))
-        return wanted
+            message = f"{RUNNERS[requested].source} is what this runner reads, not {self.format}"
+            raise ConfigError(problem(message, got=requested, choices=choices, change=RUNNER_KEY))
+        if requested != ENGINE and (missing := missing_packages(requested)):
+            message = f"this Python has no {' and '.join(missing)}"
+            raise ConfigError(problem(message, got=requested, choices=["auto"], change=RUNNER_KEY))
+        return requested
 
     def text_side(self, runner: str, folder: Path) -> TextSide | None:
         """Return its reading of texts; None for a checkpoint without a tokenizer.
@@ -284,12 +286,12 @@ class Original:
             return None
         if runner == "transformers":
             try:
-                theirs = TransformersText(self.path)
+                reference_text = TransformersText(self.path)
             except ConfigError as error:
                 print(f"note: this project reads the original's texts: {error}", flush=True)
             else:
-                render = theirs.render if theirs.has_chat_template else None
-                return TextSide(theirs.encode, tokenizer, render)
+                render = reference_text.render if reference_text.has_chat_template else None
+                return TextSide(reference_text.encode, tokenizer, render)
         before, after = tokenizer.around() if self.format in TRANSFORMERS else ([], [])
         return TextSide(
             lambda text: [*before, *tokenizer.encode(text), *after],
@@ -299,13 +301,13 @@ class Original:
 
     def other_settings(self, served: FTCheckpoint) -> Mapping[str, tuple[Any, Any]]:
         """Hyperparameters with another value than the source's: name -> (served, original)."""
-        ours: Any = served.config
-        theirs = self.source.config
-        if type(ours) is not type(theirs):
-            return {"family": (family_of(ours).name, family_of(theirs).name)}
+        served_value: Any = served.config
+        source_value = self.source.config
+        if type(served_value) is not type(source_value):
+            return {"family": (family_of(served_value).name, family_of(source_value).name)}
         pairs = {
-            item.name: (getattr(ours, item.name), getattr(theirs, item.name))
-            for item in dataclasses.fields(theirs)
+            item.name: (getattr(served_value, item.name), getattr(source_value, item.name))
+            for item in dataclasses.fields(source_value)
             if item.name not in _TOLD
         }
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -317,7 +319,7 @@ class Original:
         """
         try:
             specs = family_of(self.source.config).weights(self.source.config)
-            found = altered_files(served, make_plan(self.source, specs, str(self.path)))
+            names = altered_files(served, make_plan(self.source, specs, str(self.path)))
         except (CheckpointError, OSError) as error:
             print(f"note: the weights are not compared: {error}", flush=True)
             return []
@@ -329,7 +331,7 @@ class Original:
                 file.tp_rank,
                 None if holds is None else holds.name,
             )
-            for file, holds in found
+            for file, holds in names
         ]
 
 

@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="resave_checkpoint", description=__doc__)
     parser.add_argument("source", type=Path, help="a .nemo file that you trust")
     parser.add_argument("target", type=Path, help="a new .nemo file")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        resave(given.source.absolute(), given.target.absolute())
+        resave(args.source.absolute(), args.target.absolute())
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -40,8 +40,8 @@ def resave(source: Path, target: Path) -> None:
     if not source.exists():
         raise CheckpointError(problem("there is no such checkpoint", got=str(source)))
     if target.exists() or target.suffix != ".nemo" or not target.parent.is_dir():
-        what = "the target must be a new .nemo file in a folder that is there"
-        raise CheckpointError(problem(what, got=str(target)))
+        message = "the target must be a new .nemo file in a folder that is there"
+        raise CheckpointError(problem(message, got=str(target)))
     partial = target.with_name(f"{target.stem}.partial.nemo")
     try:
         NemoModel(source, any_class=True).save(partial)

@@ -69,9 +69,7 @@ def start(settings: DeploySettings) -> None:
         return
     stop = StopRequest()
     folder = rendezvous_folder(settings)
-    host = NodeHost(
-        node_rank, [folder], restarts=settings.restarts, patience=settings.ready_timeout
-    )
+    host = NodeHost(node_rank, [folder], restarts=settings.restarts, timeout=settings.ready_timeout)
     with stop.listening():
         host.run(lambda: stop.received is not None, settings.stop_timeout)
 
@@ -80,13 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve; `--replica` is taken out of argv, the rest is every step's."""
     numbered = CommandParser(add_help=False, allow_abbrev=False)
     numbered.add_argument("--replica", type=int)
-    given, rest = numbered.parse_known_args(argv)
+    args, extra = numbered.parse_known_args(argv)
 
     def body(settings: DeploySettings) -> None:
-        known = given.replica is None
-        start(settings if known else replace(settings, replica=given.replica))
+        is_main = args.replica is None
+        start(settings if is_main else replace(settings, replica=args.replica))
 
-    code = run_step("Serve a model repository until stopped.", DeploySettings, body, rest)
+    code = run_step("Serve a model repository until stopped.", DeploySettings, body, extra)
     if code and "SLURM_STEP_ID" in os.environ:
         sys.stderr.flush()
         time.sleep(LAST_WORDS_SECONDS)

@@ -77,8 +77,8 @@ def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettin
     Returns `texts`, their number.
     """
     runner = runner_of(source.get("format"))
-    own = settings.tokenizer.source == "auto"
-    if runner != "transformers" or not own or missing_packages(runner):
+    is_auto = settings.tokenizer.source == "auto"
+    if runner != "transformers" or not is_auto or missing_packages(runner):
         return {}
     reference = TransformersText(Path(source["path"]))
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -88,7 +88,7 @@ def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettin
     texts += _chats(checkpoint.folder, tokenizer, reference)
     different = []
     for text in texts:
-        ids, expected = tokenizer.encode(text), reference.encode(text, around=False)
+        ids, expected = tokenizer.encode(text), reference.encode(text, with_special=False)
         pairs = [(ids, expected), (special.around(ids), reference.encode(text))]
         pairs.append((tokenizer.decode(expected), reference.decode(expected)))  # type: ignore[arg-type]
         different += [(text, *pair) for pair in pairs if pair[0] != pair[1]][:1]
@@ -117,8 +117,8 @@ def _chats(folder: Path, tokenizer: Tokenizer, reference: TransformersText) -> l
     ]
     for exported, expected in written:
         if exported != expected:
-            what = "the exported chat template writes another text than transformers"
-            raise CheckpointError(problem(what, got=exported, choices=[expected]))
+            message = "the exported chat template writes another text than transformers"
+            raise CheckpointError(problem(message, got=exported, choices=[expected]))
     return [text for text, _ in written if text is not None]
 
 
@@ -144,23 +144,23 @@ def _compare_logits(
     name = reference.name
     del reference
     with EngineModel(folder, checkpoint.tp_size, max_tokens=4 * PROMPT_TOKENS) as engine:
-        found = engine.logits(ids, decoder_ids)
-    largest = float(np.abs(expected).max())
-    difference = float(np.abs(found - expected).max())
-    limit = tolerance(source["dialects"], checkpoint.weight_data_type) * largest
+        logits = engine.logits(ids, decoder_ids)
+    scale = float(np.abs(expected).max())
+    difference = float(np.abs(logits - expected).max())
+    limit = tolerance(source["dialects"], checkpoint.weight_data_type) * scale
     if not difference <= limit:  # NaN is a difference too
         raise CheckpointError(
             problem(
                 f"the exported model computes other logits than {name}",
                 got=f"a difference of {difference:.3g}",
-                choices=[f"up to {limit:.3g}, the largest logit being {largest:.3g}"],
+                choices=[f"up to {limit:.3g}, the largest logit being {scale:.3g}"],
             )
         )
     return {
         "reference": name,
         "prompt": list(ids),
         "largest_difference": difference,
-        "largest_logit": largest,
+        "largest_logit": scale,
         "tolerance": limit,
     }
 
@@ -201,8 +201,8 @@ def _prompt(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ids = tuple(int(number) for number in numbers[0, :length])
     if not hasattr(config, "num_decoder_layers"):
         return ids, ()
-    rest = (int(number) for number in numbers[1, : min(DECODER_TOKENS, length) - 1])
-    return ids, (config.start_id, *rest)
+    decoder_ids = (int(number) for number in numbers[1, : min(DECODER_TOKENS, length) - 1])
+    return ids, (config.start_id, *decoder_ids)
 
 
 def _said(result: dict[str, Any]) -> dict[str, Any]:

@@ -62,9 +62,9 @@ def _remove_old_looks(settings: WatchSettings) -> None:
     """Remove the job folders of all looks but the latest: there is one every few minutes."""
     if settings.job_folder is None:
         return
-    own = Path(settings.job_folder)
-    looks = [path for path in own.parent.iterdir() if path.name.isdecimal()]
-    earlier = sorted((path for path in looks if int(path.name) < int(own.name)), key=_number)
+    local = Path(settings.job_folder)
+    looks = [path for path in local.parent.iterdir() if path.name.isdecimal()]
+    earlier = sorted((path for path in looks if int(path.name) < int(local.name)), key=_number)
     for path in earlier[:-_KEPT_LOOKS]:
         shutil.rmtree(path, ignore_errors=True)
 

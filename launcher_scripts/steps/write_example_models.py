@@ -122,18 +122,18 @@ def write(settings: ExampleSettings) -> None:
     exports = {name: export_settings(settings, name) for name in settings.examples}
     if not settings.overwrite:
         refuse_existing(
-            Path(each.model_repository) / folder
-            for each in exports.values()
+            Path(item.model_repository) / folder
+            for item in exports.values()
             for folder in (MODEL, *TEXT_MODELS)
         )
     configs, tokenizers = {}, {}
     for name in exports:
         config = EXAMPLES[name].config
         tokenizers[name] = collect(settings.tokenizer, partial(byte_tokenizer, config))
-        configs[name] = with_token_ids(config, settings.tokenizer, tokenizers[name], known=True)
-    for name, each in exports.items():
+        configs[name] = with_token_ids(config, settings.tokenizer, tokenizers[name], has_ids=True)
+    for name, entry in exports.items():
         config, tp_size = configs[name], settings.tensor_parallel_size
-        sizes = Path(each.checkpoint_path)
+        sizes = Path(entry.checkpoint_path)
         sizes.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(sizes, format_config(config, tp_size, settings.data_type))
         for path in tokenizer_files(sizes.parent):
@@ -141,10 +141,10 @@ def write(settings: ExampleSettings) -> None:
         for file_name, content in tokenizers[name].items():
             (sizes.parent / file_name).write_bytes(content)
         if settings.random_weights:
-            export(each)
-        checkpoint = FTCheckpoint(each.checkpoint_dir, config, tp_size, settings.data_type)
-        repository = ModelRepository(Path(each.model_repository))
-        models = repository.write(each, checkpoint, tokenizer_dir=sizes.parent)
+            export(entry)
+        checkpoint = FTCheckpoint(entry.checkpoint_dir, config, tp_size, settings.data_type)
+        repository = ModelRepository(Path(entry.model_repository))
+        models = repository.write(entry, checkpoint, tokenizer_dir=sizes.parent)
         print(f"example {repository.root}: {', '.join(models)}", flush=True)
 
 

@@ -33,28 +33,32 @@ def write(settings: LadderSettings) -> int:
 
     Raises ServerError where no rung was evaluated.
     """
-    rows = [read_row(rung, weight_bytes(rung)) for rung in settings.rungs]
-    chosen, why = choose(rows)
+    rows = [read_row(precision, weight_bytes(precision)) for precision in settings.rungs]
+    selected, why = choose(rows)
     report = Report(Path(settings.results_dir), settings.model_name)
-    report.add_ladder(settings, rows, chosen, why)
+    report.add_ladder(settings, rows, selected, why)
     print("\n".join([ladder_table(rows), "", why, f"report: {report.html_file}"]), flush=True)
     if all(row.failure for row in rows):
         raise ServerError("no rung of the ladder was evaluated")
     return exit_code(rows)
 
 
-def weight_bytes(rung: LadderRung) -> int | None:
+def weight_bytes(precision: LadderRung) -> int | None:
     """Bytes of the weight files of all ranks; None where no manifest tells.
 
     Where the server quantizes the files' matrices, what it makes of them is counted.
     """
     try:
-        manifest = None if rung.checkpoint_dir is None else read_manifest(Path(rung.checkpoint_dir))
+        manifest = (
+            None
+            if precision.checkpoint_dir is None
+            else read_manifest(Path(precision.checkpoint_dir))
+        )
     except CheckpointError:
         return None
     if manifest is None:
         return None
-    in_bytes = rung.name in QUANTIZATIONS
+    in_bytes = precision.name in QUANTIZATIONS
     return sum(
         _bytes(entry, in_bytes=in_bytes) for entry in manifest.files if entry.shape is not None
     )

@@ -94,11 +94,11 @@ def regressions(
     level:  probability that a whole series without a drop has a regression here
     """
     pairs = [
-        (comparison, task, figure, values)
+        (comparison, task, metric, values)
         for comparison in checked
         for task, section in comparison.recent[-1].items()
-        for figure in section.metrics
-        if (values := _paired_values(comparison, task, figure)) is not None
+        for metric in section.metrics
+        if (values := _paired_values(comparison, task, metric)) is not None
     ]
     if not pairs:
         return []
@@ -115,10 +115,10 @@ def regressions(
     return sorted(result, key=lambda regression: regression.p)
 
 
-def _paired_values(comparison: Comparison, task: str, figure: str) -> tuple[Values, Values] | None:
+def _paired_values(comparison: Comparison, task: str, metric: str) -> tuple[Values, Values] | None:
     """Means per item of both sides over the items that all evaluations have; None: too few."""
     sides = [
-        [_values(tasks.get(task), figure) for tasks in evaluations]
+        [_values(tasks.get(task), metric) for tasks in evaluations]
         for evaluations in (comparison.recent, comparison.earlier)
     ]
     every = [values for side in sides for values in side]
@@ -132,14 +132,14 @@ def _paired_values(comparison: Comparison, task: str, figure: str) -> tuple[Valu
     return recent, earlier
 
 
-def _values(section: TaskSection | None, figure: str) -> Values:
+def _values(section: TaskSection | None, metric: str) -> Values:
     """What a figure is made of, by item; {} if the figure is one of all items together."""
-    if section is None or figure not in section.metrics:
+    if section is None or metric not in section.metrics:
         return {}
-    values = paired.values(section.items, figure)
+    values = paired.values(section.items, metric)
     if values is None or len(values) != len(section.items):
         return {}
-    sign = -1.0 if _lower_is_better(figure) else 1.0
+    sign = -1.0 if _lower_is_better(metric) else 1.0
     return {
         _key(item["index"]): sign * value for item, value in zip(section.items, values, strict=True)
     }
@@ -149,22 +149,22 @@ def _key(index: object) -> object:
     return tuple(index) if isinstance(index, list) else index
 
 
-def _lower_is_better(figure: str) -> bool:
+def _lower_is_better(metric: str) -> bool:
     """True for an error rate; a perplexity is made of log-likelihoods, of which more is better."""
-    return not paired.is_perplexity(figure) and figure.partition(",")[0] in paired.LOWER_IS_BETTER
+    return not paired.is_perplexity(metric) and metric.partition(",")[0] in paired.LOWER_IS_BETTER
 
 
-def _margin(comparison: Comparison, task: str, figure: str, max_drop: float) -> float:
+def _margin(comparison: Comparison, task: str, metric: str, max_drop: float) -> float:
     """max_drop in the unit of the items' values."""
-    if paired.is_perplexity(figure):
+    if paired.is_perplexity(metric):
         return math.log1p(max_drop)
-    return max_drop * _unit(comparison, task, figure)
+    return max_drop * _unit(comparison, task, metric)
 
 
-def _in_unit(comparison: Comparison, task: str, figure: str, drop: float) -> float:
-    if paired.is_perplexity(figure):
+def _in_unit(comparison: Comparison, task: str, metric: str, drop: float) -> float:
+    if paired.is_perplexity(metric):
         return math.expm1(drop)
-    return drop / _unit(comparison, task, figure)
+    return drop / _unit(comparison, task, metric)
 
 
 def _unit(comparison: Comparison, task: str, figure: str) -> float:

@@ -161,8 +161,8 @@ class Series:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            what = f"another watch writes into {self.folder}"
-            raise ConfigError(problem(what, change=_CHANGE)) from None
+            message = f"another watch writes into {self.folder}"
+            raise ConfigError(problem(message, change=_CHANGE)) from None
 
     def _read(self) -> None:
         """Apply the journal's lines; a last one that was not written in full is cut off."""
@@ -174,8 +174,8 @@ class Series:
             try:
                 self._apply(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                what = f"{self.folder / JOURNAL}: line {number} is corrupt ({error})"
-                raise ConfigError(problem(what, change=_CHANGE)) from error
+                message = f"{self.folder / JOURNAL}: line {number} is corrupt ({error})"
+                raise ConfigError(problem(message, change=_CHANGE)) from error
         self._file.truncate(end)
 
     def _apply(self, line: Mapping[str, Any]) -> None:

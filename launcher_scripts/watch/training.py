@@ -52,8 +52,8 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     deletes meanwhile leaves its checkpoint out.
     """
     if not folder.is_dir():
-        what = "the training's folder does not exist"
-        raise CheckpointError(problem(what, got=str(folder), change="watch.training_dir"))
+        message = "the training's folder does not exist"
+        raise CheckpointError(problem(message, got=str(folder), change="watch.training_dir"))
     saved = {}
     for layout in _LAYOUTS:
         for path, step, files in layout(folder):

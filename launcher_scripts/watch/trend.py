@@ -96,28 +96,28 @@ def _plots(entries: list[Entry]) -> Iterator[Plot]:
     for name in dict.fromkeys(name for entry in entries for name in entry.metrics):
         measured = [entry for entry in entries if name in entry.metrics]
         figures = [entry.metrics[name] for entry in measured]
-        ends = [value for figure in figures for value in _ends(figure)]
+        ends = [value for metric in figures for value in _ends(metric)]
         low, high = min(ends), max(ends)
         span = (high - low) or abs(high) or 1.0
         first, last = measured[0].step, measured[-1].step
         points = tuple(
             Point(
                 x=_position(entry.step, first, (last - first) or 1, _WIDTH),
-                y=_HEIGHT - _position(figure["value"], low, span, _HEIGHT),
-                low=_HEIGHT - _position(_ends(figure)[0], low, span, _HEIGHT),
-                high=_HEIGHT - _position(_ends(figure)[1], low, span, _HEIGHT),
+                y=_HEIGHT - _position(metric["value"], low, span, _HEIGHT),
+                low=_HEIGHT - _position(_ends(metric)[0], low, span, _HEIGHT),
+                high=_HEIGHT - _position(_ends(metric)[1], low, span, _HEIGHT),
                 css=_CLASSES[str(entry.verdict)],
-                title=f"{entry.name}: {_text(figure)}, {entry.verdict}",
+                title=f"{entry.name}: {_text(metric)}, {entry.verdict}",
             )
-            for entry, figure in zip(measured, figures, strict=True)
+            for entry, metric in zip(measured, figures, strict=True)
         )
         percent = figures[0]["percent"]
         yield Plot(name, _number(low, percent), _number(high, percent), points)
 
 
-def _ends(figure: dict[str, Any]) -> tuple[float, float]:
-    value = figure["value"]
-    low, high = figure["low"], figure["high"]
+def _ends(metric: dict[str, Any]) -> tuple[float, float]:
+    value = metric["value"]
+    low, high = metric["low"], metric["high"]
     return (value if low is None else low), (value if high is None else high)
 
 
@@ -125,12 +125,12 @@ def _position(value: float, first: float, span: float, size: float) -> float:
     return round(_BORDER + (size - 2 * _BORDER) * (value - first) / span, 1)
 
 
-def _text(figure: dict[str, Any]) -> str:
+def _text(metric: dict[str, Any]) -> str:
     """A figure with its interval."""
-    number = _number(figure["value"], figure["percent"])
-    if figure["low"] is None:
+    number = _number(metric["value"], metric["percent"])
+    if metric["low"] is None:
         return number
-    low, high = (_number(figure[end], figure["percent"]) for end in ("low", "high"))
+    low, high = (_number(metric[end], metric["percent"]) for end in ("low", "high"))
     return f"{number} ({low} to {high})"
 
 

@@ -90,8 +90,8 @@ class Watcher:
 
     def exit_code(self) -> int:
         """0 GO, 1 NO-GO, 2 INCONCLUSIVE of the newest checkpoint; 3 without a verdict of it."""
-        ended = self._series.in_state(JUDGED, FAILED)
-        return _CODES.get(str(ended[-1].verdict), ERROR) if ended else ERROR
+        finished = self._series.in_state(JUDGED, FAILED)
+        return _CODES.get(str(finished[-1].verdict), ERROR) if finished else ERROR
 
     def _settle_seconds(self) -> float:
         """Seconds to the next look: sooner while a checkpoint waits for its second one."""

@@ -25,7 +25,7 @@ class OpenRequest:
 
 @pytest.fixture
 def watch() -> Iterator[ClientWatch]:
-    made = ClientWatch(rest=1.0)
+    made = ClientWatch(interval=1.0)
     yield made
     made.close()
 

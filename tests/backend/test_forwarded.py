@@ -150,7 +150,7 @@ def test_a_channel_of_another_program_is_not_used() -> None:
 def test_news_are_the_tokens_that_earlier_responses_did_not_have() -> None:
     """A row's first news begin with its prompt; a beam search's rows are news as a whole."""
     outputs = [GenerateOutput((9, 1)), GenerateOutput((4, 3))]
-    found = news([(7, 8), (5,)], outputs, before=[1, 0], ended=[False, True])
+    found = news([(7, 8), (5,)], outputs, before=[1, 0], finished=[False, True])
     assert found.dtype == torch.int32
     assert found.tolist() == [[[4, 2, 3, 0, 1, 0, 0]], [[3, 1, 0, 1, 5, 4, 3]]]
 

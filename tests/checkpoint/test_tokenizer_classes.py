@@ -48,7 +48,7 @@ def check(source: Path, target: Path) -> dict[str, bytes]:
     reference = TransformersText(source)
     before, after = tokenizer.around()
     for text in [*TEXTS, *(f"a {token} b{token}c" for token in reference.added_tokens())]:
-        ids = reference.encode(text, around=False)
+        ids = reference.encode(text, with_special=False)
         assert tokenizer.encode(text) == ids, text
         assert [*before, *ids, *after] == reference.encode(text), text
         assert tokenizer.decode(ids) == reference.decode(ids), text

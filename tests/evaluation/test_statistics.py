@@ -110,7 +110,7 @@ def test_the_items_that_decide_are_just_enough(interval: task.Interval, limit: f
 
 def test_no_number_of_items_decides_a_value_at_the_bound() -> None:
     assert task.share(50, 100).items_to_decide(0.5) is None
-    assert task.share(200, 200).items_to_decide(0.5, least=30) == 200
+    assert task.share(200, 200).items_to_decide(0.5, minimum=30) == 200
 
 
 def test_a_function_of_a_figure_keeps_its_ends_in_order() -> None:

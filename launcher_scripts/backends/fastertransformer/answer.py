@@ -43,7 +43,7 @@ WATCH_REST = 15.0  # of the thread that asks about clients, for the same reason
 class Answering(Protocol):
     """One request on its way back."""
 
-    def send_news(self, *, alone: bool) -> None:
+    def send_news(self, *, flush_only: bool) -> None:
         """Send a response if there is anything that the ones before did not have."""
 
 
@@ -98,8 +98,8 @@ class Answers:
             queue = self._urgent or self._others
             answer = next(iter(queue))
             del queue[answer]
-            alone = not (self._urgent or self._others)
-        answer.send_news(alone=alone)
+            flush_only = not (self._urgent or self._others)
+        answer.send_news(flush_only=flush_only)
 
 
 # Outputs that are not made by `to_tensors`.
@@ -123,7 +123,7 @@ class Answer:
         sender: Any,
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
-        wanted: Collection[str],
+        requested: Collection[str],
         to_tensors: ToTensors,
         *,
         streams: bool,
@@ -142,7 +142,7 @@ class Answer:
         self._sender = sender
         self._rows = rows
         self._tensors = tensors
-        self._wanted = wanted
+        self._wanted = requested
         self._to_tensors = to_tensors
         self._streams = streams
         self._prompts = prompts
@@ -189,16 +189,16 @@ class Answer:
         """Free the rows; the client gets an error. Any thread may ask for it."""
         self._give_up("CANCELLED", "the client cancelled the request")
 
-    def send_news(self, *, alone: bool) -> None:
+    def send_news(self, *, flush_only: bool) -> None:
         """Send a response if there is anything that the ones before did not have.
 
-        alone: no other request has news
+        flush_only: no other request has news
         """
         with self._sending:
             if self._ended:
                 return
             try:
-                self._send_news(alone)
+                self._send_news(flush_only)
             except Exception as error:  # the other requests go on
                 traceback.print_exc()
                 self._error = error_response(error)
@@ -214,14 +214,14 @@ class Answer:
         self._answers.put(self, urgent=urgent)
 
     def _progress_of(self, number: int) -> SnapshotCallback:
-        def take(snapshot: Snapshot) -> None:
+        def on_snapshot(snapshot: Snapshot) -> None:
             self._snapshots[number] = snapshot
             self._notify(urgent=not self._sent)
 
-        return take
+        return on_snapshot
 
     def _end_of(self, number: int) -> Callable[[Future[GenerateOutput]], None]:
-        def take(future: Future[GenerateOutput]) -> None:
+        def on_end(future: Future[GenerateOutput]) -> None:
             if future.cancelled():
                 return
             error = future.exception()
@@ -231,22 +231,22 @@ class Answer:
                 self._error, self._failure = error_response(error), reason_of(error)
             self._notify(urgent=True)
 
-        return take
+        return on_end
 
-    def _send_news(self, alone: bool) -> None:
+    def _send_news(self, flush_only: bool) -> None:
         if self._error is not None:
             self._end(self._error)
             return
-        ended = [output for output in self._last if output is not None]
-        complete = len(ended) == len(self._rows)
+        finished = [output for output in self._last if output is not None]
+        complete = len(finished) == len(self._rows)
         tokens = self._tokens_of_all() if self._streams else 0
         # What the hypotheses of a beam search were a few tokens ago is not known any more.
-        known = not any(snapshot.best for snapshot in self._snapshots.values())
-        if alone and known and tokens > self._sent + 1:
+        has_best = not any(snapshot.best for snapshot in self._snapshots.values())
+        if flush_only and has_best and tokens > self._sent + 1:
             tokens = self._sent + 1
             self._answers.put(self, urgent=False)
         elif complete:
-            self._end(self._response(ended))
+            self._end(self._response(finished))
             return
         if tokens > self._sent:
             first = self._sent if self._increments else 0
@@ -264,11 +264,11 @@ class Answer:
             for row, last in enumerate(self._last)
             if last is None
         ]
-        ended = [len(last.output_ids) for last in self._last if last is not None]
-        return min(tokens) if tokens else max(ended)
+        num_finished = [len(last.output_ids) for last in self._last if last is not None]
+        return min(tokens) if tokens else max(num_finished)
 
     def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
-        told = self._forwarded or "is_return_progress" in self._tensors
+        reports_progress = self._forwarded or "is_return_progress" in self._tensors
         tensors = {}
         if not _OWN_TENSORS.issuperset(self._wanted):
             tensors = self._to_tensors(self._shown(outputs))
@@ -277,7 +277,7 @@ class Answer:
             tensors[NUM_CACHED_TOKENS.name] = counts[:, None].int()
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
-        if told and "news" in self._wanted:
+        if reports_progress and "news" in self._wanted:
             tensors["news"] = news(
                 self._prompts, outputs, self._before(outputs), self._finished(outputs)
             )
@@ -386,8 +386,8 @@ def error_response(error: BaseException) -> Any:
 
 def reason_of(error: BaseException) -> str:
     """Why a request was not answered, as the metrics have it."""
-    refused = isinstance(error, BusyError | RequestError | ParameterError)
-    return REFUSED if refused else FAILED
+    is_client_error = isinstance(error, BusyError | RequestError | ParameterError)
+    return REFUSED if is_client_error else FAILED
 
 
 class StreamSender:

@@ -121,9 +121,9 @@ def encoder_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[
     for row, state in enumerate(states):
         hidden[row, : state.shape[0]] = state
     tensors = {"output_hidden_state": hidden}
-    asked = [output.attentions for output in outputs if output.attentions is not None]
+    requested = [output.attentions for output in outputs if output.attentions is not None]
     if any(request.return_attentions for request in requests):
-        sizes = (len(outputs), *asked[0].shape[:2], width, width)
+        sizes = (len(outputs), *requested[0].shape[:2], width, width)
         tensors["output_attentions"] = attentions = torch.zeros(sizes, dtype=dtype)
         for row, output in enumerate(outputs):
             if output.attentions is not None:
@@ -138,8 +138,8 @@ def agm_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str,
     if "output_ids" in tensors:
         prompts = [real_ids(request, shape.prompt_start_id) for request in requests]
         pairs = zip(prompts, requests, strict=True)
-        whole = max(len(prompt) + request.output_len for prompt, request in pairs)
-        tensors["output_ids"] = tensors["output_ids"][..., : max(1, whole)]
+        total_len = max(len(prompt) + request.output_len for prompt, request in pairs)
+        tensors["output_ids"] = tensors["output_ids"][..., : max(1, total_len)]
     for name in {"output_ids", "sequence_length"} & tensors.keys():
         tensors[name] = tensors[name].to(torch.int32).contiguous()
     return tensors
@@ -176,13 +176,13 @@ def scores(requests: Requests, outputs: Outputs, longest: int, shape: Shape) -> 
 
     longest: tokens in the axis of what was generated, without increments
     """
-    wanted = shape.wanted
+    requested = shape.wanted
     if shape.increments:
         longest = max(1, *map(_num_log_probs, outputs))
-    tensors = model_log_probs(outputs, longest, wanted)
+    tensors = model_log_probs(outputs, longest, requested)
     if any(request.return_log_probs for request in requests):
-        tensors.update(log_probs(outputs, longest, wanted))
-    if "context_logits" in wanted:
+        tensors.update(log_probs(outputs, longest, requested))
+    if "context_logits" in requested:
         tensors.update(context_logits(outputs))
     return tensors
 
@@ -193,7 +193,7 @@ def _num_log_probs(output: GenerateOutput) -> int:
     return max(len(output.output_log_probs), 0 if scores is None else len(scores.log_probs))
 
 
-def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:
+def log_probs(outputs: Outputs, longest: int, requested: Collection[str]) -> dict[str, Tensor]:
     """Log-probabilities of every hypothesis, [B, beam] and, if wanted, [B, beam, longest]; 0 for
     padding."""
     beams = beam_axis(outputs)
@@ -202,7 +202,7 @@ def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[s
         for beam, hypothesis in enumerate(output.hypotheses):
             sums[row, beam] = hypothesis.cum_log_probs or 0.0
     tensors = {"cum_log_probs": torch.from_numpy(sums)}
-    if "output_log_probs" in wanted:
+    if "output_log_probs" in requested:
         per_token = np.zeros((len(outputs), beams, longest), dtype=np.float32)
         for row, output in enumerate(outputs):
             for beam, hypothesis in enumerate(output.hypotheses):
@@ -214,9 +214,9 @@ def log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[s
 
 def context_embeddings(outputs: Outputs, beams: int) -> Tensor:
     """Float32 [B, beams, hidden], the same for all beams; zeros for rows not asked."""
-    given = [output.context_embeddings for output in outputs]
-    size = next(total.shape[0] for total in given if total is not None)
-    rows = [torch.zeros(size) if total is None else total for total in given]
+    embeddings = [output.context_embeddings for output in outputs]
+    size = next(total.shape[0] for total in embeddings if total is not None)
+    rows = [torch.zeros(size) if total is None else total for total in embeddings]
     return torch.stack(rows)[:, None].expand(-1, beams, -1).contiguous()
 
 
@@ -225,53 +225,59 @@ def context_logits(outputs: Outputs) -> dict[str, Tensor]:
 
     Nothing where no row was asked.
     """
-    given = [output.context_logits for output in outputs if output.context_logits is not None]
-    if not given:
+    values = [output.context_logits for output in outputs if output.context_logits is not None]
+    if not values:
         return {}
-    longest = max(logits.shape[0] for logits in given)
-    whole = torch.zeros(len(outputs), longest, given[0].shape[1])
+    longest = max(logits.shape[0] for logits in values)
+    padded = torch.zeros(len(outputs), longest, values[0].shape[1])
     for row, output in enumerate(outputs):
         if output.context_logits is not None:
-            whole[row, : output.context_logits.shape[0]] = output.context_logits
-    return {"context_logits": whole}
+            padded[row, : output.context_logits.shape[0]] = output.context_logits
+    return {"context_logits": padded}
 
 
-def model_log_probs(outputs: Outputs, longest: int, wanted: Collection[str]) -> dict[str, Tensor]:
+def model_log_probs(
+    outputs: Outputs, longest: int, requested: Collection[str]
+) -> dict[str, Tensor]:
     """Log-probabilities of generated tokens [B, beam, longest] and of prompts [B, longest prompt],
-    each with [..., K] of the most likely tokens; only `wanted` ones that any row requests.
+    each with [..., K] of the most likely tokens; only `requested` ones that any row requests.
 
     0 after a row's tokens, for rows not asked, and beyond a row's own K. Only the first of the
     beams has any: a beam search has none.
     """
-    rows = {at: each.token_log_probs for at, each in enumerate(outputs) if each.token_log_probs}
-    generated = _filled(rows, (len(outputs), longest), TOKEN_LOG_PROBS, wanted)
+    rows = {
+        at: output.token_log_probs for at, output in enumerate(outputs) if output.token_log_probs
+    }
+    generated = _filled(rows, (len(outputs), longest), TOKEN_LOG_PROBS, requested)
     for name, tensor in generated.items():
         generated[name] = tensor.new_zeros(len(outputs), beam_axis(outputs), *tensor.shape[1:])
         generated[name][:, 0] = tensor
-    rows = {at: each.prompt_log_probs for at, each in enumerate(outputs) if each.prompt_log_probs}
+    rows = {
+        at: output.prompt_log_probs for at, output in enumerate(outputs) if output.prompt_log_probs
+    }
     shape = (len(outputs), max([1, *(len(row.log_probs) for row in rows.values())]))
-    return {**generated, **_filled(rows, shape, PROMPT_LOG_PROBS, wanted)}
+    return {**generated, **_filled(rows, shape, PROMPT_LOG_PROBS, requested)}
 
 
 def _filled(
     rows: Mapping[int, ModelLogProbs],
     shape: tuple[int, int],
     fields: Mapping[str, str],
-    wanted: Collection[str],
+    requested: Collection[str],
 ) -> dict[str, Tensor]:
     """The rows' fields in tensors of `shape`, [B, tokens] or, with the K likeliest, [B, tokens, K];
     without these where K is 0.
     """
     filled = {}
     for name, field in fields.items():
-        values = {at: getattr(each, field) for at, each in rows.items() if name in wanted}
-        sizes = [own.shape[1:].numel() for own in values.values()]
+        values = {at: getattr(output, field) for at, output in rows.items() if name in requested}
+        sizes = [value.shape[1:].numel() for value in values.values()]
         if not any(sizes):
             continue
         some = next(iter(values.values()))
-        whole = some.new_zeros(*shape, *([max(sizes)] if some.dim() == 2 else []))
-        for at, own in values.items():
-            place = (at, *map(slice, own.shape))
-            whole[place] = own
-        filled[name] = whole
+        padded = some.new_zeros(*shape, *([max(sizes)] if some.dim() == 2 else []))
+        for at, local in values.items():
+            index = (at, *map(slice, local.shape))
+            padded[index] = local
+        filled[name] = padded
     return filled

@@ -177,7 +177,7 @@ def news(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[GenerateOutput],
     before: Sequence[int],
-    ended: Sequence[bool],
+    finished: Sequence[bool],
 ) -> torch.Tensor:
     """The tensor `news` of a response: INT32 [B, beam, 4 + n].
 
@@ -190,7 +190,7 @@ def news(
     ended:   of each row, whether no more tokens will come
     """
     rows = []
-    for prompt, output, count, end in zip(prompts, outputs, before, ended, strict=True):
+    for prompt, output, count, end in zip(prompts, outputs, before, finished, strict=True):
         start = len(prompt) + count if count else 0
         rows.append(
             [
@@ -211,7 +211,7 @@ def news(
     )
     values = packed.numpy()
     for number, row in enumerate(rows):
-        values[number, :, 3] = ended[number]
+        values[number, :, 3] = finished[number]
         for beam, ids in enumerate(row):
             values[number, beam, : len(ids)] = ids
     return packed

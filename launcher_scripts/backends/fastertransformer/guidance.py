@@ -89,7 +89,7 @@ def _any_of(value: Any) -> str:
     if not isinstance(value, list) or not value or not all(map(_is_grammar, value)):
         raise ValueError("any_of is a list of objects with one key each")
     names, grammars = [], []
-    for index, ((key, alternative),) in enumerate(each.items() for each in value):
+    for index, ((key, alternative),) in enumerate(item.items() for item in value):
         first, *others = _members(_GRAMMARS[key](alternative))
         names.append(f"@alternative{index}")
         grammars += [{**first, "name": names[-1][1:]}, *others]
@@ -284,13 +284,17 @@ class GrammarCompiler:
     def _grammar(self, text: str) -> str:
         """The grammar in llguidance's own form."""
         try:
-            given = json.loads(text)
-            marks = given.pop("reasoning", None) if isinstance(given, dict) else None
-            if not _is_grammar(given):
+            grammar_request = json.loads(text)
+            delimiters = (
+                grammar_request.pop("reasoning", None)
+                if isinstance(grammar_request, dict)
+                else None
+            )
+            if not _is_grammar(grammar_request):
                 raise ValueError("it is a JSON object with one key, and maybe reasoning")
-            ((key, value),) = given.items()
+            ((key, value),) = grammar_request.items()
             grammar = _GRAMMARS[key](value)
-            return grammar if marks is None else self._behind_reasoning(marks, grammar)
+            return grammar if delimiters is None else self._behind_reasoning(delimiters, grammar)
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 problem(
@@ -298,13 +302,13 @@ class GrammarCompiler:
                 )
             ) from error
 
-    def _behind_reasoning(self, marks: Any, grammar: str) -> str:
+    def _behind_reasoning(self, delimiters: Any, grammar: str) -> str:
         """A grammar's text behind what is thought, whose first mark may have come already."""
-        if not isinstance(marks, dict) or not {"end"} <= marks.keys() <= {"begin", "end"}:
+        if not isinstance(delimiters, dict) or not {"end"} <= delimiters.keys() <= {"begin", "end"}:
             raise ValueError("reasoning is an object with the mark `end`, and maybe `begin`")
-        if not all(isinstance(mark, str) and mark for mark in marks.values()):
+        if not all(isinstance(mark, str) and mark for mark in delimiters.values()):
             raise ValueError("the marks of reasoning are texts")
-        begin, end = marks.get("begin"), self._symbols(marks["end"])
+        begin, end = delimiters.get("begin"), self._symbols(delimiters["end"])
         opened = "thought" if begin is None else f"({' '.join(self._symbols(begin))} thought)?"
         plain = len(end) == 1 and end[0].startswith('"')
         within = f"[suffix={end[0]}]: TEXT" if plain else f": TEXT {' '.join(end)}"
@@ -324,12 +328,12 @@ class GrammarCompiler:
         text."""
         special_id = self._tokenizer.special_id
         parts = [mark] if special_id(mark) is not None else filter(None, _TOKENS.split(mark))
-        found = [(part, special_id(part)) for part in parts]
-        if all(special is None for _, special in found):
+        symbol_ids = [(part, special_id(part)) for part in parts]
+        if all(special is None for _, special in symbol_ids):
             return [json.dumps(mark, ensure_ascii=False)]
         return [
             json.dumps(part, ensure_ascii=False) if special is None else f"<[{special}]>"
-            for part, special in found
+            for part, special in symbol_ids
         ]
 
 

@@ -140,8 +140,8 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any] | None:
         """Hand every request's rows to the engine; answers follow through response senders."""
         senders = [response_sender(request) for request in requests]
-        for request, own_sender in zip(requests, senders, strict=True):
-            sender = StreamSender(own_sender) if self._streams else own_sender
+        for request, local_sender in zip(requests, senders, strict=True):
+            sender = StreamSender(local_sender) if self._streams else local_sender
             kind: Kind = Answer
             try:
                 if self._streams and (shared := shared_id(request.request_id())) is not None:
@@ -151,8 +151,8 @@ class TritonPythonModel:
                     kind = partial(SharedAnswer, self._shared.find(shared.stream), shared.number)
                 if (forwarded := forwarded_request(request)) is not None:
                     channel = self._channels.to(forwarded.channel)
-                    nothing = pb_utils.InferenceResponse([])
-                    sender = ChannelSender(channel, forwarded, partial(send_last, sender, nothing))
+                    empty = pb_utils.InferenceResponse([])
+                    sender = ChannelSender(channel, forwarded, partial(send_last, sender, empty))
                 if self._sessions is None:
                     self._begin(request, sender, kind)
                 else:
@@ -167,12 +167,12 @@ class TritonPythonModel:
         return returned(senders)
 
     def _begin(self, request: Any, sender: Any, kind: Kind) -> None:
-        given = input_tensors(request, self._contract)
-        tensors = with_parameters(request, self._contract, given)
+        inputs = input_tensors(request, self._contract)
+        tensors = with_parameters(request, self._contract, inputs)
         rows = to_requests(self._contract, tensors)
         self._check_room(len(rows))
         answer = self._answer(
-            request, sender, kind, rows, tensors, shown=rows, padding=padding(tensors, rows)
+            request, sender, kind, rows, tensors, answered=rows, padding=padding(tensors, rows)
         )
         self._start(request, answer)
 
@@ -209,8 +209,8 @@ class TritonPythonModel:
         """A request of a session: its tensors have an axis of one in front of its rows."""
         key = request.correlation_id()
         end = bool(control(request, "END"))
-        given = input_tensors(request, self._contract)
-        inner = {name: tensor[0] for name, tensor in given.items()}
+        inputs = input_tensors(request, self._contract)
+        inner = {name: tensor[0] for name, tensor in inputs.items()}
         tensors = with_parameters(request, self._contract, inner)
         rows = to_requests(self._contract, tensors)
         turn = sessions.begin_turn(
@@ -222,7 +222,7 @@ class TritonPythonModel:
             kind,
             rows,
             tensors,
-            shown=turn.shown,
+            answered=turn.shown,
             on_end=lambda: sessions.end_turn(key, turn, end=end),
         )
         self._start(request, answer, turn.sessions)
@@ -235,31 +235,31 @@ class TritonPythonModel:
         rows: Sequence[GenerateRequest],
         tensors: Mapping[str, torch.Tensor],
         *,
-        shown: Sequence[GenerateRequest],
+        answered: Sequence[GenerateRequest],
         padding: int = 0,
         **more: Any,
     ) -> Answer:
-        """shown: the rows as the client sees them;  padding: see Shape"""
+        """answered: the rows as the client sees them;  padding: see Shape"""
         forwarded = isinstance(sender, ChannelSender)
-        wanted = frozenset(request.requested_output_names())
+        requested = frozenset(request.requested_output_names())
         # What a text model or a client without `news` gets is all that there is so far.
         increments = (
             self._streams
             and not forwarded
-            and "news" in wanted
+            and "news" in requested
             and "is_return_progress" in tensors
             and all(row.sampling.beam_width == 1 for row in rows)
         )
-        shape = self._shape(padding, wanted, increments)
+        shape = self._shape(padding, requested, increments)
         answer = kind(
             self._answers,
             sender,
             rows,
             tensors,
-            wanted,
-            lambda outputs: self._to_tensors(shown, outputs, shape),
+            requested,
+            lambda outputs: self._to_tensors(answered, outputs, shape),
             streams=self._streams and (not forwarded or sender.streams),
-            prompts=self._prompts(shown, shape) if "news" in wanted else (),
+            prompts=self._prompts(answered, shape) if "news" in requested else (),
             increments=increments,
             forwarded=forwarded,
             seconds=seconds_allowed(request),
@@ -275,9 +275,9 @@ class TritonPythonModel:
             return [()] * len(rows)
         return [real_ids(row, shape.prompt_start_id) for row in rows]
 
-    def _shape(self, padding: int, wanted: Collection[str], increments: bool) -> Shape:
+    def _shape(self, padding: int, requested: Collection[str], increments: bool) -> Shape:
         config, dtype = self._engine.config, DTYPES[self._engine.settings.data_type]
-        return Shape(padding, config.end_id, dtype, prompt_start_id(config), wanted, increments)
+        return Shape(padding, config.end_id, dtype, prompt_start_id(config), requested, increments)
 
     def _lost(self, error: ServerError) -> None:
         """Tell who watches this server; one that nobody watches ends itself."""
@@ -309,8 +309,8 @@ def input_tensors(request: Any, contract: Contract) -> dict[str, torch.Tensor]:
         if (name := tensor.name()) in contract.known
     }
     if missing := [name for name in contract.required if name not in result]:
-        what = f"required inputs are missing: {', '.join(missing)}"
-        raise RequestError(problem(what, got=list(result)))
+        message = f"required inputs are missing: {', '.join(missing)}"
+        raise RequestError(problem(message, got=list(result)))
     return result
 
 
@@ -326,11 +326,11 @@ def with_parameters(
     kinds = contract.parameters
     values = parameter_values(request.parameters(), kinds, tensors, (CLIENT_PARAMETER,))
     rows = len(next(iter(tensors.values())))
-    made = {
+    created = {
         name: torch.full((rows, 1), value, dtype=_TYPES[kinds[name]])
         for name, value in values.items()
     }
-    return {**tensors, **made}
+    return {**tensors, **created}
 
 
 def client_of(request: Any) -> str:

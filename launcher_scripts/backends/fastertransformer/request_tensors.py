@@ -120,12 +120,12 @@ def _output_lens(
     if not contract.counts_prompts:
         return list(columns[name])
     problems = Problems("the request")
-    for prompt, whole in zip(inputs, columns[name], strict=True):
-        if whole < len(prompt):
+    for prompt, total in zip(inputs, columns[name], strict=True):
+        if total < len(prompt):
             choices = [f"at least {len(prompt)}"]
-            problems.add(f"{name} counts the prompt's tokens, too", got=whole, choices=choices)
+            problems.add(f"{name} counts the prompt's tokens, too", got=total, choices=choices)
     problems.raise_if_any(RequestError)
-    return [whole - len(prompt) for prompt, whole in zip(inputs, columns[name], strict=True)]
+    return [total - len(prompt) for prompt, total in zip(inputs, columns[name], strict=True)]
 
 
 def _decoder_ids(tensors: Mapping[str, Tensor], rows: int) -> dict[str, list[tuple[int, ...]]]:
@@ -135,8 +135,8 @@ def _decoder_ids(tensors: Mapping[str, Tensor], rows: int) -> dict[str, list[tup
         return {}
     ids = _ids(tensors, name).long()
     if ids.shape[0] != rows:
-        what = f"{name} needs one row per row of input_ids"
-        raise RequestError(problem(what, got=ids.shape[0], choices=(rows,)))
+        message = f"{name} needs one row per row of input_ids"
+        raise RequestError(problem(message, got=ids.shape[0], choices=(rows,)))
     lengths = ids.shape[1] - (ids == NO_TOKEN).flip(1).long().cumprod(1).sum(1)
     return {name: [tuple(row[:length]) for row, length in zip(ids.tolist(), lengths, strict=True)]}
 
@@ -145,8 +145,8 @@ def _column(spec: Spec, tensor: Tensor, problems: Problems, rows: int) -> list[A
     """One value per row of a tensor."""
     values = (tensor if tensor.dim() == 1 else tensor.reshape(-1)).tolist()
     if len(values) != rows:
-        what = f"{spec.name} needs one value per row of input_ids, [{rows}]"
-        problems.add(what, got=list(tensor.shape))
+        message = f"{spec.name} needs one value per row of input_ids, [{rows}]"
+        problems.add(message, got=list(tensor.shape))
         return [None] * rows
     return [spec.value(value) for value in values]
 
@@ -182,14 +182,14 @@ def _biases(
 ) -> dict[str, list[tuple[tuple[int, float], ...]]]:
     """The field of every row's biases from ids and values [B, n]; -1 among the ids pads."""
     names = ("logit_bias_ids", "logit_bias_values")
-    there = [tensors[name] for name in names if name in tensors]
-    if not there:
+    present = [tensors[name] for name in names if name in tensors]
+    if not present:
         return {}
-    shapes = [list(tensor.shape) for tensor in there]
-    if len(there) == 1 or shapes[0] != shapes[1]:
+    shapes = [list(tensor.shape) for tensor in present]
+    if len(present) == 1 or shapes[0] != shapes[1]:
         problems.add(f"{' and '.join(names)} must come together, in one shape", got=shapes)
         return {}
-    ids, values = (each.expand(rows, -1) if each.dim() == 1 else each for each in there)
+    ids, values = (tensor.expand(rows, -1) if tensor.dim() == 1 else tensor for tensor in present)
     if ids.dim() != 2 or ids.shape[0] != rows:
         problems.add(f"{' and '.join(names)} must be [{rows}, n]", got=shapes[0])
         return {}
@@ -208,12 +208,12 @@ def _grammars(
     if name not in tensors:
         return {}
     tensor = tensors[name]
-    given = tensor.expand(rows, -1) if tensor.dim() == 1 else tensor
-    if given.dim() != 2 or given.shape[0] != rows:
+    rows_of_text = tensor.expand(rows, -1) if tensor.dim() == 1 else tensor
+    if rows_of_text.dim() != 2 or rows_of_text.shape[0] != rows:
         problems.add(f"{name} must be [{rows}, n]", got=list(tensor.shape))
         return {}
     texts = []
-    for row in given.numpy():
+    for row in rows_of_text.numpy():
         try:
             texts.append(row.tobytes().rstrip(b"\0").decode() or None)
         except ValueError as error:
@@ -261,7 +261,7 @@ def _embeddings(
     problems: Problems,
 ) -> list[Tensor | None]:
     """Every row's own prompt, float32 [virtual tokens, hidden]; None for rows without one."""
-    given = tensors.get(EMBEDDING)
+    embedding = tensors.get(EMBEDDING)
     rows = len(types)
     for kind in {*types} - {None, *PROMPT_TYPES}:
         problems.add(
@@ -269,24 +269,26 @@ def _embeddings(
             got=kind,
             choices=[f"{number:d} ({meaning})" for number, meaning in PROMPT_TYPES.items()],
         )
-    if given is None:
+    if embedding is None:
         if any(lengths):
             problems.add(f"{LENGTHS} comes without {EMBEDDING}")
         return [None] * rows
     if LENGTHS not in tensors or None in types:
         problems.add(f"{EMBEDDING} needs {LENGTHS}" + (f" and {TYPE}" if None in types else ""))
         return [None] * rows
-    if given.dim() != 3 or given.shape[0] != rows:
+    if embedding.dim() != 3 or embedding.shape[0] != rows:
         problems.add(
-            f"{EMBEDDING} must be [{rows}, virtual tokens, hidden size]", got=list(given.shape)
+            f"{EMBEDDING} must be [{rows}, virtual tokens, hidden size]", got=list(embedding.shape)
         )
         return [None] * rows
     result: list[Tensor | None] = []
     for row, (length, kind) in enumerate(zip(lengths, types, strict=True)):
-        if length is None or not 0 <= length <= given.shape[1]:
+        if length is None or not 0 <= length <= embedding.shape[1]:
             problems.add(
-                f"{LENGTHS} must be within {EMBEDDING}", got=length, choices=[f"0-{given.shape[1]}"]
+                f"{LENGTHS} must be within {EMBEDDING}",
+                got=length,
+                choices=[f"0-{embedding.shape[1]}"],
             )
         used = length and kind != PromptType.NONE
-        result.append(given[row, :length].float().clone() if used else None)
+        result.append(embedding[row, :length].float().clone() if used else None)
     return result

@@ -108,8 +108,8 @@ def engine_settings(
         print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
     problems = Problems("the model's config.pbtxt")
     numbers = {
-        name: _integer(values, name, least, default, problems)
-        for name, least, default in (
+        name: _integer(values, name, minimum, default, problems)
+        for name, minimum, default in (
             ("tensor_para_size", 1, None),
             ("pipeline_para_size", 1, "1"),
             ("int8_mode", 0, "0"),
@@ -165,17 +165,17 @@ def engine_settings(
 
 
 def _integer(
-    values: Mapping[str, str], name: str, least: int, default: str | None, problems: Problems
+    values: Mapping[str, str], name: str, minimum: int, default: str | None, problems: Problems
 ) -> int:
     text = values.get(name, default)
     if name in FLAGS and text is not None:
         text = FLAG_WORDS.get(text.lower(), text)
     if text is None:
         problems.add(f"{name} is missing", change=WHERE)
-        return least
-    if not text.isdecimal() or int(text) < least:
-        problems.add(f"{name} must be a number of at least {least}", got=text, change=WHERE)
-        return least
+        return minimum
+    if not text.isdecimal() or int(text) < minimum:
+        problems.add(f"{name} must be a number of at least {minimum}", got=text, change=WHERE)
+        return minimum
     return int(text)
 
 
@@ -269,10 +269,10 @@ def _kill_server() -> None:
 
 def _find(group: NodeGroup, settings: EngineSettings) -> RankHost:
     """Join the newest engine of this run that lets us."""
-    patience = settings.start_timeout
+    timeout = settings.start_timeout
     folders = (settings.checkpoint_dir, settings.draft_checkpoint_dir)
-    deadline = time.monotonic() + patience
-    said = "nothing"
+    deadline = time.monotonic() + timeout
+    last_reason = "nothing"
     while time.monotonic() < deadline:
         for info in find_rendezvous(group.folders, group.node_rank.run).values():
             if info.model != group.model:
@@ -280,11 +280,11 @@ def _find(group: NodeGroup, settings: EngineSettings) -> RankHost:
             try:
                 return RankHost(group.node_rank, info, folders)
             except (ServerError, OSError) as error:
-                said = str(error)
+                last_reason = str(error)
         time.sleep(POLL_SECONDS)
     looked = ", ".join(map(str, group.folders))
-    what = f"node 0 of model {group.model} was not found within {patience:g} s in {looked}"
-    raise ServerError(problem(what, got=said, change=ADVICE))
+    message = f"node 0 of model {group.model} was not found within {timeout:g} s in {looked}"
+    raise ServerError(problem(message, got=last_reason, change=ADVICE))
 
 
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
@@ -350,7 +350,7 @@ class ModelMetrics:
             for reason in (names.REFUSED, names.CANCELLED, names.FAILED)
         }
         self._failures[names.GIVEN_UP.name] = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
-        metrics = {name: each for each in names.MODEL_METRICS for name in each.samples}
+        metrics = {name: metric for metric in names.MODEL_METRICS for name in metric.samples}
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for sample in engine.statistics.samples():
             key = (sample.name, sample.labels)

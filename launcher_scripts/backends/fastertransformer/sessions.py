@@ -123,9 +123,9 @@ class Sessions:
                 return
             conversation.open_requests = 0
             conversation.last_used = time.monotonic()
-            refused = [session.said is None and not session.busy for session in turn.sessions]
-            unequal = any(refused) and len(refused) > 1
-            never = all(refused) and not any(session.positions for session in turn.sessions)
+            is_new = [session.said is None and not session.busy for session in turn.sessions]
+            unequal = any(is_new) and len(is_new) > 1
+            never = all(is_new) and not any(session.positions for session in turn.sessions)
             if end or unequal or never:
                 self._end(key)
 

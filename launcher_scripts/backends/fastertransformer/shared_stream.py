@@ -55,15 +55,15 @@ class SharedStream:
             self._queued = True
             self._answers.put(self, urgent=urgent)
 
-    def send_news(self, *, alone: bool) -> None:  # noqa: ARG002
+    def send_news(self, *, flush_only: bool) -> None:  # noqa: ARG002
         """Send one response with the news of all rows that have any."""
         self._queued = False  # before the rows are taken: one that comes later queues the stream
         rows = dict.fromkeys([self._waiting.popleft() for _ in range(len(self._waiting))])
-        news = {row: new for row in rows if (new := row.take_news())}
+        deltas = {row: new for row in rows if (new := row.take_news())}
         with self._sending:
-            if news and not self.closed:
-                self._sender.send(_response(news.values()))
-        for row, (_, _, finished, _) in news.items():
+            if deltas and not self.closed:
+                self._sender.send(_response(deltas.values()))
+        for row, (_, _, finished, _) in deltas.items():
             if finished:
                 row.finish()
 
@@ -106,9 +106,9 @@ class SharedStreams:
 class SharedAnswer(Answer):
     """One row whose tokens go out in a shared stream."""
 
-    def __init__(self, stream: SharedStream, number: int, *given: Any, **more: Any) -> None:
+    def __init__(self, stream: SharedStream, number: int, *args: Any, **more: Any) -> None:
         """number: the row's in the stream. Raises RequestError for more than one row or beam."""
-        super().__init__(*given, **more)
+        super().__init__(*args, **more)
         self._stream = stream
         self._number = number
         self._check()
@@ -135,9 +135,9 @@ class SharedAnswer(Answer):
             ids, cached = last.output_ids[self._sent :], last.num_cached_tokens
         if not ids and last is None:
             return None
-        news = self._number, ids, last is not None, 0 if self._sent else cached
+        deltas = self._number, ids, last is not None, 0 if self._sent else cached
         self._sent += len(ids)
-        return news
+        return deltas
 
     def finish(self) -> None:
         """End the row's own stream."""

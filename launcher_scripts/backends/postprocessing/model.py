@@ -49,8 +49,8 @@ class TritonPythonModel:
             ids = tokens[row][: int(lengths[row])].tolist()
             text = RowText(self.tokenizer.decode, ids, prompt=int(prompts[row]))
             ended, seen = bool(finished[row]), int(prompts[row] + streamed[row])
-            whole = text.text(finished=ended, with_prompt=starts[row] == 0)
-            texts[row][0] = whole.encode("utf-8")
+            text_so_far = text.text(finished=ended, with_prompt=starts[row] == 0)
+            texts[row][0] = text_so_far.encode("utf-8")
             deltas[row][0] = text.delta(seen, finished=ended).encode("utf-8")
         return [self.tensors.tensor("OUTPUT", texts), self.tensors.tensor("OUTPUT_DELTA", deltas)]
 

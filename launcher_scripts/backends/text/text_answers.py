@@ -73,14 +73,14 @@ class TextAnswer:
                 self.ended = True
                 self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=FINAL)
 
-    def _take_news(self, news: NDArray[Any]) -> None:
-        self._lengths = news[..., 0]
-        for place in np.ndindex(news.shape[:2]):
-            length, prompt, start, finished = news[place][:4].tolist()
-            ids = news[place][4 : 4 + length - start].tolist()
-            if place not in self._beams:
-                self._beams[place] = GrowingText(self._decode)
-            self._beams[place].take(start, ids, prompt=prompt, finished=bool(finished))
+    def _take_news(self, deltas: NDArray[Any]) -> None:
+        self._lengths = deltas[..., 0]
+        for index in np.ndindex(deltas.shape[:2]):
+            length, prompt, start, finished = deltas[index][:4].tolist()
+            ids = deltas[index][4 : 4 + length - start].tolist()
+            if index not in self._beams:
+                self._beams[index] = GrowingText(self._decode)
+            self._beams[index].take(start, ids, prompt=prompt, finished=bool(finished))
 
     def send_news(self) -> None:
         """Send what has come since the last time; at the end of the text also the end."""
@@ -102,8 +102,8 @@ class TextAnswer:
 
     def _send_end(self) -> None:
         if self.request.todays and "text_output" in self.request.outputs:
-            nothing = np.full(self._lengths.size, b"", dtype=np.object_)
-            last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", nothing)])
+            empty = np.full(self._lengths.size, b"", dtype=np.object_)
+            last = pb_utils.InferenceResponse([self._tensors.tensor("text_output", empty)])
             self._sender.send(last, flags=FINAL)
         else:
             self._sender.send(flags=FINAL)
@@ -138,15 +138,15 @@ class TextAnswer:
     def _texts(self) -> dict[str, NDArray[Any]]:
         shape = self._lengths.shape
         deltas, pieces, texts = (np.empty((*shape, 1), dtype=np.object_) for _ in range(3))
-        for place in np.ndindex(shape):
-            beam = self._beams[place]
+        for index in np.ndindex(shape):
+            beam = self._beams[index]
             first = not beam.text
             delta = beam.news()
-            prompt = beam.prompt_text() if self.request.with_prompt[place[0]] else ""
+            prompt = beam.prompt_text() if self.request.with_prompt[index[0]] else ""
             text = prompt + beam.text
             piece = (prompt if first else "") + delta if self.request.streams else text
             for target, value in ((deltas, delta), (pieces, piece), (texts, text)):
-                target[place][0] = value.encode("utf-8")
+                target[index][0] = value.encode("utf-8")
         return {
             "OUTPUT_0": texts,
             "OUTPUT_DELTA": deltas,

@@ -44,8 +44,8 @@ class Message:
     def pack(self) -> bytes:
         """As it is on the socket: UINT32, so many bytes of JSON, the tensors' values."""
         tensors = [(name, at.dtype.str, at.shape) for name, at in self.tensors.items()]
-        said = {"key": self.key, "last": self.last, "error": self.error, "tensors": tensors}
-        head = json.dumps(said).encode()
+        header = {"key": self.key, "last": self.last, "error": self.error, "tensors": tensors}
+        head = json.dumps(header).encode()
         values = [at.tobytes() for at in self.tensors.values()]
         return b"".join([struct.pack("<I", len(head)), head, *values])
 
@@ -56,10 +56,10 @@ class Channel:
     name: of the socket, which is in no file system
     """
 
-    def __init__(self, take: Callable[[Message], None], lost: Callable[[], None]) -> None:
-        """take: called with every message; lost: called when a token model has gone"""
+    def __init__(self, on_message: Callable[[Message], None], lost: Callable[[], None]) -> None:
+        """on_message: called with every message; lost: called when a token model has gone"""
         self.name = f"launcher-text-{uuid.uuid4().hex}"
-        self._take, self._lost = take, lost
+        self._take, self._lost = on_message, lost
         self._connections: list[Connection] = []
         self._writing = Lock()
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -116,12 +116,12 @@ def parse(raw: bytes) -> Message:
     """The message that was packed."""
     (length,) = struct.unpack_from("<I", raw)
     head = json.loads(raw[4 : 4 + length])
-    place = 4 + length
+    offset = 4 + length
     tensors = {}
     for name, kind, shape in head["tensors"]:
         count = int(np.prod(shape, dtype=np.int64))
-        values = np.frombuffer(raw, np.dtype(kind), count, place)
+        values = np.frombuffer(raw, np.dtype(kind), count, offset)
         tensors[name] = values.reshape(shape)
-        place += values.nbytes
+        offset += values.nbytes
     error = head.get("error")
     return Message(head["key"], head["last"], None if error is None else tuple(error), tensors)

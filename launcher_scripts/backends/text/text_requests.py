@@ -78,15 +78,15 @@ class Reader:
     def read(self, request: Any) -> TextRequest:
         """Raises BadRequestError or ParameterError."""
         request = self._tensors.complete(request)
-        given = self._given(request)
-        prompts = self._tensors.texts(request, given.get("INPUT_0", "INPUT_0"))
+        values = self._given(request)
+        prompts = self._tensors.texts(request, values.get("INPUT_0", "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
         languages = self._languages(request, "source_language", len(prompts))
-        own: Sequence[int | None] = languages or [None] * len(prompts)
+        local: Sequence[int | None] = languages or [None] * len(prompts)
         rows = [
             self._special.between(language, None).around(self._tokenizer.encode(prompt))
-            for prompt, language in zip(prompts, own, strict=True)
+            for prompt, language in zip(prompts, local, strict=True)
         ]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         inputs = {
@@ -94,43 +94,43 @@ class Reader:
             self._lengths: self._tensors.tensor(self._lengths, lengths),
         }
         if self._output_len is not None:
-            output_len = self._output_lengths(request, given, lengths)
+            output_len = self._output_lengths(request, values, lengths)
             inputs[self._output_len] = self._tensors.tensor(self._output_len, output_len)
             for name, source in WORDS.items():
-                more = self._end_ids(given) if name == "stop_words_list" else ()
-                if source in given or more:
-                    words = self._words(request, given.get(source), len(rows), more)
+                more = self._end_ids(values) if name == "stop_words_list" else ()
+                if source in values or more:
+                    words = self._words(request, values.get(source), len(rows), more)
                     inputs[name] = self._tensors.tensor(name, words)
-        for original, name in given.items():
+        for original, name in values.items():
             if original not in READ_HERE:
                 inputs[original] = self._passed_on(request, original, name)
-        begun = self._begun(request, given, len(rows))
-        if begun is not None:
-            inputs["decoder_input_ids"] = self._tensors.tensor("decoder_input_ids", begun)
-        todays = given["INPUT_0"] == "text_input"
+        started = self._begun(request, values, len(rows))
+        if started is not None:
+            inputs["decoder_input_ids"] = self._tensors.tensor("decoder_input_ids", started)
+        todays = values["INPUT_0"] == "text_input"
         outputs = self._wanted(request, todays)
-        streams = self.decoupled and self._flag(request, given, "stream", not todays)
+        streams = self.decoupled and self._flag(request, values, "stream", not todays)
         passed_on = sorted(name for name in outputs if not self.generates or name in LOG_PROBS)
         return TextRequest(
             inputs=list(inputs.values()),
             asked=["news", *passed_on] if self.generates else passed_on,
             outputs=outputs,
             rows=len(rows),
-            with_prompt=self._with_prompt(request, given, len(rows)),
+            with_prompt=self._with_prompt(request, values, len(rows)),
             todays=todays,
             streams=streams,
         )
 
     def _given(self, request: Any) -> dict[str, str]:
         """The original's name of each input -> the name that it came under."""
-        given: dict[str, str] = {}
+        inputs: dict[str, str] = {}
         for tensor in request.inputs():
             name = tensor.name()
             original = SAME_AS.get(name, name)
-            if original in given:
-                raise BadRequestError(f"{given[original]} and {name} are the same; send one")
-            given[original] = name
-        return given
+            if original in inputs:
+                raise BadRequestError(f"{inputs[original]} and {name} are the same; send one")
+            inputs[original] = name
+        return inputs
 
     def _languages(self, request: Any, tensor: str, rows: int) -> list[int] | None:
         """The ids of the languages that a request names, one of each row."""
@@ -139,37 +139,37 @@ class Reader:
             raise BadRequestError(f"{tensor} takes one per prompt; got {len(names)} for {rows}")
         return language_ids(names, tensor, self._special, self._tokenizer)
 
-    def _begun(self, request: Any, given: dict[str, str], rows: int) -> NDArray[Any] | None:
+    def _begun(self, request: Any, inputs: dict[str, str], rows: int) -> NDArray[Any] | None:
         """UINT32 [rows, n]: what the decoder begins with; None: as the model or the request says.
 
         All rows have as many.
         """
-        said = [name for name in DECODER if name in given]
+        decoder_names = [name for name in DECODER if name in inputs]
         languages = self._languages(request, "target_language", rows)
         if languages is not None:
-            if said:
-                raise BadRequestError(f"target_language and {said[0]} exclude each other")
-            begun = [self._special.between(None, language).decoder for language in languages]
-        elif self._special.decoder and not said:
-            begun = [self._special.decoder] * rows
+            if decoder_names:
+                raise BadRequestError(f"target_language and {decoder_names[0]} exclude each other")
+            openings = [self._special.between(None, language).decoder for language in languages]
+        elif self._special.decoder and not decoder_names:
+            openings = [self._special.decoder] * rows
         else:
             return None
-        return np.array(begun, dtype=np.uint32)
+        return np.array(openings, dtype=np.uint32)
 
     def _said(self, original: str) -> str:
         """Both names of an input."""
         return f"{TODAYS[original]} or {original}"
 
     def _output_lengths(
-        self, request: Any, given: dict[str, str], lengths: NDArray[Any]
+        self, request: Any, inputs: dict[str, str], lengths: NDArray[Any]
     ) -> NDArray[Any]:
         """UINT32 [rows, 1]; max_tokens never counts the prompt."""
-        if "INPUT_1" not in given:
+        if "INPUT_1" not in inputs:
             raise BadRequestError(
                 f"how many tokens to generate is missing: {self._said('INPUT_1')}"
             )
-        counts = self._counts(request, given["INPUT_1"])
-        if self._prompt_counts and given["INPUT_1"] == "max_tokens":
+        counts = self._counts(request, inputs["INPUT_1"])
+        if self._prompt_counts and inputs["INPUT_1"] == "max_tokens":
             counts = counts + lengths
         return counts.astype(np.uint32)
 
@@ -189,9 +189,9 @@ class Reader:
             return tensor
         return pb_utils.Tensor.from_dlpack(original, tensor.to_dlpack())
 
-    def _end_ids(self, given: dict[str, str]) -> Sequence[int]:
+    def _end_ids(self, inputs: dict[str, str]) -> Sequence[int]:
         """The ids that end a text besides the model's; a request's own end_id stands alone."""
-        return () if "end_id" in given else self._special.ends
+        return () if "end_id" in inputs else self._special.ends
 
     def _words(
         self, request: Any, name: str | None, rows: int, more: Sequence[int]
@@ -211,16 +211,16 @@ class Reader:
             raise BadRequestError(f"{name} takes one row per prompt; got {len(words)} for {rows}")
         return word_table(words, self._tokenizer, more)
 
-    def _flag(self, request: Any, given: dict[str, str], name: str, default: bool) -> bool:
+    def _flag(self, request: Any, inputs: dict[str, str], name: str, default: bool) -> bool:
         """A flag that holds for all rows: that of the first."""
-        if name not in given:
+        if name not in inputs:
             return default
         return bool(self._tensors.given(request, name).reshape(-1)[0])
 
-    def _with_prompt(self, request: Any, given: dict[str, str], rows: int) -> NDArray[Any]:
-        if "exclude_input_in_output" in given:
+    def _with_prompt(self, request: Any, inputs: dict[str, str], rows: int) -> NDArray[Any]:
+        if "exclude_input_in_output" in inputs:
             flags = ~self._tensors.given(request, "exclude_input_in_output")
-        elif "is_return_prompt" in given:
+        elif "is_return_prompt" in inputs:
             flags = self._tensors.given(request, "is_return_prompt")
         else:
             return np.zeros(rows, dtype=np.bool_)
@@ -240,5 +240,9 @@ SIGNED = {"top_k", "beam_width", "min_length", "end_id"}
 
 def _type_of(config: dict[str, Any], output: str) -> Any:
     """The numpy type of an output; None of one that there is not."""
-    found = pb_utils.get_output_config_by_name(config, output)
-    return None if found is None else pb_utils.triton_string_to_numpy(found["data_type"])
+    output_config = pb_utils.get_output_config_by_name(config, output)
+    return (
+        None
+        if output_config is None
+        else pb_utils.triton_string_to_numpy(output_config["data_type"])
+    )

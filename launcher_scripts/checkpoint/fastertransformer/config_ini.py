@@ -48,14 +48,14 @@ def format_config(config: ModelConfig, tp_size: int, weight_data_type: str) -> s
     """The text of config.ini; the model has its family's name there."""
     family = family_of(config).name
     form = FORMATS[family]
-    facts = {
+    metadata = {
         "model_name": family,
         "_name_or_path": family,
         "tensor_para_size": str(tp_size),
         "weight_data_type": weight_data_type,
     }
     sections: dict[str, dict[str, Any]] = {
-        section: {key.name: key.written(config, facts) for key in keys}
+        section: {key.name: key.written(config, metadata) for key in keys}
         for section, keys in form.sections.items()
     }
     sections |= task_sections(adapters_of(config))
@@ -114,12 +114,12 @@ def read_config(folder: Path, tp_size: int | None = None) -> ConfigIni:
     if EXTENSION in sections:
         values |= _extension_values(sections[EXTENSION], form)
     main = sections[form.main]
-    known = _size_in_name(folder) or _size_in_files(folder) or tp_size
-    found_size = main.number("tensor_para_size", known)
+    size_hint = _size_in_name(folder) or _size_in_files(folder) or tp_size
+    declared_size = main.number("tensor_para_size", size_hint)
     weight_data_type = main.text("weight_data_type", "fp32", DATA_TYPES)
     problems.raise_if_any(CheckpointError)
     try:
-        return ConfigIni(form.config_type(**values), found_size, weight_data_type)
+        return ConfigIni(form.config_type(**values), declared_size, weight_data_type)
     except LauncherError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -166,9 +166,9 @@ def _format(path: Path, parser: configparser.RawConfigParser) -> IniFormat:
         section, key = form.mark
         if parser.has_section(section) and (key is None or key in parser[section]):
             return form
-    marks = [f"[{form.mark[0]}] {form.mark[1] or ''}".strip() for form in FORMATS.values()]
+    sections = [f"[{form.mark[0]}] {form.mark[1] or ''}".strip() for form in FORMATS.values()]
     raise CheckpointError(
-        problem(f"{path} is of no known family", got=parser.sections(), choices=marks)
+        problem(f"{path} is of no known family", got=parser.sections(), choices=sections)
     )
 
 

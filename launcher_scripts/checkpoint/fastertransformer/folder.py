@@ -154,8 +154,8 @@ class FTCheckpoint:
         entries: Mapping[str, FileEntry] = {}
         if self.manifest is not None:
             entries = self.manifest.entries
-            kept = {name: entries[name] for name in entries if name != INI_NAME}
-            check_files(self.folder, kept, problems, digests=verify)
+            digested = {name: entries[name] for name in entries if name != INI_NAME}
+            check_files(self.folder, digested, problems, digests=verify)
             if verify and INI_NAME in entries:
                 self._check_config(entries[INI_NAME], problems)
         for name, size in sizes.items():
@@ -174,8 +174,8 @@ class FTCheckpoint:
         text = (self.folder / INI_NAME).read_text(encoding="utf-8")
         algorithm, right = entry.comparable
         digest = content_digest(text.encode(), algorithm)
-        kept = content_digest(config_ini.fixed_content(text), algorithm)
-        if digest != right and kept != entry.fixed:
+        digested = content_digest(config_ini.fixed_content(text), algorithm)
+        if digest != right and digested != entry.fixed:
             editable = ", ".join(config_ini.EDITABLE)
             problems.add(f"{entry.name} is altered, and not only its {editable}", got=digest)
 
@@ -288,8 +288,8 @@ class FTWriter:
         expected = math.prod(shape) * self.dtype.itemsize
         if size != expected:
             raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
-        made = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
-        return FileEntry(name, size, *made)
+        entry = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
+        return FileEntry(name, size, *entry)
 
     def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
         """Write a file that is not a weight, such as the tokenizer's.
@@ -299,9 +299,9 @@ class FTWriter:
         path = self.partial / name
         with writing(path), _fresh(path) as out:
             _write_all(out.fileno(), memoryview(content))
-        kept = None if fixed is None else content_digest(fixed)
+        fixed_digest = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
-        self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=kept))
+        self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=fixed_digest))
 
     def add(self, entry: FileEntry) -> None:
         """Count a file that is written as part of the checkpoint."""

@@ -90,14 +90,14 @@ class Key:
     read: Callable[[IniKeys], Any] | None = None
     encoder_only: bool | None = None
 
-    def written(self, config: Any, facts: Mapping[str, str]) -> str | None:
+    def written(self, config: Any, metadata: Mapping[str, str]) -> str | None:
         """Return the text in the file for `config`; None if the key is left out."""
         if self.encoder_only not in (None, getattr(config, "encoder_only", False)):
             return None
         if callable(self.text):
             return self.text(config)
         if not self.field:
-            return self.text or facts[self.name]
+            return self.text or metadata[self.name]
         value = getattr(config, self.field)
         return str(value) if self.names is None else self.names[value]
 
@@ -136,8 +136,8 @@ class IniFormat:
     @property
     def extension(self) -> list[str]:
         """The fields that no key of the other sections holds."""
-        held = {key.field for keys in self.sections.values() for key in keys}
-        return [name for name in self.types if name not in held and name != "parts"]
+        covered = {key.field for keys in self.sections.values() for key in keys}
+        return [name for name in self.types if name not in covered and name != "parts"]
 
     def values(self, sections: Sections, folder: Path) -> dict[str, Any]:
         """The fields from these sections alone. Where two sections hold one, the first is asked."""

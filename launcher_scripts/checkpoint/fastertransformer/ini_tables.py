@@ -40,10 +40,10 @@ _T5_POSITIONS = "relative_attention_num_buckets_or_max_pos_seq_len"
 _ACTIVATIONS = {"gelu": "gelu_new", "gelu_erf": "gelu", "relu": "relu", "silu": "silu"}
 
 
-def _where(given: str, text: str) -> Any:
+def _where(adapters: str, text: str) -> Any:
     """Return the value for a model whose Adapters have a field: `text`, with the Adapters filled
     in."""
-    return lambda config: text.format(config.parts) if getattr(config.parts, given) else None
+    return lambda config: text.format(config.parts) if getattr(config.parts, adapters) else None
 
 
 def _lora_text(field: str) -> Any:
@@ -54,10 +54,10 @@ def _lora_text(field: str) -> Any:
 def _lora_fields(keys: IniKeys) -> dict[str, Any]:
     """The fields of Adapters about LoRA."""
     lists = {"lora_names": "lora_adapters", "lora_targets": "lora_targets"}
-    found = {field: keys.values.get(key, "").split(",") for field, key in lists.items()}
+    result = {field: keys.values.get(key, "").split(",") for field, key in lists.items()}
     return {
         "lora_rank": keys.number("lora_rank", 0),
-        **{field: tuple(filter(None, names)) for field, names in found.items()},
+        **{field: tuple(filter(None, names)) for field, names in result.items()},
     }
 
 

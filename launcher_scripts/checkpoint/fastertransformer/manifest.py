@@ -96,9 +96,9 @@ class FileEntry:
             return self.algorithm, self.digest
         if self.crc32 is not None:
             return "crc32", self.crc32
-        what = f"the digest of {self.name} needs the package {self.algorithm}, which is missing"
+        message = f"the digest of {self.name} needs the package {self.algorithm}, which is missing"
         change = "the Python packages (docs/containers.md), or export the checkpoint again"
-        raise CheckpointError(problem(what, change=change))
+        raise CheckpointError(problem(message, change=change))
 
     def values(self) -> dict[str, Any]:
         """The JSON form: the digest stands under the name of its algorithm."""
@@ -151,12 +151,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / FILE_NAME
     try:
         values = parse_json(read_plain(path))
-        found = (values.pop("format"), values.pop("version"))
-        if found not in [(FORMAT, version) for version in VERSIONS]:
+        header = (values.pop("format"), values.pop("version"))
+        if header not in [(FORMAT, version) for version in VERSIONS]:
             raise CheckpointError(
                 problem(
                     f"{path} has another format",
-                    got=" ".join(map(str, found)),
+                    got=" ".join(map(str, header)),
                     choices=[f"{FORMAT} {version}" for version in VERSIONS],
                 )
             )
@@ -191,12 +191,12 @@ def check_file_list(folder: Path, problems: Problems) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.add(f"cannot read {path}: {error}")
         return
-    found = Problems(str(folder))
-    check_files(folder, entries, found, digests=True)
+    result = Problems(str(folder))
+    check_files(folder, entries, result, digests=True)
     for name, _ in _files_of(folder):
         if name not in {*entries, FILE_NAME}:
-            found.add(f"{name} is not in the manifest")
-    problems.messages += [f"{folder}: {message}" for message in found.messages]
+            result.add(f"{name} is not in the manifest")
+    problems.messages += [f"{folder}: {message}" for message in result.messages]
 
 
 def _files_of(folder: Path) -> list[tuple[str, Path]]:
@@ -229,8 +229,8 @@ def source_digest(path: Path) -> str:
     """
     files = [(path.name, path)] if path.is_file() else _files_of(path)
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda entry: file_digest(entry[1]), files)
-        lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(found, files, strict=True)]
+        result = pool.map(lambda entry: file_digest(entry[1]), files)
+        lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(result, files, strict=True)]
     return f"{ALGORITHM}:{content_digest(''.join(lines).encode(), ALGORITHM)}"
 
 
@@ -251,10 +251,10 @@ def check_files(
             sound.append(entry)
     if digests:
         with ThreadPoolExecutor() as pool:
-            wanted = [entry.comparable for entry in sound]
-            names = [name for name, _ in wanted]
-            found = pool.map(lambda e, name: file_digest(folder / e.name, name), sound, names)
-            for entry, (_, right), digest in zip(sound, wanted, found, strict=True):
+            expected = [entry.comparable for entry in sound]
+            names = [name for name, _ in expected]
+            result = pool.map(lambda e, name: file_digest(folder / e.name, name), sound, names)
+            for entry, (_, right), digest in zip(sound, expected, result, strict=True):
                 if digest != right:
                     problems.add(f"{entry.name} is altered", got=digest, choices=[right])
 
@@ -277,16 +277,16 @@ def file_entry(values: Mapping[str, Any]) -> FileEntry:
     if len(algorithms) != 1:
         raise ValueError(f"{values['name']} has no digest of {', '.join(ALGORITHMS)}")
     (algorithm,) = algorithms
-    rest = {key: value for key, value in values.items() if key != algorithm}
-    name, size = rest["name"], rest["bytes"]
+    remaining = {key: value for key, value in values.items() if key != algorithm}
+    name, size = remaining["name"], remaining["bytes"]
     parts = name.split("/") if isinstance(name, str) else [""]
     if not all(_FILE_NAME.fullmatch(part) and part not in (".", "..") for part in parts):
         raise ValueError(f"{name!r} is not a name of a file in the folder")
     if type(size) is not int or size < 0:
         raise ValueError(f"{name} has no number of bytes, but {size!r}")
-    shape = rest.pop("shape", None)
+    shape = remaining.pop("shape", None)
     return FileEntry(
-        **rest,
+        **remaining,
         digest=values[algorithm],
         algorithm=algorithm,
         shape=None if shape is None else tuple(shape),

@@ -79,8 +79,8 @@ class Checksums:
         if part.size and self._parts[at : at + 1] != [part]:
             self._parts.insert(at, part)
 
-    def check(self, first: int, last: int, what: str) -> None:
-        """Compare all parts that have bytes in [first, last); `what` lies there, for the error.
+    def check(self, first: int, last: int, message: str) -> None:
+        """Compare all parts that have bytes in [first, last); `message` lies there, for the error.
 
         Raises CheckpointError when the bytes are not those that were written.
         """
@@ -91,17 +91,20 @@ class Checksums:
             if part.start + part.size <= first:
                 return
             if part not in self._sound:
-                self._compare(part, what)
+                self._compare(part, message)
                 self._sound.add(part)
 
-    def _compare(self, part: Checksum, what: str) -> None:
-        with memoryview(self.buffer) as whole, whole[part.start : part.start + part.size] as data:
-            found = crc32(data)
-        if found != part.crc:
+    def _compare(self, part: Checksum, message: str) -> None:
+        with (
+            memoryview(self.buffer) as data_view,
+            data_view[part.start : part.start + part.size] as data,
+        ):
+            checksum = crc32(data)
+        if checksum != part.crc:
             raise CheckpointError(
                 problem(
-                    f"{part.origin} is damaged: the bytes of {what} have another CRC-32",
-                    got=f"{found:08x}",
+                    f"{part.origin} is damaged: the bytes of {message} have another CRC-32",
+                    got=f"{checksum:08x}",
                     choices=[f"{part.crc:08x}"],
                 )
             )
@@ -209,33 +212,33 @@ class Archive:
         """The content of one (small) file."""
         return self.region(name).bytes()
 
-    def check(self, values: NDArray[Any], what: str) -> None:
+    def check(self, values: NDArray[Any], message: str) -> None:
         """Compare the bytes of a view with the checksum that its file holds of them, if any.
 
-        what: the tensor, for the error
+        message: the tensor, for the error
 
         Raises CheckpointError if they were altered after the file was written, or are cut off.
         """
-        found = self._place(values)
-        if found is not None:
-            checksums, first, last = found
+        location = self._place(values)
+        if location is not None:
+            checksums, first, last = location
             checksums.check_size(last)
-            checksums.check(first, last, what)
+            checksums.check(first, last, message)
 
     def check_size(self, values: NDArray[Any]) -> None:
         """Raise CheckpointError if the file has become shorter than the end of a view.
 
         The end of its last page reads as zeros, so this is also called after the values were read.
         """
-        found = self._place(values)
-        if found is not None:
-            found[0].check_size(found[2])
+        location = self._place(values)
+        if location is not None:
+            location[0].check_size(location[2])
 
     def forget(self, values: NDArray[Any]) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
-        found = self._place(values)
-        if found is not None:
-            checksums, first, last = found
+        location = self._place(values)
+        if location is not None:
+            checksums, first, last = location
             low = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
             high = last // mmap.PAGESIZE * mmap.PAGESIZE
             if low < high:
@@ -316,7 +319,7 @@ def _decompressed(path: Path, scratch: Path | None) -> IO[bytes]:
 
 def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
     """The regular files of a tar archive, checked as a whole before any is read."""
-    whole = _mapped(file, path)
+    region = _mapped(file, path)
     problems = Problems(f"the archive {path}")
     members: dict[str, Region] = {}
     file.seek(0)
@@ -324,32 +327,32 @@ def _tar_members(path: Path, file: IO[bytes]) -> dict[str, Region]:
         with open_tar(file) as tar:
             for member in tar_members(tar):
                 name = _checked_name(member, members, problems)
-                if member.offset_data + member.size > whole.size:
+                if member.offset_data + member.size > region.size:
                     raise ValueError(f"{member.name} ends beyond the file")
                 if name is not None:
-                    members[name] = whole.part(member.offset_data, member.size)
+                    members[name] = region.part(member.offset_data, member.size)
             end = tar.offset
     except ValueError as error:
         raise CheckpointError(
             f"{path} is no .nemo file (a tar archive), is damaged or was cut short: {error}"
         ) from error
-    if not _ends_properly(whole, end):
+    if not _ends_properly(region, end):
         raise CheckpointError(f"{path} was cut short: the archive has no end mark")
     problems.raise_if_any(CheckpointError)
     return members
 
 
-def _ends_properly(whole: Region, end: int) -> bool:
+def _ends_properly(region: Region, end: int) -> bool:
     """Return whether the block of zeros that ends a tar archive is there.
 
     tarfile's offset is behind that block or in front of it, as its versions please.
     """
-    places = (end, end - _BLOCK)
+    offsets = (end, end - _BLOCK)
     zeros = bytes(_BLOCK)
     return any(
-        place >= 0 and whole.part(place, _BLOCK).bytes() == zeros
-        for place in places
-        if place + _BLOCK <= whole.size
+        offset >= 0 and region.part(offset, _BLOCK).bytes() == zeros
+        for offset in offsets
+        if offset + _BLOCK <= region.size
     )
 
 

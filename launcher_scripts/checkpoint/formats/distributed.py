@@ -73,7 +73,7 @@ def read_stored(archive: Archive, folder: str) -> Stored:
 
 
 def _unstacked(
-    tensors: Mapping[str, SourceTensor], stack: re.Pattern[str], what: str
+    tensors: Mapping[str, SourceTensor], stack: re.Pattern[str], message: str
 ) -> dict[str, SourceTensor]:
     """Tensors whose names match `stack` as one for each place on their first axis."""
     result: dict[str, SourceTensor] = {}
@@ -82,17 +82,17 @@ def _unstacked(
         if match is None or not tensor.shape:
             result[name] = tensor
             continue
-        most = min(_MAX_LAYERS, _MOST_TENSORS - len(result))
-        if tensor.shape[0] > most:
+        max_layers = min(_MAX_LAYERS, _MOST_TENSORS - len(result))
+        if tensor.shape[0] > max_layers:
             raise CheckpointError(
                 problem(
-                    f"{name} has more {what} than a model can have",
+                    f"{name} has more {message} than a model can have",
                     got=tensor.shape[0],
-                    choices=[f"at most {most}"],
+                    choices=[f"at most {max_layers}"],
                 )
             )
-        for place in range(tensor.shape[0]):
-            result[f"{match['stem']}{place}.{match['rest']}"] = tensor.layer(place)
+        for index in range(tensor.shape[0]):
+            result[f"{match['stem']}{index}.{match['rest']}"] = tensor.layer(index)
     return result
 
 
@@ -100,7 +100,7 @@ def _read_zarr(archive: Archive, folder: str) -> Stored:
     suffix = "/.zarray"
     problems = Problems(f"the distributed checkpoint {archive.path}")
     names = set(archive.names())
-    found = {}
+    tensors = {}
     for path in sorted(names):
         if not (path.startswith(folder) and path.endswith(suffix)):
             continue
@@ -108,11 +108,11 @@ def _read_zarr(archive: Archive, folder: str) -> Stored:
         if _OPTIMIZER.match(name):
             continue
         try:
-            found[name] = _zarr_tensor(archive, path, name, names, problems)
+            tensors[name] = _zarr_tensor(archive, path, name, names, problems)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problems.add(f"{path} is damaged: {error}")
     problems.raise_if_any(CheckpointError)
-    return Stored(found, lambda _: None)
+    return Stored(tensors, lambda _: None)
 
 
 def _zarr_tensor(
@@ -124,8 +124,8 @@ def _zarr_tensor(
     for key, plain in (("compressor", None), ("filters", None), ("order", "C")):
         if values.get(key) != plain:
             raise ValueError(f"{key} {values[key]!r} is not supported, only {plain!r}")
-    whole = all(type(number) is int for number in (*shape, *chunks))
-    if not whole or len(shape) != len(chunks) or min((*shape, 0)) < 0 or min((*chunks, 1)) < 1:
+    is_integer = all(type(number) is int for number in (*shape, *chunks))
+    if not is_integer or len(shape) != len(chunks) or min((*shape, 0)) < 0 or min((*chunks, 1)) < 1:
         raise ValueError(f"impossible chunks {chunks} of shape {shape}")
     if values["dtype"] not in _ZARR_DTYPES:
         raise ValueError(problem("unknown dtype", got=values["dtype"], choices=_ZARR_DTYPES))
@@ -150,8 +150,8 @@ def _zarr_tensor(
             continue
         chunk_values = region.array(dtype, math.prod(chunks)).reshape(chunks)
         start = tuple(i * chunk for i, chunk in zip(index, chunks, strict=True))
-        inside = tuple(slice(0, size - at) for size, at in zip(shape, start, strict=True))
-        pieces.append(Piece(start, chunk_values[inside]))
+        bounds = tuple(slice(0, size - at) for size, at in zip(shape, start, strict=True))
+        pieces.append(Piece(start, chunk_values[bounds]))
     if problems.messages:
         return SourceTensor(shape, dtype, ())
     return SourceTensor.of_pieces(shape, pieces, name)
@@ -180,14 +180,14 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
             if isinstance(entry, _TensorEntry) and not _OPTIMIZER.match(name)
         }
         _refuse_shared_places(metadata["storage_data"], origin)
-        for index, place in metadata["storage_data"].items():
+        for index, location in metadata["storage_data"].items():
             name = index["fqn"]
             if name in shapes and EXTRA_STATE not in name:
                 start = index["offset"] if index["offset"] is not None else (0,) * len(shapes[name])
-                values = _stored_part(archive, folder, place, name)
+                values = _stored_part(archive, folder, location, name)
                 pieces.setdefault(name, []).append(Piece(tuple(start), values))
             elif name not in shapes:
-                objects[name] = place
+                objects[name] = location
         missing = sorted(name for name in shapes.keys() - pieces.keys() if EXTRA_STATE not in name)
         if missing:
             raise CheckpointError(problem(f"{origin} says no place for some tensors", got=missing))
@@ -206,28 +206,33 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
 
 def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:
     """Two parts of tensors in one place would be the same values twice."""
-    places = sorted(
-        (str(place["relative_path"]), int(place["offset"]), int(place["length"]), index["fqn"])
-        for index, place in storage_data.items()
+    locations = sorted(
+        (
+            str(location["relative_path"]),
+            int(location["offset"]),
+            int(location["length"]),
+            index["fqn"],
+        )
+        for index, location in storage_data.items()
     )
-    for (file, first, size, name), (other, start, _, second) in pairwise(places):
+    for (file, first, size, name), (other, start, _, second) in pairwise(locations):
         if file == other and start < first + size:
             raise CheckpointError(f"{origin} puts {name} and {second} in one place of {file}")
 
 
-def _stored_part(archive: Archive, folder: str, place: Any, name: str) -> NDArray[Any]:
-    origin = f"{name} in {folder}{place['relative_path']}"
-    values = torch_file.load(_stored(archive, folder, place, name), origin)
+def _stored_part(archive: Archive, folder: str, location: Any, name: str) -> NDArray[Any]:
+    origin = f"{name} in {folder}{location['relative_path']}"
+    values = torch_file.load(_stored(archive, folder, location, name), origin)
     if not isinstance(values, np.ndarray):
         raise CheckpointError(f"{origin} is not a tensor")
     return values
 
 
-def _stored(archive: Archive, folder: str, place: Any, name: str) -> Region:
-    if place.get("transform_descriptors"):
+def _stored(archive: Archive, folder: str, location: Any, name: str) -> Region:
+    if location.get("transform_descriptors"):
         raise CheckpointError(f"{name} is stored compressed or encrypted, which is not supported")
-    file = folder + str(place["relative_path"])
-    return archive.region(file).part(int(place["offset"]), int(place["length"]))
+    file = folder + str(location["relative_path"])
+    return archive.region(file).part(int(location["offset"]), int(location["length"]))
 
 
 _BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}

@@ -109,9 +109,9 @@ def _float8_as_float32() -> NDArray[Any]:
     bits = np.arange(256)
     exponent, mantissa = bits >> 3 & 15, bits & 7
     normal = np.ldexp((8.0 + mantissa) / 8, exponent - 7)
-    found = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    found[bits & 127 == 127] = np.nan
-    return np.where(bits < 128, found, -found).astype("<f4")
+    magnitudes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    magnitudes[bits & 127 == 127] = np.nan
+    return np.where(bits < 128, magnitudes, -magnitudes).astype("<f4")
 
 
 # (from, to) -> what converts contiguous values, bfloat16 as its bits, in `memory`.

@@ -110,10 +110,10 @@ class Fields:
 
     def real(self, name: str, default: Any = _REQUIRED) -> float:
         """A number: the shortest decimal that gives the float32 that is stored."""
-        found = self.get(name, default)
-        if type(found) in (int, float):
-            return float(str(np.float32(found)))
-        self.problems.add(f"{name} must be a number", got=found)
+        result = self.get(name, default)
+        if type(result) in (int, float):
+            return float(str(np.float32(result)))
+        self.problems.add(f"{name} must be a number", got=result)
         return 1.0
 
     def text(self, name: str, default: str) -> str:
@@ -130,9 +130,9 @@ class Fields:
             name = key.removeprefix(prefix)
             if not key.startswith(prefix) or name in self._read or name in IRRELEVANT:
                 continue
-            found = self.value(key)
-            if found not in NEUTRAL.get(name, ()):
-                self.problems.add(f"field {key} is not supported", got=found)
+            value = self.value(key)
+            if value not in NEUTRAL.get(name, ()):
+                self.problems.add(f"field {key} is not supported", got=value)
 
     def raise_problems(self) -> None:
         """Raise CheckpointError for all that was wrong."""

@@ -39,8 +39,8 @@ class NemoSizes:
 
     def tp_sizes(self) -> list[int] | None:
         """The tensor-parallel sizes that divide the heads and the MLP."""
-        known = [size for size in (self.num_heads, self.ffn_size) if size]
-        return divisors(gcd(*known)) if self.num_heads else None
+        sizes = [size for size in (self.num_heads, self.ffn_size) if size]
+        return divisors(gcd(*sizes)) if self.num_heads else None
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -53,11 +53,11 @@ def find_checkpoint(path: Path) -> Path:
             return path
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    found = sorted(path.glob("*.nemo"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    archives = sorted(path.glob("*.nemo"))
+    if len(archives) > 1:
+        names = ", ".join(file.name for file in archives)
         raise CheckpointError(f"{path} holds several checkpoints, name one of them: {names}")
-    return found[0] if found else path
+    return archives[0] if archives else path
 
 
 def is_config(name: str) -> bool:
@@ -65,18 +65,18 @@ def is_config(name: str) -> bool:
     return PurePosixPath(name).name == CONFIG_NAME
 
 
-def parse_config(text: bytes, what: str) -> dict[str, Any]:
-    """The hyperparameters in a model_config.yaml. what: the file, for errors."""
+def parse_config(text: bytes, message: str) -> dict[str, Any]:
+    """The hyperparameters in a model_config.yaml. message: the file, for errors."""
     try:
         return mapping(parse_yaml(text))
     except ValueError as error:
-        raise CheckpointError(f"{what} is damaged: {error}") from error
+        raise CheckpointError(f"{message} is damaged: {error}") from error
 
 
 def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A part of the file; an empty one where it has none."""
-    found = raw.get(key)
-    return found if isinstance(found, Mapping) else {}
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def read_sizes(path: Path) -> NemoSizes | None:
@@ -84,10 +84,10 @@ def read_sizes(path: Path) -> NemoSizes | None:
 
     Raises CheckpointError when the file is broken.
     """
-    found = read_config(path)
-    if found is None:
+    result = read_config(path)
+    if result is None:
         return None
-    _, config = found
+    _, config = result
     if isinstance(config.get("encoder"), dict):
         # Both stacks of a T5 are divided alike.
         config = config["encoder"]
@@ -105,12 +105,12 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]] | None:
     Raises CheckpointError when the file is broken.
     """
     try:
-        found = _read_folder(path) if path.is_dir() else _read_file(path)
+        config = _read_folder(path) if path.is_dir() else _read_file(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path} as a .nemo file: {error}") from error
-    if found is None:
+    if config is None:
         return None
-    name, text = found
+    name, text = config
     return name.removesuffix(CONFIG_NAME), parse_config(text, f"{name} of {path}")
 
 
@@ -127,8 +127,10 @@ def _read_folder(path: Path) -> tuple[str, bytes] | None:
     """Name and content; None where there is none, or more than one, which the converter refuses."""
     names = (str(PurePosixPath(folder, CONFIG_NAME)) for folder in folders(path))
     here = (path / CONFIG_NAME).exists()
-    found = [CONFIG_NAME] if here else [name for name in names if (path / name).is_file()]
-    return (found[0], read_plain(path / found[0])) if len(found) == 1 else None
+    names_present = [CONFIG_NAME] if here else [name for name in names if (path / name).is_file()]
+    return (
+        (names_present[0], read_plain(path / names_present[0])) if len(names_present) == 1 else None
+    )
 
 
 def _read_file(path: Path) -> tuple[str, bytes] | None:

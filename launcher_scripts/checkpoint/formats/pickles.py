@@ -188,8 +188,8 @@ def _encoded(text: Any, encoding: Any = None) -> Any:
 
 def _reconstructed(kind: Any, *_: object) -> Any:
     """copyreg._reconstructor, as the protocols before 2 make an object."""
-    made = meaning(kind)
-    return made() if made is not kind and callable(made) else Opaque(getattr(kind, "name", "?"))
+    value = meaning(kind)
+    return value() if value is not kind and callable(value) else Opaque(getattr(kind, "name", "?"))
 
 
 def _sequence(items: Any = (), *_: object) -> list[Any]:
@@ -233,10 +233,10 @@ PLAIN_GLOBALS: Globals = {
 def load(
     data: bytes,
     origin: str,
-    known: Globals,
+    allowed: Globals,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Unpickle `data`; globals other than PLAIN_GLOBALS and `known` become Opaque.
+    """Unpickle `data`; globals other than PLAIN_GLOBALS and `allowed` become Opaque.
 
     origin:     what the data is, for errors
     known:      (module, name) -> what stands for it
@@ -245,7 +245,7 @@ def load(
     Raises CheckpointError for a name that is an attack and for damaged data.
     """
     try:
-        result = _Reader(data, origin, known, persistent).load()
+        result = _Reader(data, origin, allowed, persistent).load()
         _check_extent(result, _EXPANSION * len(data))
         return result
     except CheckpointError:
@@ -272,7 +272,7 @@ def _key(key: Any) -> Any:
     return key
 
 
-def _check_extent(found: Any, most: int) -> None:
+def _check_extent(extent: Any, limit: int) -> None:
     """Refuse values that contain themselves, or each other so often that no reader would end."""
     sizes: dict[int, int] = {}
 
@@ -284,14 +284,14 @@ def _check_extent(found: Any, most: int) -> None:
         if id(value) not in sizes:
             if depth > _DEPTH:
                 raise ValueError("nested too deeply")
-            sizes[id(value)] = most + 1  # of one that contains itself
+            sizes[id(value)] = limit + 1  # of one that contains itself
             parts = [*value, *value.values()] if isinstance(value, dict) else value
             sizes[id(value)] = 1 + sum(size(part, depth + 1) for part in parts)
-        if sizes[id(value)] > most:
+        if sizes[id(value)] > limit:
             raise ValueError("the same parts are repeated without end")
         return sizes[id(value)]
 
-    size(found, 0)
+    size(extent, 0)
 
 
 def _is_attack(path: str) -> bool:
@@ -324,12 +324,12 @@ class _Reader(pickle._Unpickler):
         self,
         data: bytes,
         origin: str,
-        known: Globals,
+        allowed: Globals,
         persistent: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._origin = origin
-        self._known = known
+        self._known = allowed
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Token | Opaque:

@@ -65,11 +65,11 @@ def load(region: Region, origin: str) -> dict[str, NDArray[Any]]:
         start = _SIZE.size + size
         data = region.part(start, region.size - start)
         result = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
-        places = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the header of {origin} is damaged: {error}") from error
     end = 0
-    for first, last in [*places, (data.size, data.size)]:  # the format allows no holes
+    for first, last in [*spans, (data.size, data.size)]:  # the format allows no holes
         if first != end:
             raise CheckpointError(
                 problem(

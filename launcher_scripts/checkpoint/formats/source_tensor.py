@@ -57,11 +57,11 @@ class SourceTensor:
             raise CheckpointError(problem(f"{name} is stored in {len(dtypes)} data types"))
         count = 0
         for piece in pieces:
-            inside = len(piece.start) == piece.values.ndim == len(shape) and all(
-                start >= 0 and start + size <= most
-                for start, size, most in zip(piece.start, piece.values.shape, shape, strict=True)
+            fits = len(piece.start) == piece.values.ndim == len(shape) and all(
+                start >= 0 and start + size <= limit
+                for start, size, limit in zip(piece.start, piece.values.shape, shape, strict=True)
             )
-            if not inside:
+            if not fits:
                 raise CheckpointError(problem(f"a piece of {name} lies outside of it", got=shape))
             count += piece.values.size
         if count != math.prod(shape) or _overlap(pieces):
@@ -84,14 +84,14 @@ class SourceTensor:
         """
         if len(self.pieces) == 1:
             return self.pieces[0].values
-        whole = (workspace or Workspace()).array(name, self.shape, self.dtype)
+        array = (workspace or Workspace()).array(name, self.shape, self.dtype)
         for piece in self.pieces:
             box = tuple(
                 slice(start, start + size)
                 for start, size in zip(piece.start, piece.values.shape, strict=True)
             )
-            plain(whole)[box] = plain(piece.values)
-        return whole
+            plain(array)[box] = plain(piece.values)
+        return array
 
     def layer(self, number: int) -> SourceTensor:
         """One place on the first axis, which counts layers or experts."""
@@ -157,19 +157,19 @@ def concatenated(tensors: Sequence[SourceTensor], axis: int, sections: int = 1) 
             problem("shards do not fit together", got=[tensor.shape for tensor in tensors])
         )
     pieces: list[Piece] = []
-    place = 0
+    start = 0
     for section in range(sections):
         for tensor in tensors:
             size = tensor.shape[axis] // sections
             for piece in tensor.pieces:
-                pieces += _moved(piece, axis, section * size, size, place)
-            place += size
+                pieces += _moved(piece, axis, section * size, size, start)
+            start += size
     shape = list(tensors[0].shape)
-    shape[axis] = place
+    shape[axis] = start
     return SourceTensor(tuple(shape), tensors[0].dtype, tuple(pieces))
 
 
-def _moved(piece: Piece, axis: int, start: int, size: int, place: int) -> list[Piece]:
+def _moved(piece: Piece, axis: int, start: int, size: int, new_start: int) -> list[Piece]:
     """The part of a piece between start and start + size on `axis`, as if that began at place."""
     first = max(start, piece.start[axis])
     last = min(start + size, piece.start[axis] + piece.values.shape[axis])
@@ -178,5 +178,5 @@ def _moved(piece: Piece, axis: int, start: int, size: int, place: int) -> list[P
     box = [slice(None)] * piece.values.ndim
     box[axis] = slice(first - piece.start[axis], last - piece.start[axis])
     target = list(piece.start)
-    target[axis] = place + first - start
+    target[axis] = new_start + first - start
     return [Piece(tuple(target), piece.values[tuple(box)])]

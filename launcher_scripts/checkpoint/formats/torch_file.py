@@ -42,7 +42,7 @@ _COUNT = struct.Struct("<q")
 _DESCRIPTION_BYTES = 1 << 26
 
 
-def load_legacy(region: Region, origin: str, known: pickles.Globals) -> Any:
+def load_legacy(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     """The object in the file; tensors are read-only arrays on the mapped file.
 
     The object refers to storages by key only, and where a storage lies is known once the keys
@@ -69,20 +69,20 @@ def load_legacy(region: Region, origin: str, known: pickles.Globals) -> Any:
         dtypes[str(key)] = dtype
         return np.empty(0, dtype)
 
-    pickles.load(content, origin, _unbuilt(known), note)
+    pickles.load(content, origin, _unbuilt(allowed), note)
     keys = pickles.load(head[slice(*spans[4])], origin, {})
     if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
         raise CheckpointError(f"{origin} is damaged: it does not list its storages")
     storages = _storages(region, spans[4][1], map(str, keys), dtypes, origin)
-    return pickles.load(content, origin, known, lambda pid: _part(storages, pid, origin))
+    return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
 
 
-def _unbuilt(known: pickles.Globals) -> pickles.Globals:
+def _unbuilt(allowed: pickles.Globals) -> pickles.Globals:
     """The names of a first pass, in which nothing is built: dtypes and classes keep their meaning,
     functions have none."""
     return {
         name: value if isinstance(value, np.dtype | type) else pickles.Opaque(".".join(name))
-        for name, value in known.items()
+        for name, value in allowed.items()
     }
 
 
@@ -120,8 +120,8 @@ def checked_id(pid: Any, origin: str) -> tuple[Any, ...]:
 
     dtype is an Opaque for a type that numpy lacks.
     """
-    kind, dtype, key, *rest = pid
-    result = (kind, pickles.meaning(dtype), key, *rest)
+    kind, dtype, key, *location = pid
+    result = (kind, pickles.meaning(dtype), key, *location)
     plain = isinstance(result[1], np.dtype | pickles.Opaque) and isinstance(key, (str, int))
     if kind != "storage" or not plain:
         raise CheckpointError(f"{origin} refers to something that is not a storage")
@@ -171,25 +171,27 @@ _MAX_DIRECTORY_BYTES = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-def load(region: Region, origin: str, known: pickles.Globals | None = None) -> Any:
+def load(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
     """The object in a torch.save file; tensors are read-only arrays on the mapped file.
 
     Objects of other classes are pickles.Opaque; see pickles.check_readable.
 
-    known: names that have a meaning besides those of tensors and plain containers
+    allowed: names that have a meaning besides those of tensors and plain containers
 
     Raises CheckpointError when the file is damaged, compressed, or names an attack.
     """
-    names = {**_GLOBALS, **(known or {})}
+    names = {**_GLOBALS, **(allowed or {})}
     magic = MAGIC
     if region.size >= len(magic) and region.part(0, len(magic)).bytes() == magic:
         return load_legacy(region, origin, names)
     return _TorchFile(region, origin).load(names)
 
 
-def load_state(region: Region, origin: str, known: pickles.Globals | None = None) -> dict[Any, Any]:
+def load_state(
+    region: Region, origin: str, allowed: pickles.Globals | None = None
+) -> dict[Any, Any]:
     """The dictionary in a torch.save file; see load. Raises CheckpointError for another object."""
-    state = load(region, origin, known)
+    state = load(region, origin, allowed)
     pickles.check_readable(state, origin)
     if not isinstance(state, dict):
         raise CheckpointError(f"{origin} holds no state dict")

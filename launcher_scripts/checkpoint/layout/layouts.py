@@ -40,9 +40,9 @@ def rank_columns(
     neighbouring slots h*n .. h*n+n-1, which are then divided evenly among the ranks.
     """
     if spec.partition is Partition.ROW_PARALLEL:
-        ((whole,),) = blocks
+        ((tensor,),) = blocks
         rows = config.local_size(spec.shape[0], tp_size)
-        return [whole[tp_rank * rows : (tp_rank + 1) * rows]]
+        return [tensor[tp_rank * rows : (tp_rank + 1) * rows]]
     if spec.partition is not Partition.COLUMN_PARALLEL:
         return [unit for block in blocks for unit in block]
     columns: list[NDArray[Any]] = []
@@ -58,22 +58,22 @@ def rank_columns(
     return columns
 
 
-def whole_blocks(spec: WeightSpec, config: ModelConfig, whole: NDArray[Any]) -> Blocks:
+def whole_blocks(spec: WeightSpec, config: ModelConfig, tensor: NDArray[Any]) -> Blocks:
     """Blocks of a tensor that already has its stored form: [in, out] or [out].
 
     Raises ValueError where the hyperparameters say another number of columns.
     """
     if not spec.blocks:
-        return [[whole]]
+        return [[tensor]]
     columns = sum(int(getattr(config, axis)) for axis in spec.blocks)
-    if columns != whole.shape[-1]:
+    if columns != tensor.shape[-1]:
         raise ValueError(f"{columns} columns")
     blocks, start = [], 0
     for axis in spec.blocks:
         stop = start + int(getattr(config, axis))
         size = config.unit_size(axis)
         units = range(start, stop, size)
-        blocks.append([whole[..., unit : unit + size] for unit in units])
+        blocks.append([tensor[..., unit : unit + size] for unit in units])
         start = stop
     return blocks
 
@@ -109,8 +109,8 @@ def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any)
         heads = tensor.reshape(-1, config.head_size, *tensor.shape[1:])
         pairs = heads[:, :turns].reshape(-1, turns // 2, 2, *tensor.shape[1:]).swapaxes(1, 2)
         first = pairs.reshape(heads[:, :turns].shape)
-        whole: NDArray[Any] = np.concatenate((first, heads[:, turns:]), axis=1)
-        return whole.reshape(tensor.shape)
+        full: NDArray[Any] = np.concatenate((first, heads[:, turns:]), axis=1)
+        return full.reshape(tensor.shape)
 
     return heads_side_by_side((halves(query), halves(key), value), config)
 
@@ -160,8 +160,8 @@ def interleaved_rope(head_size: str) -> Apply:
         still = heads.shape[1] - config.rotary_size
         pairs = heads[:, still:]
         parts = heads[:, :still], pairs[:, 0::2], pairs[:, 1::2]
-        whole: NDArray[Any] = np.concatenate(parts, axis=1).reshape(tensor.shape).T
-        return whole
+        full: NDArray[Any] = np.concatenate(parts, axis=1).reshape(tensor.shape).T
+        return full
 
     return apply
 
@@ -200,8 +200,8 @@ def delta_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     if len(mixed) != config.delta_conv_size:
         raise ValueError(f"{config.delta_conv_size} rows")
     query, key, value = mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]
-    rest = [[part.T] for part in (value, *others)]
-    return [_in_units(query, size), _in_units(key, size), *rest]
+    remaining = [[part.T] for part in (value, *others)]
+    return [_in_units(query, size), _in_units(key, size), *remaining]
 
 
 def delta_of_key_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
@@ -216,8 +216,8 @@ def delta_of_key_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
     ends = (size, 2 * size, 2 * size + values)
     query, key, value, gate = np.split(mixed, ends, axis=1)
     beta, decay = np.split(steps, 2, axis=1)
-    rest = [[np.concatenate(part).T] for part in (value, gate, beta, decay)]
-    return [[head.T for head in part] for part in (query, key)] + rest
+    remaining = [[np.concatenate(part).T] for part in (value, gate, beta, decay)]
+    return [[head.T for head in part] for part in (query, key)] + remaining
 
 
 def part_of_heads(part: int, parts: int) -> Apply:
@@ -283,15 +283,15 @@ def without_padding_rows(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArr
 def projected_in(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An embedding table [V, width] through a projection [hidden, width], in float32."""
     table, projection = map(float32, tensors)
-    whole: NDArray[Any] = table @ projection.T
-    return whole
+    tensor: NDArray[Any] = table @ projection.T
+    return tensor
 
 
 def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """An output table [V, width] behind a projection [width, hidden], in float32."""
     table, projection = map(float32, tensors)
-    whole: NDArray[Any] = table @ projection
-    return whole
+    tensor: NDArray[Any] = table @ projection
+    return tensor
 
 
 def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
@@ -317,10 +317,10 @@ def scalars(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
 def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     """A vector [n] as three rows of bfloat16 values that sum to it in float32: [3, n]."""
     (tensor,) = tensors
-    rest, rows = float32(tensor).reshape(-1), []
+    remaining, rows = float32(tensor).reshape(-1), []
     for _ in range(3):
-        rows.append(widened(converted(rest, BFLOAT16)))
-        rest = rest - rows[-1]
+        rows.append(widened(converted(remaining, BFLOAT16)))
+        remaining = remaining - rows[-1]
     return np.stack(rows)
 
 

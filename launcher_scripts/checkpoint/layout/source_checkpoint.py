@@ -42,12 +42,12 @@ def rank_files(
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        place = (int(match["pp"] or 0), int(match["tp"] or 0))
-        if place in files:
+        rank_key = (int(match["pp"] or 0), int(match["tp"] or 0))
+        if rank_key in files:
             raise CheckpointError(
-                problem(f"{archive.path} has two files of one rank", got=[files[place], name])
+                problem(f"{archive.path} has two files of one rank", got=[files[rank_key], name])
             )
-        files[place] = name
+        files[rank_key] = name
     if not files:
         choices = (file, f"mp_rank_00/{file}", f"tp_rank_00_pp_rank_000/{file}", *others)
         raise CheckpointError(problem(f"{archive.path} holds no weights", choices=choices))
@@ -83,16 +83,16 @@ def in_layer_order(
     however many of them a chunk holds (Megatron-LM core, get_transformer_layer_offset).
     """
     counts = {len(chunks) for stage in ranks for chunks in stage}
-    said = count or max(counts)
-    if counts != {said}:
+    num_layers = count or max(counts)
+    if counts != {num_layers}:
         raise CheckpointError(
             problem(
                 f"{archive.path} does not hold its virtual pipeline stages",
                 got=sorted(counts),
-                choices=[said],
+                choices=[num_layers],
             )
         )
-    return [[chunks[number] for chunks in stage] for number in range(said) for stage in ranks]
+    return [[chunks[number] for chunks in stage] for number in range(num_layers) for stage in ranks]
 
 
 def merged_stages(stages: Sequence[Sequence[StateDict]]) -> dict[str, tuple[SourceTensor, ...]]:
@@ -302,7 +302,7 @@ def unwrapped(name: str) -> tuple[str, str]:
     """A tensor's name in its model, and the names of the modules around it that were removed."""
     plain = _INNER.sub("", name)
     removed = "".join(_INNER.findall(name))
-    while prefix := next((each for each in _OUTER if plain.startswith(each)), ""):
+    while prefix := next((wrapper for wrapper in _OUTER if plain.startswith(wrapper)), ""):
         plain = plain.removeprefix(prefix)
         removed = prefix + removed
     return plain, removed

@@ -131,17 +131,17 @@ class _Conversion:
 
     def __call__(self, values: NDArray[Any]) -> NDArray[Any]:
         result = converted(values, self.dtype, self.memory)
-        kept = values.dtype == self.dtype and self.allow_nonfinite
-        if not kept and not _all_finite(result):
+        is_unchanged = values.dtype == self.dtype and self.allow_nonfinite
+        if not is_unchanged and not _all_finite(result):
             self._judge(widened(values), result)
         return result
 
-    def _judge(self, values: NDArray[Any], found: NDArray[Any]) -> None:
-        """Raises UnfitValues where what is not finite in `found` may not be."""
+    def _judge(self, values: NDArray[Any], result: NDArray[Any]) -> None:
+        """Raises UnfitValues where what is not finite in `result` may not be."""
         finite = np.isfinite(values)
         if not self.allow_nonfinite and not finite.all():
             raise NonfiniteValues(f"{self.name} has NaN or infinite values")
-        lost = values[finite & ~np.isfinite(widened(found))]
+        lost = values[finite & ~np.isfinite(widened(result))]
         if lost.size:
             kind = _KINDS[self.dtype]
             wider = f"; set export.model.weight_data_type to {kind.wider}" if kind.wider else ""
@@ -161,5 +161,5 @@ def _all_finite(values: NDArray[Any]) -> bool:
     if values.dtype == np.float32 or not values.size:
         return bool(np.isfinite(values).all())
     exponent = 0x7F80 if values.dtype == BFLOAT16 else 0x7C00
-    largest, unsigned = values.view("<i2").max(), values.view("<u2").max()
-    return bool(largest < exponent and unsigned < exponent | 0x8000)
+    max_signed, unsigned = values.view("<i2").max(), values.view("<u2").max()
+    return bool(max_signed < exponent and unsigned < exponent | 0x8000)

@@ -156,12 +156,12 @@ class Task:
         except (ValueError, IndexError):
             pass  # the layout cannot take the shapes apart
         expected = self.spec.shape_on(self.config, 1)
-        what = "{} has another shape than the hyperparameters say"
+        message = "{} has another shape than the hyperparameters say"
         for key, tensor, shape in self._unfit_blocks(expected):
-            problems.add(what.format(key), got=tensor.shape, choices=[shape])
+            problems.add(message.format(key), got=tensor.shape, choices=[shape])
         if not self._unfit_blocks(expected):
             problems.add(
-                what.format(", ".join(self.keys) or self.name),
+                message.format(", ".join(self.keys) or self.name),
                 got=[tensor.shape for tensor in self.tensors],
                 choices=[f"what makes {expected}"],
             )
@@ -269,20 +269,20 @@ def _task(
     layout = lookup(LAYOUTS, source.layout, "layout")
     keys = [key if layer is None else key.replace("*", str(layer)) for key in source.keys]
     stored = tuple(checkpoint.stored_name(key) for key in keys)
-    found = []
+    sources = []
     for key in keys:
         try:
             partition = Partition.REPLICATED if layout.whole else spec.partition
-            found.append(checkpoint.find(key, partition, layout.sections))
+            sources.append(checkpoint.find(key, partition, layout.sections))
         except CheckpointError as error:
             problems.add(f"{key}: {error}")
             return None, keys
-    missing = [name for name, tensor in zip(stored, found, strict=True) if tensor is None]
+    missing = [name for name, tensor in zip(stored, sources, strict=True) if tensor is None]
     if missing and (spec.required or len(missing) < len(keys)):
         problems.add(f"{', '.join(missing)} is missing")
     if missing:
         return None, keys
-    tensors = tuple(tensor for tensor in found if tensor is not None)
+    tensors = tuple(tensor for tensor in sources if tensor is not None)
     config = checkpoint.config.of_layer(layer)
     return Task(spec, layer, config, layout, stored, tensors), keys
 
@@ -302,18 +302,18 @@ def write_all(
     work = _Work(writer, archive, allow_nonfinite=settings.allow_nonfinite)
     unfit: dict[str, UnfitValues] = {}
 
-    def take(found: FileEntry | _Unfit | int) -> None:
-        if isinstance(found, _Unfit):
-            unfit[found.name] = found.error
-        elif isinstance(found, FileEntry):
-            writer.add(found)
-            progress.add(found.bytes)
+    def on_result(result: FileEntry | _Unfit | int) -> None:
+        if isinstance(result, _Unfit):
+            unfit[result.name] = result.error
+        elif isinstance(result, FileEntry):
+            writer.add(result)
+            progress.add(result.bytes)
         else:
-            progress.add(found)
+            progress.add(result)
 
     count = min(settings.processes, MAX_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
     # Also one process alone: a read beyond the end of a file that was cut ends it, not this one.
-    run_all(ordered, work.run, take, 0 if progress.total < MIN_BYTES else count)
+    run_all(ordered, work.run, on_result, 0 if progress.total < MIN_BYTES else count)
     return unfit
 
 
@@ -334,22 +334,22 @@ class _Work:
     allow_nonfinite: bool
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
-        """Write a tensor's files; `take` gets each, and the bytes of those that are there."""
+    def run(self, task: Task, on_result: Take[FileEntry | _Unfit | int]) -> None:
+        """Write a tensor's files; `on_result` gets each, and the bytes of those that are there."""
         try:
-            self._write(task, take)
+            self._write(task, on_result)
         except UnfitValues as error:
-            take(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
+            on_result(_Unfit(task.name, error.with_traceback(None)))  # which holds the tensor
         for values in task.views():
             self.archive.check_size(values)
             self.archive.forget(values)
 
-    def _write(self, task: Task, take: Take[FileEntry | _Unfit | int]) -> None:
+    def _write(self, task: Task, on_result: Take[FileEntry | _Unfit | int]) -> None:
         spec, writer = task.spec, self.writer
         files = task.files(writer.tp_size)
         missing = [file for file in files if not writer.holds(file)]
         shape = spec.shape_on(task.config, writer.tp_size)
-        take(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))
+        on_result(int(np.prod(shape)) * writer.dtype.itemsize * (len(files) - len(missing)))
         if not missing:
             return
         for values in task.views():
@@ -364,7 +364,7 @@ class _Work:
                 self.workspace,
                 allow_nonfinite=self.allow_nonfinite,
             )
-            take(writer.write_file(file, pieces))
+            on_result(writer.write_file(file, pieces))
 
 
 def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
@@ -376,9 +376,9 @@ def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin
     lines: dict[str, str | None] = {}  # with the key to change; a tensor may have several tasks
     for task in tasks:
         error = unfit.get(task.name)
-        found = list(_nonfinite(task)) if isinstance(error, NonfiniteValues) else []
-        lines |= dict.fromkeys(found, "export.model.allow_nonfinite")
-        if error is not None and not found:
+        result = list(_nonfinite(task)) if isinstance(error, NonfiniteValues) else []
+        lines |= dict.fromkeys(result, "export.model.allow_nonfinite")
+        if error is not None and not result:
             lines[str(error)] = None
     problems = Problems(origin)
     for line, change in list(lines.items())[:_SHOWN]:

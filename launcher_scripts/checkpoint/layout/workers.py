@@ -31,9 +31,9 @@ _LOG_PARTS = 10
 class Progress:
     """Counts bytes of a total."""
 
-    def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, message: str, total: int, stream: TextIO | None = None) -> None:
         """stream: where to write (default: standard error); a terminal gets a bar."""
-        self.what = what
+        self.what = message
         self.total = max(total, 1)
         self.stream = sys.stderr if stream is None else stream
         self.attended = self.stream.isatty()
@@ -92,18 +92,18 @@ Take = Callable[[Result], None]
 def run_all(
     items: Sequence[Item],
     work: Callable[[Item, Take[Result]], None],
-    take: Take[Result],
+    on_result: Take[Result],
     count: int,
 ) -> None:
     """Call `work` with every item, in `count` processes, or here if that is 0.
 
     work: gives what it makes of an item to its second argument, any number of times
-    take: gets all of that, in this process
+    on_result: gets all of that, in this process
     All processes end with the first that fails, and its error is raised.
     """
     if count == 0:
         for item in items:
-            work(item, take)
+            work(item, on_result)
         return
     context = multiprocessing.get_context("fork")
     turns = context.Value("q", 0)
@@ -124,13 +124,13 @@ def run_all(
         while results:
             ready = wait(list(results))
             for receiver in [result for result in results if result in ready]:
-                found = _received(receiver, results[receiver])
-                if found is None:
+                matches = _received(receiver, results[receiver])
+                if matches is None:
                     del results[receiver]
-                elif isinstance(found, BaseException):
-                    raise found
+                elif isinstance(matches, BaseException):
+                    raise matches
                 else:
-                    take(found)
+                    on_result(matches)
 
 
 def _serve(

@@ -54,11 +54,11 @@ def backend_model_type(model_type: str, config: ModelConfig) -> str:
     fitting = fitting_model_types(config)
     if model_type in fitting:
         return name
-    alone = " (an encoder alone)" if _encoder_only(config) else ""
-    what = f"the checkpoint, of family {family_of(config).name}{alone},"
+    suffix = " (an encoder alone)" if _encoder_only(config) else ""
+    message = f"the checkpoint, of family {family_of(config).name}{suffix},"
     raise ConfigError(
         problem(
-            f"{what} cannot be served as this model_type",
+            f"{message} cannot be served as this model_type",
             got=model_type,
             choices=fitting,
             change=KEY,
@@ -169,18 +169,20 @@ def text_model_names(
     then they carry the model's name in front.
     """
     ensemble = repository.root / "ensemble" / "config.pbtxt"
-    own = re.compile(rf'"{TOKEN_MODEL}"\s*value: {{ string_value: {re.escape(pbtxt(model_name))} ')
-    taken = ensemble.is_file() and not own.search(ensemble.read_text(encoding="utf-8"))
-    prefix = f"{model_name}_" if taken else ""
+    reference = re.compile(
+        rf'"{TOKEN_MODEL}"\s*value: {{ string_value: {re.escape(pbtxt(model_name))} '
+    )
+    is_foreign = ensemble.is_file() and not reference.search(ensemble.read_text(encoding="utf-8"))
+    prefix = f"{model_name}_" if is_foreign else ""
     return {role: prefix + role for role in roles}
 
 
 def check_tokenizer(checkpoint: FTCheckpoint) -> None:
     """The tokenizer beside the weights must exist, be as exported and fit the vocabulary."""
     problems = Problems(f"the tokenizer of {checkpoint.folder}")
-    known = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
-    names = {path.name for path in tokenizer_files(checkpoint.folder)} & known.keys()
-    check_files(checkpoint.folder, {name: known[name] for name in names}, problems, digests=True)
+    entries = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
+    names = {path.name for path in tokenizer_files(checkpoint.folder)} & entries.keys()
+    check_files(checkpoint.folder, {name: entries[name] for name in names}, problems, digests=True)
     problems.raise_if_any(CheckpointError)
     try:
         tokenizer = load_tokenizer(checkpoint.folder)
@@ -243,8 +245,8 @@ def _from(model_dir: Path, folder: Path) -> str:
     """The folder as config.pbtxt names it: from the model's folder on, if it is in the repository
     and moves with it.
     """
-    inside = folder.is_relative_to(model_dir.parent)
-    return Path(os.path.relpath(folder, model_dir) if inside else folder).as_posix()
+    is_local = folder.is_relative_to(model_dir.parent)
+    return Path(os.path.relpath(folder, model_dir) if is_local else folder).as_posix()
 
 
 def replace_folder(new: Path, target: Path, attic: Path) -> None:

@@ -105,7 +105,7 @@ def _remove_compiled(repository: Path) -> None:
 
 
 @contextmanager
-def _errors(what: str, change: str) -> Iterator[None]:
+def _errors(message: str, change: str) -> Iterator[None]:
     """Whatever the package raises is one CheckpointError, with its reason in one line."""
     try:
         yield
@@ -113,15 +113,15 @@ def _errors(what: str, change: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise CheckpointError(
-            problem(f"{what}: this Python lacks {PACKAGE}: {error}", change=change)
+            problem(f"{message}: this Python lacks {PACKAGE}: {error}", change=change)
         ) from error
     except Exception as error:
-        raise CheckpointError(problem(f"{what}: {_reason(error)}", change=change)) from error
+        raise CheckpointError(problem(f"{message}: {_reason(error)}", change=change)) from error
 
 
 def _reason(error: Exception) -> str:
     """The differing files by kind, else the message, in one line."""
     text = " ".join(str(error).split())
-    found = {kind: pattern.findall(text) for kind, pattern in _DIFFERENCES.items()}
-    kinds = [f"{kind}: {', '.join(names)}" for kind, names in found.items() if names]
+    result = {kind: pattern.findall(text) for kind, pattern in _DIFFERENCES.items()}
+    kinds = [f"{kind}: {', '.join(names)}" for kind, names in result.items() if names]
     return "; ".join(kinds) or text or type(error).__name__

@@ -88,16 +88,16 @@ def parameters(
     role: str, settings: ExportSettings, checkpoint: FTCheckpoint, text: TextContract
 ) -> dict[str, Any]:
     """Parameters of a text model's code, as config.pbtxt gives them."""
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if role != "postprocessing":
-        known |= encoding_parameters(checkpoint)
+        values |= encoding_parameters(checkpoint)
     if settings.interactive:
-        known["leading_axes"] = 1
+        values["leading_axes"] = 1
     if role in WHOLE:
-        known[TOKEN_MODEL] = settings.model_name
-        known |= {source: name for name, source in text.model_inputs.items() if source in _ENCODED}
-        known |= {"prompt_counts": 1} if text.prompt_counts else {}
-    return known
+        values[TOKEN_MODEL] = settings.model_name
+        values |= {source: name for name, source in text.model_inputs.items() if source in _ENCODED}
+        values |= {"prompt_counts": 1} if text.prompt_counts else {}
+    return values
 
 
 def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
@@ -112,11 +112,11 @@ def encoding_parameters(checkpoint: FTCheckpoint) -> dict[str, Any]:
         "pad_id": config.end_id if config.pad_id is None else config.pad_id
     }
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
-    family, theirs = family_of(config).name, source.get("format") in TRANSFORMERS
+    family, is_transformers = family_of(config).name, source.get("format") in TRANSFORMERS
     gemma = family == "t5" and getattr(config, "rotary_base", None)
-    if family == "bart" or gemma or (family == "gpt" and theirs):
+    if family == "bart" or gemma or (family == "gpt" and is_transformers):
         parameters |= surrounding(config, load_tokenizer(checkpoint.folder))
-    elif family == "t5" and theirs:
+    elif family == "t5" and is_transformers:
         parameters["closing_id"] = config.end_id
     if more := further_end_ids(checkpoint.folder, config):
         parameters["end_ids"] = " ".join(map(str, more))
@@ -131,8 +131,8 @@ def further_end_ids(folder: Path, config: Any) -> list[int]:
     path = folder / tokenizer.GENERATION_FILE
     if not path.is_file():
         return []
-    said = parse_json(path.read_bytes()).get("eos_token_id")
-    ends = [each for each in said if type(each) is int] if isinstance(said, list) else []
+    end_ids = parse_json(path.read_bytes()).get("eos_token_id")
+    ends = [item for item in end_ids if type(item) is int] if isinstance(end_ids, list) else []
     if config.end_id not in ends:
         return []
     return [end for end in ends if end != config.end_id and 0 <= end < config.vocab_size]
@@ -151,7 +151,7 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
         "closing_id": " ".join(map(str, closing)),
     }
     fixed = (files.start_id, files.end_id, files.pad_id, config.end_id)
-    languages = [each for each in (*opening, *closing) if each not in fixed]
+    languages = [item for item in (*opening, *closing) if item not in fixed]
     if languages and isinstance(config, BartConfig) and config.norm_placement == "pre":
         parameters |= {"language_id": languages[0], "start_id": config.start_id}
     forced = getattr(config, "forced_bos_id", None)
@@ -162,18 +162,23 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
 
 def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
     """Files in the version folder of a text model, besides the package of tokenizers."""
-    room = Path(__file__).resolve().parents[2] / "backends"
+    backends = Path(__file__).resolve().parents[2] / "backends"
     code: dict[str, tuple[str, ...]] = {
         "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
         "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
     }
-    whole = ("client_watch.py", "text_encoding.py", text_deltas.__file__, text_names.__file__)
-    text = () if role in code else (room / "text").glob("[a-z]*.py")
+    common_files = (
+        "client_watch.py",
+        "text_encoding.py",
+        text_deltas.__file__,
+        text_names.__file__,
+    )
+    text = () if role in code else (backends / "text").glob("[a-z]*.py")
     return [
         *text,
-        *(room / name for name in code.get(role, whole)),
-        room / "text_parameters.py",
-        room / "text_tensors.py",
-        room / "older_servers.py",
+        *(backends / name for name in code.get(role, common_files)),
+        backends / "text_parameters.py",
+        backends / "text_tensors.py",
+        backends / "older_servers.py",
         *tokenizer_files(checkpoint_dir),
     ]

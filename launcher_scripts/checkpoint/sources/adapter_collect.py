@@ -61,8 +61,8 @@ class Part:
     @property
     def blocks(self) -> slice:
         """The outputs that it applies to."""
-        whole = self.place.count == 1
-        return slice(None) if whole else slice(self.place.index, self.place.index + 1)
+        is_single = self.place.count == 1
+        return slice(None) if is_single else slice(self.place.index, self.place.index + 1)
 
     def down(self) -> NDArray[Any]:
         """A, float32 [in, rank]."""
@@ -121,48 +121,48 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
         problems.add("LoRA of this family can only be merged", got=family.name, change=MERGED)
         problems.raise_if_any(CheckpointError)
     tasks = make_plan(base, family.weights(base.config), "the base")
-    found: dict[tuple[str, int], list[Part]] = {}
+    groups: dict[tuple[str, int], list[Part]] = {}
     for number, adapter in enumerate(adapters.values()):
         try:
-            places = adapter.places(tasks)
+            targets = adapter.places(tasks)
         except LauncherError as error:
             problems.merge(error)
             continue
         for name, updates in adapter.updates.items():
-            for place in places[name]:
-                stem, layer = _stem(place), tasks[place.number].layer
-                update = _kept(updates, place)
+            for target in targets[name]:
+                stem, layer = _stem(target), tasks[target.number].layer
+                update = _kept(updates, target)
                 if update is None or layer is None:
                     text = f"what {adapter.path} learned for {name} can only be merged"
                     problems.add(text, change=MERGED)
                     continue
-                found.setdefault((stem, layer), []).append(Part(number, place, update))
+                groups.setdefault((stem, layer), []).append(Part(number, target, update))
     problems.raise_if_any(CheckpointError)
-    return _stack(found, list(adapters), base.config)
+    return _stack(groups, list(adapters), base.config)
 
 
-def _stem(place: Place) -> str:
-    return place.spec.name.removeprefix("layers.*.").removesuffix(".weight")
+def _stem(target: Place) -> str:
+    return target.spec.name.removeprefix("layers.*.").removesuffix(".weight")
 
 
-def _kept(updates: Sequence[Update], place: Place) -> LowRank | None:
+def _kept(updates: Sequence[Update], position: Place) -> LowRank | None:
     """The update, if it can stay beside its weight."""
-    target, update = LORA_TARGETS.get(_stem(place)), updates[0]
+    target, update = LORA_TARGETS.get(_stem(position)), updates[0]
     if target is None or len(updates) > 1 or not isinstance(update, LowRank) or update.magnitude:
         return None
-    inputs_stay = place.layout in (LAYOUTS["transposed"], LAYOUTS["as_is"])
+    inputs_stay = position.layout in (LAYOUTS["transposed"], LAYOUTS["as_is"])
     if target.partition is Partition.ROW_PARALLEL and not inputs_stay:
         return None
-    laid = place.laid(update)
+    laid = position.laid(update)
     return laid if isinstance(laid, LowRank) else None
 
 
 def _stack(
-    found: Mapping[tuple[str, int], Sequence[Part]], names: Sequence[str], config: Any
+    groups: Mapping[tuple[str, int], Sequence[Part]], names: Sequence[str], config: Any
 ) -> LoRAStack:
-    ranks = [part.update.down.shape[0] for parts in found.values() for part in parts]
+    ranks = [part.update.down.shape[0] for parts in groups.values() for part in parts]
     count, rank = len(names), max(ranks, default=1)
-    stems = {stem for stem, _ in found}
+    stems = {stem for stem, _ in groups}
     targets = [target for stem, target in LORA_TARGETS.items() if stem in stems]
     fields = {
         "lora_names": tuple(names),
@@ -172,7 +172,7 @@ def _stack(
     shards: dict[str, tuple[SourceTensor, ...]] = {}
     for target in targets:
         for layer in range(config.num_layers):
-            parts = found.get((target.stem, layer), ())
+            parts = groups.get((target.stem, layer), ())
             stem = f"layers.{layer}.{target.stem}"
             down, up = _tensors(target, parts, count, rank, config)
             shards |= {f"{stem}.lora_in.weight": (down,), f"{stem}.lora_out.weight": (up,)}
@@ -246,7 +246,7 @@ class Collected:
     def _add_prompts(self, part: PartFile) -> None:
         problems = Problems(str(part.path))
         for task, table in read_tables(part, len(self.tasks)).items():
-            if task in {known.name for known in self.tasks}:
+            if task in {supported.name for supported in self.tasks}:
                 problems.add("two checkpoints have a task of this name", got=task)
             self.tasks.append(PromptTask(task, table.shape[0]))
             self.shards[f"prompt_table.{task}.weight"] = (table,)
@@ -309,8 +309,8 @@ def opened(path: Path, kind: str, family: str, scratch: Path | None) -> PartFile
     if not part.kinds:
         problems.add("it holds no adapters", change=KEYS[kind])
     if others:
-        shown = sorted(part.others)[:3] if "prompt" in others else others
-        problems.add(f"it holds what does not belong into {KEYS[kind]}", got=shown)
+        listed = sorted(part.others)[:3] if "prompt" in others else others
+        problems.add(f"it holds what does not belong into {KEYS[kind]}", got=listed)
     if part.family not in (None, family):
         problems.add(
             "its parts are of another family than the base", got=part.family, choices=[family]

@@ -106,10 +106,10 @@ class AdaptedCheckpoint(SourceCheckpoint):
 
         Raises CheckpointError with all of an adapter that does not fit the base.
         """
-        found = list(tasks)
+        folded = list(tasks)
         for adapter in self.adapters:
-            found = adapter.merged(found)
-        return self._scaled(found) if self.folded else found
+            folded = adapter.merged(folded)
+        return self._scaled(folded) if self.folded else folded
 
     def _scaled(self, tasks: Iterable[Task]) -> list[Task]:
         family = family_of(self.config).name
@@ -135,8 +135,8 @@ class AdaptedCheckpoint(SourceCheckpoint):
 
     def _scales(self, site: IA3Site, task: Task) -> list[Scale]:
         layer = str(task.layer)
-        wanted = [key.replace("*", layer) for key in ia3_keys(site, len(self.sources["ia3"]))]
-        vectors = [find_whole(self.folded, key, Partition.COLUMN_PARALLEL, 1) for key in wanted]
+        patterns = [key.replace("*", layer) for key in ia3_keys(site, len(self.sources["ia3"]))]
+        vectors = [find_whole(self.folded, key, Partition.COLUMN_PARALLEL, 1) for key in patterns]
         return [Scale(vector, site.block) for vector in vectors if vector is not None]
 
     def with_start_id(self, config: Any) -> Any:
@@ -165,34 +165,38 @@ def with_adapters(
     if family not in FAMILIES:
         problems.add("this family takes no adapters", got=family, choices=FAMILIES)
         problems.raise_if_any(CheckpointError)
-    found = Collected(base, settings.ia3_in_place, adapters=list(base.adapters))
+    collected = Collected(base, settings.ia3_in_place, adapters=list(base.adapters))
     for kind, paths in lists.items():
         for number, path in enumerate(map(Path, paths)):
             with problems.collecting():
                 if kind == "adapter" and (adapter := _read_adapter(path, base)):
-                    found.adapters.append(adapter)
+                    collected.adapters.append(adapter)
                 else:
-                    found.add(opened(path, kind, family, scratch), kind, number)
+                    collected.add(opened(path, kind, family, scratch), kind, number)
     loras = _read_loras(settings.lora_checkpoints, base, problems, scratch)
-    base = found.base = _with_tables(base, found.adapters, problems)
+    base = collected.base = _with_tables(base, collected.adapters, problems)
     problems.raise_if_any(CheckpointError)
-    found.shards.update(loras.shards)
+    collected.shards.update(loras.shards)
     count = len(settings.ia3_checkpoints)
-    parts = found.parts(count, problems, loras.fields)
+    parts = collected.parts(count, problems, loras.fields)
     config = dataclasses.replace(base.config, parts=parts)
-    found.check_folded(count, problems)
+    collected.check_folded(count, problems)
     problems.raise_if_any(CheckpointError)
     return AdaptedCheckpoint(
         base,
         config,
         (DIALECT, *base.dialects),
-        found.shards,
-        found.folded,
-        (*base.notes, *found.notes, *(note for each in found.adapters for note in each.notes)),
+        collected.shards,
+        collected.folded,
+        (
+            *base.notes,
+            *collected.notes,
+            *(note for adapter in collected.adapters for note in adapter.notes),
+        ),
         {kind: list(paths) for kind, paths in lists.items()}
         | ({"lora": list(settings.lora_checkpoints)} if settings.lora_checkpoints else {}),
-        found.starts_with_pad,
-        found.adapters,
+        collected.starts_with_pad,
+        collected.adapters,
     )
 
 
@@ -266,8 +270,8 @@ def _read_loras(
                 opened(path, "adapter", family, scratch), base
             )
             if adapters[name].tables:
-                what = f"{path} brings tables of the vocabulary: it can only be merged"
-                problems.add(what, change="export.model.adapter_checkpoints")
+                message = f"{path} brings tables of the vocabulary: it can only be merged"
+                problems.add(message, change="export.model.adapter_checkpoints")
     if adapters:
         with problems.collecting():
             return stacked_lora(adapters, base)

@@ -81,11 +81,11 @@ class PeftSettings:
 
     def scale(self) -> float:
         """alpha / dim."""
-        found: list[Any] = [self.raw.get(key) for key in ("alpha", "dim")]
-        if not all(type(value) in (int, float) and value > 0 for value in found):
-            self.problems.add("alpha and dim must be positive numbers", got=found)
+        settings: list[Any] = [self.raw.get(key) for key in ("alpha", "dim")]
+        if not all(type(value) in (int, float) and value > 0 for value in settings):
+            self.problems.add("alpha and dim must be positive numbers", got=settings)
             return 1.0
-        return float(found[0]) / float(found[1])
+        return float(settings[0]) / float(settings[1])
 
     def check(self) -> None:
         """Note what would change the model in ways that merging does not know."""
@@ -99,8 +99,8 @@ class PeftSettings:
     def targets(self, module: str, _linear: bool) -> bool | None:
         """Return whether LoRA was learned for a module: patterns name its last part, or all of
         it."""
-        wanted = self.raw.get("target_modules")
-        if not isinstance(wanted, list) or not wanted or self.raw.get("exclude_modules"):
+        targets = self.raw.get("target_modules")
+        if not isinstance(targets, list) or not targets or self.raw.get("exclude_modules"):
             return None
         stem, _, last = module.rpartition(".")
         names = [last]
@@ -109,7 +109,7 @@ class PeftSettings:
         return any(
             name == pattern or re.fullmatch(_wildcards(str(pattern)), f"{stem}.{name}")
             for name in names
-            for pattern in wanted
+            for pattern in targets
         )
 
 
@@ -128,8 +128,10 @@ def separated(
     named = renamed(
         ((name, name.replace(".to_wrap.", "."), tensor) for name, tensor in tensors.items()), origin
     )
-    own = {name: tensor for name, tensor in named.items() if _MARK in name}
-    return {name: tensor for name, tensor in named.items() if name not in own}, own
+    adapter_tensors = {name: tensor for name, tensor in named.items() if _MARK in name}
+    return {
+        name: tensor for name, tensor in named.items() if name not in adapter_tensors
+    }, adapter_tensors
 
 
 def adapter_of(
@@ -147,8 +149,8 @@ def adapter_of(
     settings.check()
     scale = settings.scale()
     settings.problems.raise_if_any(CheckpointError)
-    base, own = separated(tensors, str(path))
-    layers = _layers(own, settings, _gated(config))
+    base, adapter_tensors = separated(tensors, str(path))
+    layers = _layers(adapter_tensors, settings, _gated(config))
     updates: dict[str, Update] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
@@ -191,11 +193,11 @@ def _gated(config: Any) -> bool:
 
 
 def _layers(
-    own: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool
+    adapter_tensors: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
     result: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
-    for name, tensor in own.items():
+    for name, tensor in adapter_tensors.items():
         match = _PART.fullmatch(name)
         if match is None:
             settings.problems.add(f"{name} is not a part that is known")
@@ -214,7 +216,7 @@ def _layers(
 def _order(
     name: str,
     tensor: SourceTensor,
-    place: tuple[str | None, str],
+    key: tuple[str | None, str],
     gated: bool,
     settings: PeftSettings,
 ) -> tuple[int, int] | None:
@@ -225,7 +227,7 @@ def _order(
     alone, and, before Megatron Bridge 0.5.0, what a layer without a gate has. Magnitudes lie rank
     by rank, [gate, up] each.
     """
-    tp_size, (part, side) = settings.tp_size, place
+    tp_size, (part, side) = settings.tp_size, key
     if side == "weight_magnitude":
         return (tp_size, 2) if gated else None
     if side != "linear_out" or (gated and part is None):
@@ -262,10 +264,10 @@ def _low_rank(
     settings: PeftSettings,
 ) -> LowRank | None:
     dora = str(settings.raw.get("_target_")).endswith("DoRA")
-    wanted = {"linear_in", "linear_out"} | ({"weight_magnitude"} if dora else set())
-    if sides.keys() != wanted:
-        what = f"LoRA of {module} is not complete"
-        settings.problems.add(what, got=sorted(sides), choices=sorted(wanted))
+    expected = {"linear_in", "linear_out"} | ({"weight_magnitude"} if dora else set())
+    if sides.keys() != expected:
+        message = f"LoRA of {module} is not complete"
+        settings.problems.add(message, got=sorted(sides), choices=sorted(expected))
         return None
     rank = sides["linear_in"].shape[:1]
     if rank != (settings.raw["dim"],):

@@ -37,16 +37,16 @@ def experts_of(options: TrainingOptions, layers: int) -> dict[str, Any]:
     }
     dense = _dense_layers(options, layers)
     if dense is not None:
-        own = options.size("ffn_hidden_size", 4 * options.size("hidden_size"))
-        fields |= {"dense_layers": dense, "dense_ffn_size": own}
+        local = options.size("ffn_hidden_size", 4 * options.size("hidden_size"))
+        fields |= {"dense_layers": dense, "dense_ffn_size": local}
     sizes = {
         "ffn_size": "moe_ffn_hidden_size",
         "shared_expert_size": "moe_shared_expert_intermediate_size",
     }
-    said = {field: options.size(key) for field, key in sizes.items() if options.get(key)}
+    raw = {field: options.size(key) for field, key in sizes.items() if options.get(key)}
     gated = options.flag("moe_shared_expert_gate", False)
-    ungated = {"shared_expert_gate": False} if "shared_expert_size" in said and not gated else {}
-    return fields | said | ungated
+    ungated = {"shared_expert_gate": False} if "shared_expert_size" in raw and not gated else {}
+    return fields | raw | ungated
 
 
 def _router(options: TrainingOptions) -> dict[str, Any]:
@@ -67,32 +67,32 @@ def _router(options: TrainingOptions) -> dict[str, Any]:
     }
     groups = options.get("moe_router_num_groups")
     if groups and options.get("moe_router_group_topk"):
-        chosen = options.size("moe_router_group_topk")
-        scores = max(per_token // chosen, 1)
+        selected = options.size("moe_router_group_topk")
+        scores = max(per_token // selected, 1)
         if function == "softmax" and fields["normalized_experts"] and scores > 1:
-            what = "moe_router_group_topk of softmax needs moe_router_pre_softmax"
-            options.problems.add(what, got=chosen, choices=(f"{per_token // 2 + 1} or more",))
-        fields |= expert_groups(options.size("moe_router_num_groups"), chosen, scores)
+            message = "moe_router_group_topk of softmax needs moe_router_pre_softmax"
+            options.problems.add(message, got=selected, choices=(f"{per_token // 2 + 1} or more",))
+        fields |= expert_groups(options.size("moe_router_num_groups"), selected, scores)
     if function == "sigmoid":
-        said = {"router_score_function": function, "expert_bias": biased or None}
-        return fields | said | {"normalized_experts": per_token > 1}
+        raw = {"router_score_function": function, "expert_bias": biased or None}
+        return fields | raw | {"normalized_experts": per_token > 1}
     if biased:
-        what = "moe_router_enable_expert_bias needs moe_router_score_function sigmoid"
-        options.problems.add(what, got=function)
+        message = "moe_router_enable_expert_bias needs moe_router_score_function sigmoid"
+        options.problems.add(message, got=function)
     return fields
 
 
 def _dense_layers(options: TrainingOptions, layers: int) -> str | None:
     """Return the layers without experts, by moe_layer_freq: every n-th layer has experts, from the
     first on, or those with 1 in a list."""
-    said = options.get("moe_layer_freq") or 1
-    marks = said if isinstance(said, (list, tuple)) else ()
-    if type(said) is int and said > 0:
-        marks = [int(layer % said == 0) for layer in range(layers)]
-    if len(marks) != layers or any(mark not in (0, 1) for mark in marks):
+    frequency = options.get("moe_layer_freq") or 1
+    flags = frequency if isinstance(frequency, (list, tuple)) else ()
+    if type(frequency) is int and frequency > 0:
+        flags = [int(layer % frequency == 0) for layer in range(layers)]
+    if len(flags) != layers or any(mark not in (0, 1) for mark in flags):
         choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
-        options.problems.add("moe_layer_freq is not supported", got=said, choices=choices)
-    return layer_list(layer for layer, mark in enumerate(marks) if mark == 0)
+        options.problems.add("moe_layer_freq is not supported", got=frequency, choices=choices)
+    return layer_list(layer for layer, mark in enumerate(flags) if mark == 0)
 
 
 def _refuse_experts(options: TrainingOptions) -> None:
@@ -101,5 +101,5 @@ def _refuse_experts(options: TrainingOptions) -> None:
     balancing = options.get("moe_router_load_balancing_type") or "none"
     kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
     if not set(map(str, kinds)) <= {*_BALANCING}:
-        what = "moe_router_load_balancing_type is not supported"
-        options.problems.add(what, got=balancing, choices=_BALANCING)
+        message = "moe_router_load_balancing_type is not supported"
+        options.problems.add(message, got=balancing, choices=_BALANCING)

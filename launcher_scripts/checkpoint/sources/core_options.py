@@ -150,24 +150,24 @@ class CoreOptions(TrainingOptions):
             return "gelu"
         return result
 
-    def refuse_unknown(self, known_values: Mapping[str, tuple[Any, ...]]) -> None:
+    def refuse_unknown(self, supported_values: Mapping[str, tuple[Any, ...]]) -> None:
         """Note fields that change the network in ways this project does not know.
 
-        known_values: fields besides those of every model, see refuse_others
+        supported_values: fields besides those of every model, see refuse_others
         """
         self._refuse_code()
         clamped = str(self.get("activation_func")).lower() == "quick_gelu"
         gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
-        self.refuse_others({**_KNOWN_VALUES, **gate, **known_values})
+        self.refuse_others({**_KNOWN_VALUES, **gate, **supported_values})
 
     def _refuse_code(self) -> None:
         """Note classes and functions that may change the network in code."""
         provider = self.get("_target_")
         package, _, name = str(provider).rpartition(".")
-        known = f"{package}.".startswith(_PACKAGES) and _CLASSES.fullmatch(name)
-        if provider is not None and not known:
-            what = "_target_: models of this class are not supported"
-            self.problems.add(what, got=provider)
+        is_allowed = f"{package}.".startswith(_PACKAGES) and _CLASSES.fullmatch(name)
+        if provider is not None and not is_allowed:
+            message = "_target_: models of this class are not supported"
+            self.problems.add(message, got=provider)
         spec = self.get("transformer_layer_spec")
         function = spec.get("_target_") if isinstance(spec, Mapping) else spec
         others = {
@@ -176,8 +176,8 @@ class CoreOptions(TrainingOptions):
             if value and not key.startswith("_") and key not in _SPEC_ARGUMENTS
         }
         if spec and (others or not _is_plain_spec(function)):
-            what = "transformer_layer_spec is not supported, which may change the network"
-            self.problems.add(what, got=spec, choices=_SPECS)
+            message = "transformer_layer_spec is not supported, which may change the network"
+            self.problems.add(message, got=spec, choices=_SPECS)
         pair = self.get("spec") or []  # of Megatron-LM: a module and its function
         if pair not in ([], ["local"]) and not _is_plain_spec(".".join(map(str, pair))):
             self.problems.add("spec is not supported", got=pair, choices=(["local"], *_SPECS))
@@ -203,15 +203,15 @@ class CoreGPT:
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
         names = list(names)
-        alone = {part for name in names for part in _NORMS_ALONE if part in name}
+        prefixes = {part for name in names for part in _NORMS_ALONE if part in name}
         latent: list[str] = []
         if self.fields["kv_lora_rank"] is not None:
             latent = ["mcore_latent"]
             if any(".kv_layernorm." in name for name in names):
                 latent.insert(0, "mcore_latent_local")
             if any(".linear_fc1.layer_norm_weight" in name for name in names):
-                alone -= {min(_NORMS_ALONE)}  # that of latent attention is alone anyway
-        norms = _NORMS_ALONE[min(alone)] if alone else "mcore"
+                prefixes -= {min(_NORMS_ALONE)}  # that of latent attention is alone anyway
+        norms = _NORMS_ALONE[min(prefixes)] if prefixes else "mcore"
         return (*latent, *core_dialects(self.fields["gated"], norms, self.plus_one))
 
     def config(self, vocab_size: int) -> GPTConfig:
@@ -219,14 +219,14 @@ class CoreGPT:
 
 
 def read_gpt(
-    options: CoreOptions, known_values: Mapping[str, tuple[Any, ...]] | None = None
+    options: CoreOptions, supported_values: Mapping[str, tuple[Any, ...]] | None = None
 ) -> CoreGPT:
     """The fields of the core's configuration as GPTConfig's.
 
-    known_values: further fields whose other values are refused
+    supported_values: further fields whose other values are refused
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    options.refuse_unknown(known_values or {})
+    options.refuse_unknown(supported_values or {})
     heads = options.size("num_attention_heads")
     hidden = options.size("hidden_size")
     bias = options.flag("add_bias_linear", True)
@@ -295,7 +295,7 @@ def _yarn(options: CoreOptions, head_size: int, base: float) -> dict[str, Any]:
     if options.get("position_embedding_type") != "yarn":
         return {}
     options.refuse_others({"rotary_percent": (None, 1, 1.0)}, " with yarn")
-    said = {
+    fields = {
         name: options.real(f"yarn_{name}", 1.0) if options.get(f"yarn_{name}") else None
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     }
@@ -305,7 +305,7 @@ def _yarn(options: CoreOptions, head_size: int, base: float) -> dict[str, Any]:
         options.real("yarn_rotary_scaling_factor", 1.0),
         options.size("yarn_original_max_position_embeddings"),
         truncate=options.flag("yarn_correction_range_round_to_int", True),
-        **said,
+        **fields,
     )
 
 
@@ -333,8 +333,8 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
         "rotary_interpolation_factor": 1.0,
     }
     if kind == "yarn":
-        said = options.get("mscale")
-        concentration = mscale_of(factor, 1.0 if said is None else said) / growth
+        raw = options.get("mscale")
+        concentration = mscale_of(factor, 1.0 if raw is None else raw) / growth
         fields |= yarn(
             rope // 2,
             options.real("rotary_base", 10000.0),
@@ -364,25 +364,25 @@ def _attention(options: CoreOptions, layers: int) -> dict[str, Any]:
         options.problems.add("window_size is not supported", got=window, choices=choices)
     elif pair[0] >= 0:
         fields["sliding_window"] = pair[0] + 1
-        whole = _skipped(options, "window_attn_skip_freq", skipped, 0, layers)
-        fields["full_attention_layers"] = whole
+        full_layers = _skipped(options, "window_attn_skip_freq", skipped, 0, layers)
+        fields["full_attention_layers"] = full_layers
     return fields
 
 
-def _skipped(options: CoreOptions, name: str, said: Any, mark: int, layers: int) -> str | None:
-    """The layers that a setting leaves out: every `said`-th one, or those of a mark in a list."""
-    if said is None:
+def _skipped(options: CoreOptions, name: str, value: Any, mark: int, layers: int) -> str | None:
+    """The layers that a setting leaves out: every `value`-th one, or those of a mark in a list."""
+    if value is None:
         return None
-    if type(said) is int and said > 0:
-        return layer_list(range(said - 1, layers, said))
-    marks = said if isinstance(said, (list, tuple)) else ()
-    if len(marks) == layers and all(each in (0, 1) for each in marks):
-        return layer_list(layer for layer, each in enumerate(marks) if each == mark)
+    if type(value) is int and value > 0:
+        return layer_list(range(value - 1, layers, value))
+    flags = value if isinstance(value, (list, tuple)) else ()
+    if len(flags) == layers and all(mark in (0, 1) for mark in flags):
+        return layer_list(layer for layer, item in enumerate(flags) if item == mark)
     choices = [
         "a number above 0",
         f"a list of {layers}, {mark} for each layer left out, else {1 - mark}",
     ]
-    options.problems.add(f"{name} is not supported", got=said, choices=choices)
+    options.problems.add(f"{name} is not supported", got=value, choices=choices)
     return None
 
 
@@ -394,22 +394,24 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     raw = dict(args)
     notes = (_IGNORED_FACTOR.format(factor),) if ignored else ()
     options = CoreOptions(raw, Problems(origin), notes)
-    said = options.get
-    raw["activation_func"] = "squared_relu" if said("squared_relu") else "gelu"
-    if said("swiglu"):
+    option = options.get
+    raw["activation_func"] = "squared_relu" if option("squared_relu") else "gelu"
+    if option("swiglu"):
         raw["activation_func"] = "silu"
-    if said("quick_geglu"):
+    if option("quick_geglu"):
         raw["activation_func"] = "quick_gelu"
-    raw["gated_linear_unit"] = bool(said("swiglu") or said("quick_geglu"))
-    raw["num_query_groups"] = said("num_query_groups") if said("group_query_attention") else None
-    raw["layernorm_epsilon"] = said("norm_epsilon") or said("layernorm_epsilon")
-    raw["layernorm_zero_centered_gamma"] = said("apply_layernorm_1p")
-    raw["share_embeddings_and_output_weights"] = not said("untie_embeddings_and_output_weights")
-    raw["seq_len_interpolation_factor"] = said("rotary_seq_len_interpolation_factor")
-    if said("use_rotary_position_embeddings"):
+    raw["gated_linear_unit"] = bool(option("swiglu") or option("quick_geglu"))
+    raw["num_query_groups"] = (
+        option("num_query_groups") if option("group_query_attention") else None
+    )
+    raw["layernorm_epsilon"] = option("norm_epsilon") or option("layernorm_epsilon")
+    raw["layernorm_zero_centered_gamma"] = option("apply_layernorm_1p")
+    raw["share_embeddings_and_output_weights"] = not option("untie_embeddings_and_output_weights")
+    raw["seq_len_interpolation_factor"] = option("rotary_seq_len_interpolation_factor")
+    if option("use_rotary_position_embeddings"):
         raw["position_embedding_type"] = "rope"
-    raw["rope_scaling"] = said("use_rope_scaling")
-    raw["bias_activation_fusion"] = said("bias_gelu_fusion")
+    raw["rope_scaling"] = option("use_rope_scaling")
+    raw["bias_activation_fusion"] = option("bias_gelu_fusion")
     return options
 
 

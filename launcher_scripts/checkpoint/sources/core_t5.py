@@ -57,7 +57,7 @@ def nemo_names(tensors: Mapping[str, Named], origin: str) -> dict[str, Named]:
     origin: where they are from, for errors
     """
     named = ((name, _nemo_name(name), tensor) for name, tensor in tensors.items())
-    return renamed((each for each in named if each[0] not in _COPIES), origin)
+    return renamed((item for item in named if item[0] not in _COPIES), origin)
 
 
 def _nemo_name(name: str) -> str:
@@ -121,5 +121,5 @@ def _buckets(options: CoreOptions, table: SourceTensor) -> dict[str, Any]:
 
 
 def _depth(tensors: Mapping[str, SourceTensor], side: str) -> int:
-    found = (re.match(rf"{side}\.model\.layers\.(\d+)\.", name) for name in tensors)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(rf"{side}\.model\.layers\.(\d+)\.", name) for name in tensors)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)

@@ -74,8 +74,8 @@ def _rotary(model: Model) -> dict[str, Any]:
     """Return the fields of models with rotary positions."""
     fields = model.fields
     common = _common(model)
-    usual = max(common["hidden_size"] // common["num_attention_heads"], 1)
-    size = fields.size("attention.key_length", usual)
+    default_size = max(common["hidden_size"] // common["num_attention_heads"], 1)
+    size = fields.size("attention.key_length", default_size)
     if fields.size("attention.value_length", size) != size:
         fields.problems.add("attention.value_length is not attention.key_length", got=size)
     rotary = fields.size("rope.dimension_count", size)
@@ -86,11 +86,11 @@ def _rotary(model: Model) -> dict[str, Any]:
         "attn_qkv": (heads + 2 * groups) * size,
     }
     shapes = {name: model.shapes.get(f"blk.0.{name}.weight") for name in rows}
-    found = {name: shape[0] for name, shape in shapes.items() if shape}
-    if rotary > size or found != {name: rows[name] for name in found or rows}:
+    sizes = {name: shape[0] for name, shape in shapes.items() if shape}
+    if rotary > size or sizes != {name: rows[name] for name in sizes or rows}:
         fields.problems.add(
             "the heads do not fit the tensors",
-            got={"heads": (heads, groups), "size": size, "rotary": rotary, "rows": found},
+            got={"heads": (heads, groups), "size": size, "rotary": rotary, "rows": sizes},
         )
         rotary = size = 1
     rope = rope_parameters(fields, rotary, model.factors)
@@ -252,8 +252,8 @@ def _layer_norms(model: Model, key: str, activation: str) -> dict[str, Any]:
 
 
 def _starcoder2(model: Model) -> dict[str, Any]:
-    said = _layer_norms(model, "norm_epsilon", "gelu_pytorch_tanh")
-    return {**said, "use_bias": said["attention_bias"]}
+    fields = _layer_norms(model, "norm_epsilon", "gelu_pytorch_tanh")
+    return {**fields, "use_bias": fields["attention_bias"]}
 
 
 def _nemotron(model: Model) -> dict[str, Any]:
@@ -277,8 +277,8 @@ def _smollm3(model: Model) -> dict[str, Any]:
 
 
 def _ernie4_5(model: Model) -> dict[str, Any]:
-    said = _llama(model)
-    return {**said, "use_bias": said["attention_bias"]}
+    raw = _llama(model)
+    return {**raw, "use_bias": raw["attention_bias"]}
 
 
 def _cohere2(model: Model) -> dict[str, Any]:

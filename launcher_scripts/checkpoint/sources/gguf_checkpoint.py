@@ -175,8 +175,8 @@ class GGUFCheckpoint(WholeTensors):
             ),
             str(archive.path),
         )
-        said = model.raw | _token_ids(metadata)
-        raw = RawConfig(said, tensors.keys(), model.fields.problems)
+        values = model.raw | _token_ids(metadata)
+        raw = RawConfig(values, tensors.keys(), model.fields.problems)
         target = HUGGINGFACE[row.model_type]
         try:
             config = target.read(raw)
@@ -184,7 +184,7 @@ class GGUFCheckpoint(WholeTensors):
             model.fields.raise_problems()
             raise
         model.fields.raise_problems()
-        names = {theirs: ours for ours, theirs in model.names.items()}
+        names = {source_name: name for name, source_name in model.names.items()}
         return cls(
             archive,
             config,
@@ -220,10 +220,10 @@ class GGUFCheckpoint(WholeTensors):
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Hugging Face's name; the file's own where there is none, which no model claims."""
-    layer, whole = _LAYER.match(name), _LAYER.sub("blk.*.", name)
-    stem, _, part = whole.rpartition(".")
-    found = names.get(whole) or (f"{names[stem]}.{part}" if stem in names else name)
-    return found.replace("*", layer.group(1) if layer else "")
+    layer, generic = _LAYER.match(name), _LAYER.sub("blk.*.", name)
+    stem, _, part = generic.rpartition(".")
+    new_name = names.get(generic) or (f"{names[stem]}.{part}" if stem in names else name)
+    return new_name.replace("*", layer.group(1) if layer else "")
 
 
 def _tensors(

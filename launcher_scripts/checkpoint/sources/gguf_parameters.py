@@ -59,8 +59,8 @@ def _grouped(values: NDArray[Any], heads: Heads) -> NDArray[Any]:
     size = len(values) // (heads.queries + 2 * heads.keys)
     parts = np.split(values, [heads.queries * size, (heads.queries + heads.keys) * size])
     rows = [part.reshape(heads.keys, -1, *values.shape[1:]) for part in parts]
-    whole: NDArray[Any] = np.concatenate(rows, axis=1)
-    return whole.reshape(values.shape)
+    joined: NDArray[Any] = np.concatenate(rows, axis=1)
+    return joined.reshape(values.shape)
 
 
 QUERY_HALVES = Restored(lambda values, heads: _halves(values, heads.queries))

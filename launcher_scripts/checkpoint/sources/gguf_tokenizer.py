@@ -132,9 +132,9 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the start, end, padding and unknown tokens as special_tokens_map.json has them: only
     those that the GGUF file names."""
     tokens = metadata.get("tokens")
-    known = range(len(tokens) if isinstance(tokens, list) else 0)
+    valid_ids = range(len(tokens) if isinstance(tokens, list) else 0)
     for field in _ROLES.values():
-        if field in metadata and metadata[field] not in known:
+        if field in metadata and metadata[field] not in valid_ids:
             raise CheckpointError(
                 problem(f"{PREFIX}{field} is not an id of the vocabulary", got=metadata[field])
             )
@@ -148,26 +148,26 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _adds(metadata: Mapping[str, Any], end: str) -> bool:
     """Return whether a text gets the start ("bos") or the end ("eos") token, by llama.cpp's
     defaults."""
-    usual = {
+    defaults = {
         "gpt2": lambda: end == "bos" and PRE_TOKENIZERS[metadata["pre"]].starts,
         "llama": lambda: end == "bos",
         "t5": lambda: end == "eos",
     }[metadata["model"]]()
-    return metadata.get(f"add_{end}_token", usual) is True and f"{end}_token_id" in metadata
+    return metadata.get(f"add_{end}_token", defaults) is True and f"{end}_token_id" in metadata
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> Any:
     """The template, or a list of several with their names, as tokenizer_config.json has them."""
-    found = {
+    templates = {
         key.removeprefix(CHAT_TEMPLATE).lstrip(".") or "default": value
         for key, value in metadata.items()
         if key == CHAT_TEMPLATE or key.startswith(f"{CHAT_TEMPLATE}.")
     }
-    if not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError(problem(f"{CHAT_TEMPLATE} is not text", got=sorted(found)))
-    if found.keys() <= {"default"}:
-        return found.get("default")
-    return [{"name": name, "template": template} for name, template in sorted(found.items())]
+    if not all(isinstance(value, str) for value in templates.values()):
+        raise CheckpointError(problem(f"{CHAT_TEMPLATE} is not text", got=sorted(templates)))
+    if templates.keys() <= {"default"}:
+        return templates.get("default")
+    return [{"name": name, "template": template} for name, template in sorted(templates.items())]
 
 
 def _check(metadata: Mapping[str, Any]) -> None:

@@ -116,25 +116,27 @@ def weight_files(archive: Archive, names: Sequence[str], notes: list[str]) -> li
     Raises CheckpointError where there are none, two sets, or a set that is not complete.
     """
     present = set(archive.names())
-    chosen: list[str] = []
+    selected: list[str] = []
     stale: dict[str, list[str]] = {}
     for name in names:
         shards = _shards(archive, f"{name}.index.json") if f"{name}.index.json" in present else []
-        found = [shard for shard in shards if shard in present]
+        shards_present = [shard for shard in shards if shard in present]
         single = [name] if name in present else []
-        if shards and not found:
+        if shards and not shards_present:
             stale[f"{name}.index.json"] = shards
-        if not chosen and (single or found):
-            chosen = _one_set(archive, name, single, shards if found else [])
-    if not chosen:
+        if not selected and (single or shards_present):
+            selected = _one_set(archive, name, single, shards if shards_present else [])
+    if not selected:
         _refuse_missing(archive, names, stale)
     if stale:
         notes.append(f"{', '.join(stale)} is ignored: none of its files exist")
-    ignored = [each for each in sorted(present) if _WEIGHTS.fullmatch(each) and each not in chosen]
+    ignored = [
+        item for item in sorted(present) if _WEIGHTS.fullmatch(item) and item not in selected
+    ]
     if ignored:
         listed = ", ".join(ignored[:_MAX_LISTED]) + (", ..." if ignored[_MAX_LISTED:] else "")
-        notes.append(f"the weights are read from {_listed(chosen)}; not read: {listed}")
-    return chosen
+        notes.append(f"the weights are read from {_listed(selected)}; not read: {listed}")
+    return selected
 
 
 def _listed(files: Sequence[str]) -> str:
@@ -196,11 +198,11 @@ def foreign_weights(files: Sequence[str]) -> str:
     files: names relative to the folder
     """
     for pattern, advice in _FOREIGN:
-        there = [name for name in files if re.fullmatch(pattern, name)]
-        if there:
-            torch = there[0].endswith(".bin")
+        foreign = [name for name in files if re.fullmatch(pattern, name)]
+        if foreign:
+            torch = foreign[0].endswith(".bin")
             name = "pytorch_model.bin" if torch else "model.safetensors"
-            return f"it holds {_listed(there)}, {advice.format(name=name)}"
+            return f"it holds {_listed(foreign)}, {advice.format(name=name)}"
     return ""
 
 
@@ -297,10 +299,10 @@ class HuggingFaceCheckpoint(WholeTensors):
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> HuggingFaceCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
-        whole = read_mapping(archive, CONFIG_NAME)
-        raw = described(whole)
+        full = read_mapping(archive, CONFIG_NAME)
+        raw = described(full)
         row = architecture(raw, archive.path / CONFIG_NAME)
-        reads_images = whole.get("model_type") in MULTIMODAL
+        reads_images = full.get("model_type") in MULTIMODAL
         of_files: list[str] = []
         files = weight_files(archive, WEIGHT_FILES, of_files)
         name_of = partial(_weight_name, reads_images=reads_images)
@@ -314,16 +316,16 @@ class HuggingFaceCheckpoint(WholeTensors):
             }
         heads = {HEAD, *row.tied.get(HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
-        own_head = has_own_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
-        _untied(tensors, row.tied, own_head)
-        said = raw | _generation(archive)
+        has_head = has_own_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
+        _untied(tensors, row.tied, has_head)
+        raw_values = raw | _generation(archive)
         problems = Problems(str(archive.path / CONFIG_NAME))
-        values = RawConfig(said, tensors.keys(), problems)
+        values = RawConfig(raw_values, tensors.keys(), problems)
         values.unused(KEY)
         if headless and has_own_head(values, row.ties):
             problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
         refuse_disobeyed(values)
-        check_classes(values, whole, row.family, hints.allow_custom_code_config)
+        check_classes(values, full, row.family, hints.allow_custom_code_config)
         dialects = row.dialects(values)
         try:
             config = row.read(values)
@@ -348,16 +350,16 @@ class HuggingFaceCheckpoint(WholeTensors):
 
         Before transformers 4.26 its values stood in config.json.
         """
-        said = generation_keys(self.raw)
-        own = {GENERATION_FILE: json.dumps(said, indent=2).encode()} if said else {}
+        generation = generation_keys(self.raw)
+        local = {GENERATION_FILE: json.dumps(generation, indent=2).encode()} if generation else {}
         kind = self.raw.get("model_type")
         more = tokenizer_files.FAIRSEQ_SETS if kind == "mbart" else ()
         name = None
-        there = TOKENIZER_CONFIG in self.archive.names()
-        if there and is_byt5(self.raw, read_mapping(self.archive, TOKENIZER_CONFIG)):
+        has_config = TOKENIZER_CONFIG in self.archive.names()
+        if has_config and is_byt5(self.raw, read_mapping(self.archive, TOKENIZER_CONFIG)):
             more, name = ({TOKENIZER_CONFIG: TOKENIZER_CONFIG},), BYT5
-        whole = read_mapping(self.archive, CONFIG_NAME)
-        files = own | tokenizer_files.plain_files(self.archive, more=more, config=whole)
+        config = read_mapping(self.archive, CONFIG_NAME)
+        files = local | tokenizer_files.plain_files(self.archive, more=more, config=config)
         return files if name is None else tokenizer_files.with_class(files, name)
 
     def details(self) -> dict[str, Any]:
@@ -388,8 +390,8 @@ def _generation(archive: Archive) -> dict[str, Any]:
     """Read GENERATION_KEYS of generation_config.json, if there is one."""
     if GENERATION_FILE not in archive.names():
         return {}
-    said = read_mapping(archive, GENERATION_FILE)
-    return {key: said[key] for key in GENERATION_KEYS if key in said}
+    generation = read_mapping(archive, GENERATION_FILE)
+    return {key: generation[key] for key in GENERATION_KEYS if key in generation}
 
 
 def _weight_name(name: str, reads_images: bool) -> str | None:
@@ -432,25 +434,25 @@ def _without_predictors(
     promised = raw.get("model_type") in PREDICTING or any(raw.get(key) for key in PREDICTORS)
     if not isinstance(layers, int) or not promised:
         return tensors, False
-    kept = {}
+    remaining = {}
     for name, tensor in tensors.items():
         layer = re.match(r"layers\.(\d+)\.", name)
         if not name.startswith("mtp") and (layer is None or int(layer[1]) < layers):
-            kept[name] = tensor
-    return kept, len(kept) < len(tensors)
+            remaining[name] = tensor
+    return remaining, len(remaining) < len(tensors)
 
 
 def _untied(
-    tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]], own_head: bool
+    tensors: dict[str, SourceTensor], tied: Mapping[str, tuple[str, ...]], has_head: bool
 ) -> None:
     """Keep tied tensors once, under their usual name, whatever name the checkpoint gave them.
 
-    own_head: the output layer has a table of its own, also where its values are the input's
+    has_head: the output layer has a table of its own, also where its values are the input's
     """
     for name, others in tied.items():
         for other in others:
             if other in tensors and name not in tensors:
                 tensors[name] = tensors[other]
-            is_own = own_head and other == HEAD
-            if other in tensors and not is_own and same_values(tensors[other], tensors[name]):
+            is_separate = has_head and other == HEAD
+            if other in tensors and not is_separate and same_values(tensors[other], tensors[name]):
                 del tensors[other]

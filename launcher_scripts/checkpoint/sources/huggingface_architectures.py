@@ -110,8 +110,8 @@ def _one_norm(raw: RawConfig) -> list[str]:
 def _in_memory(raw: RawConfig) -> list[str]:
     """transformers 5 has other names in memory than in what it saves."""
     routers = ("mlp.gate", "mlp.router", "block_sparse_moe.router")
-    there = any(f"layers.0.{router}.weight" in raw.keys for router in routers)
-    return ["_in_memory"] if there else []
+    stacked = any(f"layers.0.{router}.weight" in raw.keys for router in routers)
+    return ["_in_memory"] if stacked else []
 
 
 def _gpt(
@@ -240,7 +240,7 @@ def refuse_disobeyed(raw: RawConfig) -> None:
             if isinstance(value, Mapping) and (section is not raw.raw or key.startswith("rope_"))
         ]
     for key, row in OBEYED.items():
-        for value in {str(each.get(key)): each.get(key) for each in sections}.values():
+        for value in {str(section.get(key)): section.get(key) for section in sections}.values():
             if model_type not in row.by and value not in (None, row.neutral):
                 raw.unused(key)
                 raw.problems.add(
@@ -272,25 +272,25 @@ _STEMS = {
 _ALLOW = "export.model.allow_custom_code_config=True"
 
 
-def check_classes(raw: RawConfig, whole: Mapping[str, Any], family: str, allowed: bool) -> None:
+def check_classes(raw: RawConfig, config: Mapping[str, Any], family: str, allowed: bool) -> None:
     """Note classes of `architectures` and `auto_map` that are not transformers' language model of
     the model type, and code beside the weights.
 
     whole:   config.json, also of a model that reads images
     allowed: they are taken for that model all the same
     """
-    model_type = str(whole.get("model_type", raw.raw["model_type"]))
-    if model_type == "agm" or is_agm(whole):
+    model_type = str(config.get("model_type", raw.raw["model_type"]))
+    if model_type == "agm" or is_agm(config):
         return
     ends = (*_CLASSES[family], "forconditionalgeneration") if model_type in MULTIMODAL else ()
-    known = (*(ends or _CLASSES[family]), *_BASES)
+    supported = (*(ends or _CLASSES[family]), *_BASES)
     stem = _STEMS.get(model_type, _letters(model_type.removesuffix("_text")))
     stems = (stem, "llama") if model_type in _LLAMAS else (stem,)
 
     def is_one(name: str, ends: Sequence[str]) -> bool:
         return _letters(name).removeprefix("fsdp") in {s + end for s in stems for end in ends}
 
-    architectures, auto_map = whole.get("architectures") or [], whole.get("auto_map") or {}
+    architectures, auto_map = config.get("architectures") or [], config.get("auto_map") or {}
     if isinstance(auto_map, str):  # the class of a configuration alone
         auto_map = {"AutoConfig": auto_map}
     if not isinstance(architectures, list) or not isinstance(auto_map, Mapping):
@@ -298,8 +298,8 @@ def check_classes(raw: RawConfig, whole: Mapping[str, Any], family: str, allowed
         return
     code = {str(name): str(value) for name, value in auto_map.items()}
     models = [value for name, value in code.items() if name in _AUTO_CLASSES]
-    strange = [str(name) for name in architectures if not is_one(str(name), known)]
-    strange += [value for value in models if not is_one(value.rpartition(".")[2], known)]
+    strange = [str(name) for name in architectures if not is_one(str(name), supported)]
+    strange += [value for value in models if not is_one(value.rpartition(".")[2], supported)]
     if strange and not allowed:
         raw.problems.add(
             f"architectures, or auto_map, names a class that is not transformers' language model "
@@ -494,7 +494,7 @@ def read_sizes(path: Path) -> ModelConfig | None:
     row = architecture(raw, config)
     values = RawConfig(raw, (), Problems(str(config)))
     try:
-        found = row.read(values)
+        result = row.read(values)
     except CheckpointError:
         return None
-    return None if values.problems.messages else found
+    return None if values.problems.messages else result

@@ -24,7 +24,7 @@ def plain_gpt(raw: RawConfig, hidden: int, heads: int, **fields: Any) -> GPTConf
 
     fields: the other hyperparameters, and what is said otherwise
     """
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "vocab_size": raw.size("vocab_size"),
         "hidden_size": hidden,
         "num_heads": heads,
@@ -35,7 +35,7 @@ def plain_gpt(raw: RawConfig, hidden: int, heads: int, **fields: Any) -> GPTConf
         "end_id": raw.token("eos_token_id", 50256),
         "pad_id": raw.token("pad_token_id", None),
     }
-    return GPTConfig(**{**said, **fields})
+    return GPTConfig(**{**values, **fields})
 
 
 def gpt2(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -77,8 +77,8 @@ def _attention_kinds(raw: RawConfig, layers: int) -> list[str]:
             result = [kind for kinds, times in types for kind in kinds * times]
             if len(result) == layers and {*result} <= {"global", "local"}:
                 return result
-    what = "attention_types must name the attention of every layer"
-    raw.problems.add(what, got=types, choices=("global", "local"))
+    message = "attention_types must name the attention of every layer"
+    raw.problems.add(message, got=types, choices=("global", "local"))
     return []
 
 
@@ -316,8 +316,8 @@ def t5gemma(raw: RawConfig) -> T5Config:
     encoder, decoder = raw.section("encoder"), raw.section("decoder")
     for name in _SAME_OF_STACKS:
         if encoder.raw.get(name) != decoder.raw.get(name):
-            what = f"{name} of encoder and decoder must be the same"
-            raw.problems.add(what, got=(encoder.raw.get(name), decoder.raw.get(name)))
+            message = f"{name} of encoder and decoder must be the same"
+            raw.problems.add(message, got=(encoder.raw.get(name), decoder.raw.get(name)))
     encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
     decoder.only(cross_attention_hidden_size=encoder.raw.get("hidden_size"))
     for stack in (encoder, decoder):
@@ -369,11 +369,11 @@ def _full_layers(encoder: RawConfig, decoder: RawConfig) -> str | None:
         for stack in (encoder, decoder)
     ]
     kinds = max(stacks, key=len)
-    for name, each in zip(("encoder", "decoder"), stacks, strict=True):
-        if each != kinds[: len(each)] or not set(each) <= {"sliding_attention", "full_attention"}:
-            encoder.problems.add(f"layer_types of the {name} are not supported", got=each)
-    most = max(stack.layers("num_hidden_layers") for stack in (encoder, decoder))
-    kinds = kinds[:most]
+    for name, item in zip(("encoder", "decoder"), stacks, strict=True):
+        if item != kinds[: len(item)] or not set(item) <= {"sliding_attention", "full_attention"}:
+            encoder.problems.add(f"layer_types of the {name} are not supported", got=item)
+    max_layers = max(stack.layers("num_hidden_layers") for stack in (encoder, decoder))
+    kinds = kinds[:max_layers]
     return layer_list(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 

@@ -31,7 +31,7 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     head_size = head_size_of(raw)
-    said: Fields = {
+    values: Fields = {
         "vocab_size": raw.size("vocab_size"),
         "num_layers": raw.layers("num_hidden_layers"),
         "hidden_size": hidden,
@@ -57,8 +57,8 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     }
     for name, read in readers.items():
         if name not in fields:
-            said.update(read())
-    return GPTConfig(**said)
+            values.update(read())
+    return GPTConfig(**values)
 
 
 def head_size_of(raw: RawConfig) -> int:
@@ -83,11 +83,15 @@ def ministral3(raw: RawConfig) -> GPTConfig:
     section.unused("max_position_embeddings")
     fields = rope_of(raw, section, head_size_of(raw))
     if section.real("llama_4_scaling_beta", 0.0):
-        whole, original = raw.size("max_position_embeddings"), original_positions(raw, section)
-        fields["max_positions"] = min(whole, original)
-        if original < whole:
+        max_positions, original = (
+            raw.size("max_position_embeddings"),
+            original_positions(raw, section),
+        )
+        fields["max_positions"] = min(max_positions, original)
+        if original < max_positions:
             raw.notes.append(
-                f"of {whole} positions the first {original} are served: queries behind them would "
+                f"of {max_positions} positions the first {original} are served: later queries "
+                "would "
                 "be scaled by their position"
             )
     return decoder(raw, **windows(raw), **fields)
@@ -159,8 +163,8 @@ def turning_layers(raw: RawConfig) -> list[int]:
     layers = raw.layers("num_hidden_layers")
     interval = raw.size("no_rope_layer_interval", default=4)
     turns = raw("no_rope_layers", default=[int((n + 1) % interval != 0) for n in range(layers)])
-    known = isinstance(turns, list) and all(mark in (0, 1) for mark in turns)
-    if not known or len(turns) != layers:
+    supported = isinstance(turns, list) and all(mark in (0, 1) for mark in turns)
+    if not supported or len(turns) != layers:
         choices = (f"a list of {layers}, 0 or 1 for each layer",)
         raw.problems.add("no_rope_layers is not supported", got=turns, choices=choices)
         turns = [1] * layers
@@ -193,14 +197,14 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
     raw.only(use_qk_norm=False)
     raw.defaults(bos_token_id=5, eos_token_id=255001, pad_token_id=0)
-    said: Fields = {
+    values: Fields = {
         "normalization": "layernorm",
         "norm_eps": raw.real("layer_norm_eps", 1e-5),
         "mlp_bias": False,
         "parallel_residual": True,
         "logits_scale": raw.real("logit_scale", 0.0625),
     }
-    return decoder(raw, **{**said, **fields})
+    return decoder(raw, **{**values, **fields})
 
 
 def _layer_norms(raw: RawConfig, **fields: Any) -> GPTConfig:

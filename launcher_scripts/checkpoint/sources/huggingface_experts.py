@@ -66,7 +66,7 @@ def granitemoe(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def granitemoeshared(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Granite whose tokens also go through one more MLP, if it has a size."""
-    size = raw.size("shared_intermediate_size", default=1024, least=0)
+    size = raw.size("shared_intermediate_size", default=1024, minimum=0)
     shared = {"shared_expert_size": size, "shared_expert_gate": False} if size else {}
     return granitemoe(raw, **shared, **fields)
 
@@ -93,14 +93,14 @@ def qwen3_moe(raw: RawConfig) -> GPTConfig:
 
 def qwen_experts(raw: RawConfig) -> Fields:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers has it."""
-    step, said = raw.size("decoder_sparse_step", default=1), raw("mlp_only_layers", default=[])
-    if not isinstance(said, list):
-        raw.problems.add("mlp_only_layers must be a list of layers", got=said)
-        said = []
+    step, values = raw.size("decoder_sparse_step", default=1), raw("mlp_only_layers", default=[])
+    if not isinstance(values, list):
+        raw.problems.add("mlp_only_layers must be a list of layers", got=values)
+        values = []
     return {
         "ffn_size": raw.size("moe_intermediate_size"),
         **_said_experts(raw),
-        **dense_layers(raw, lambda layer: (layer + 1) % step != 0 or layer in said),
+        **dense_layers(raw, lambda layer: (layer + 1) % step != 0 or layer in values),
     }
 
 
@@ -130,8 +130,8 @@ def _said_experts(raw: RawConfig, *names: str) -> Fields:
 
     names: further ones of their number
     """
-    said = raw.flag("norm_topk_prob", False)
-    return experts_of(raw, "num_experts", "num_local_experts", *names, normalized=said)
+    normalized = raw.flag("norm_topk_prob", False)
+    return experts_of(raw, "num_experts", "num_local_experts", *names, normalized=normalized)
 
 
 def olmoe(raw: RawConfig) -> GPTConfig:
@@ -212,8 +212,8 @@ def biased_experts(raw: RawConfig) -> Fields:
     """Experts as DeepSeek-V3's, behind layers without them."""
     raw.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     size = raw.size("moe_intermediate_size")
-    dense = raw.size("first_k_dense_replace", default=0, least=0)
-    shared = raw.size("n_shared_experts", "num_shared_experts", default=1, least=0)
+    dense = raw.size("first_k_dense_replace", default=0, minimum=0)
+    shared = raw.size("n_shared_experts", "num_shared_experts", default=1, minimum=0)
     return {
         **_said_experts(raw, "n_routed_experts"),
         "ffn_size": size,
@@ -231,8 +231,8 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
     raw.only(moe_use_aux_free=True, moe_gate="topk", moe_gate_act="softmax")
     raw.unused("moe_norm_min", "moe_capacity")  # against a division by 0; of the training
     layers, interval = raw.layers("num_hidden_layers"), raw.size("moe_layer_interval", default=1)
-    first = raw.size("moe_layer_start_index", default=1, least=0)
-    last = raw.size("moe_layer_end_index", default=-1, least=-1) % layers
+    first = raw.size("moe_layer_start_index", default=1, minimum=0)
+    last = raw.size("moe_layer_end_index", default=-1, minimum=-1) % layers
     size = raw.size("moe_intermediate_size")
     fields = {
         "num_experts": raw.size("moe_num_experts"),
@@ -241,7 +241,7 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
         "ffn_size": size,
         "expert_bias": True,
     }
-    shared = raw.size("moe_num_shared_experts", default=2, least=0)
+    shared = raw.size("moe_num_shared_experts", default=2, minimum=0)
     if shared:
         fields |= {"shared_expert_size": size * shared, "shared_expert_gate": False}
     return ernie4_5(
@@ -329,7 +329,7 @@ def afmoe(raw: RawConfig) -> GPTConfig:
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, sliding_window=1024, norm_topk_prob=True)
     scale = raw.real("route_scale", 1.0)
     raw.defaults(routed_scaling_factor=scale, moe_intermediate_size=1408)
-    raw.defaults(first_k_dense_replace=raw.size("num_dense_layers", default=1, least=0))
+    raw.defaults(first_k_dense_replace=raw.size("num_dense_layers", default=1, minimum=0))
     raw.defaults(n_shared_experts=raw.size("num_shared_experts", default=2))
     interval = raw.size("global_attn_every_n_layers", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % interval == 0)
@@ -378,8 +378,11 @@ def phimoe(raw: RawConfig) -> GPTConfig:
 
 def cohere2_moe(raw: RawConfig) -> GPTConfig:
     """Command A+: a Cohere 2 with experts behind a few layers without them."""
-    size, shared = raw.size("intermediate_size"), raw.size("num_shared_experts", default=0, least=0)
-    dense = raw.size("first_k_dense_replace", default=0, least=0)
+    size, shared = (
+        raw.size("intermediate_size"),
+        raw.size("num_shared_experts", default=0, minimum=0),
+    )
+    dense = raw.size("first_k_dense_replace", default=0, minimum=0)
     pattern = raw.size("sliding_window_pattern", default=4)
     prefix = raw.size("prefix_dense_sliding_window_pattern", default=1)
     choices = ("softmax", "sigmoid")

@@ -30,17 +30,17 @@ _LETTERS = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def _kinds(
-    raw: RawConfig, layers: int, found: Any, names: str, known: Mapping[str, str]
+    raw: RawConfig, layers: int, result: Any, names: str, supported: Mapping[str, str]
 ) -> list[str]:
     """The branches that a list of the layers' kinds names."""
-    if isinstance(found, str):
-        found = list(found)
-    if not isinstance(found, list) or len(found) != layers or not {*found} <= known.keys():
+    if isinstance(result, str):
+        result = list(result)
+    if not isinstance(result, list) or len(result) != layers or not {*result} <= supported.keys():
         raw.problems.add(
-            f"{names} must name the kind of every layer", got=found, choices=tuple(known)
+            f"{names} must name the kind of every layer", got=result, choices=tuple(supported)
         )
         return ["attention"] * layers
-    return [known[kind] for kind in found]
+    return [supported[kind] for kind in result]
 
 
 def _branches(mixers: Sequence[str], then: str) -> str:
@@ -50,17 +50,17 @@ def _branches(mixers: Sequence[str], then: str) -> str:
 
 def _limits(raw: RawConfig, *more: str) -> Fields:
     """The range of time steps, of which the ends may be infinite."""
-    found = raw("time_step_limit", *more, default=None)
-    if found is None:
+    result = raw("time_step_limit", *more, default=None)
+    if result is None:
         return {}
-    ends = [_number(end) for end in found] if isinstance(found, list) else []
-    least, most = ends if len(ends) == 2 else (None, None)
-    if least is None or most is None or not least <= most:
-        raw.problems.add("time_step_limit must be two numbers, the smaller first", got=found)
+    ends = [_number(end) for end in result] if isinstance(result, list) else []
+    minimum, maximum = ends if len(ends) == 2 else (None, None)
+    if minimum is None or maximum is None or not minimum <= maximum:
+        raw.problems.add("time_step_limit must be two numbers, the smaller first", got=result)
         return {}
     return {
-        "mamba_min_step": least if least > 0 else None,
-        "mamba_max_step": None if math.isinf(most) else most,
+        "mamba_min_step": minimum if minimum > 0 else None,
+        "mamba_max_step": None if math.isinf(maximum) else maximum,
     }
 
 
@@ -125,12 +125,12 @@ def nemotron_h(raw: RawConfig) -> GPTConfig:
 def _nemotron_kinds(raw: RawConfig) -> list[str]:
     """The layers' branches, as words or as letters."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    found, pattern = raw(*names[:2], default=None), raw(names[2], default=None)
-    said = pattern if found is None else found
-    layers = len(said) if isinstance(said, (list, str)) and said else 1
+    result, pattern = raw(*names[:2], default=None), raw(names[2], default=None)
+    values = pattern if result is None else result
+    layers = len(values) if isinstance(values, (list, str)) and values else 1
     raw.only(num_hidden_layers=layers)
-    known = _KINDS if found is not None else _LETTERS
-    return _kinds(raw, layers, said, " or ".join(names), known)
+    supported = _KINDS if result is not None else _LETTERS
+    return _kinds(raw, layers, values, " or ".join(names), supported)
 
 
 def _nemotron_unused(raw: RawConfig) -> None:
@@ -201,10 +201,10 @@ def falcon_h1(raw: RawConfig) -> GPTConfig:
     before = raw.flag("mamba_norm_before_gate", True)
     if raw.flag("mamba_rms_norm", False):
         norm = "before_gate" if before else "gated"
-    said = raw("mlp_multipliers", default=None) is not None
-    gate, down = raw.numbers("mlp_multipliers", 2) if said else (1.0, 1.0)
-    said = raw("ssm_multipliers", default=None) is not None
-    parts = raw.numbers("ssm_multipliers", 5) if said else [1.0] * 5
+    values = raw("mlp_multipliers", default=None) is not None
+    gate, down = raw.numbers("mlp_multipliers", 2) if values else (1.0, 1.0)
+    values = raw("ssm_multipliers", default=None) is not None
+    parts = raw.numbers("ssm_multipliers", 5) if values else [1.0] * 5
     ssm, attention = raw.real("ssm_in_multiplier", 1.0), raw.real("attention_in_multiplier", 1.0)
     keys = attention * raw.real("key_multiplier", 1.0)
     return decoder(
@@ -230,8 +230,8 @@ def _text(numbers: Sequence[float]) -> str:
 def granitemoehybrid(raw: RawConfig) -> GPTConfig:
     """Granite 4: experts and a shared MLP behind Mamba-2 or attention, or that MLP alone."""
     layers = raw.layers("num_hidden_layers")
-    said = raw("layer_types", "layers_block_type", default=["mamba"] * layers)
-    mixers = _kinds(raw, layers, said, "layer_types", _KINDS)
+    values = raw("layer_types", "layers_block_type", default=["mamba"] * layers)
+    mixers = _kinds(raw, layers, values, "layer_types", _KINDS)
     turns = raw("position_embedding_type", default=None)
     fields: Fields = {}
     if turns != "rope":
@@ -240,13 +240,13 @@ def granitemoehybrid(raw: RawConfig) -> GPTConfig:
     if turns not in (None, "rope", "nope"):
         raw.problems.add("unknown position_embedding_type", got=turns, choices=("rope", "nope"))
     raw.unused("normalization_function", "init_method")
-    count = raw.size("num_local_experts", default=8, least=0)
-    chosen = raw.size("num_experts_per_tok", default=2, least=0)
+    count = raw.size("num_local_experts", default=8, minimum=0)
+    selected = raw.size("num_experts_per_tok", default=2, minimum=0)
     size = raw.size("shared_intermediate_size", default=1024)
     if count:
         fields |= {
             "num_experts": count,
-            "experts_per_token": chosen,
+            "experts_per_token": selected,
             "normalized_experts": True,
             "shared_expert_size": size,
             "shared_expert_gate": False,
@@ -272,12 +272,12 @@ def _qwen(raw: RawConfig, then: Sequence[str], **fields: Any) -> GPTConfig:
     """
     layers = len(then)
     interval = raw.size("full_attention_interval", default=4)
-    usual = [
+    default = [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
         for layer in range(layers)
     ]
-    known = {"full_attention": "attention", "linear_attention": "gated_delta"}
-    mixers = _kinds(raw, layers, raw("layer_types", default=usual), "layer_types", known)
+    supported = {"full_attention": "attention", "linear_attention": "gated_delta"}
+    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
     raw.defaults(partial_rotary_factor=0.25, head_dim=256)
     raw.unused("partial_rotary_factor", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     raw.unused("attn_output_gate", "mamba_ssm_dtype")
@@ -324,12 +324,12 @@ def lfm2(raw: RawConfig) -> GPTConfig:
     """LFM2: gated short convolutions, and attention."""
     layers = raw.layers("num_hidden_layers")
     full = raw("full_attn_idxs", default=list(range(layers)))
-    usual = [
+    default = [
         "full_attention" if isinstance(full, list) and layer in full else "conv"
         for layer in range(layers)
     ]
-    known = {"full_attention": "attention", "conv": "short_conv"}
-    mixers = _kinds(raw, layers, raw("layer_types", default=usual), "layer_types", known)
+    supported = {"full_attention": "attention", "conv": "short_conv"}
+    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
     raw.unused("block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_dim")
     raw.unused("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out")
     raw.unused("conv_use_xavier_init", "num_heads", "use_pos_enc", "tie_embedding", "conv_L_cache")

@@ -26,7 +26,7 @@ def latent(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.only(num_key_value_heads=heads, qk_head_dim=still + turning)
     raw.only(head_dim=turning)
     section = raw.section("rope_parameters", "rope_scaling")
-    said: Fields = {
+    values: Fields = {
         **rope_of(raw, section, turning),
         "head_size": still + turning,
         "num_kv_heads": heads,
@@ -37,12 +37,12 @@ def latent(raw: RawConfig, **fields: Any) -> GPTConfig:
         "latent_norm_eps": 1e-6,
     }
     if raw("q_lora_rank", default=None) is not None:
-        said["q_lora_rank"] = raw.size("q_lora_rank")
-    if said.get("rotary_scaling") == "factors" and section("mscale_all_dim", default=None):
+        values["q_lora_rank"] = raw.size("q_lora_rank")
+    if values.get("rotary_scaling") == "factors" and section("mscale_all_dim", default=None):
         factor = section.real("factor", 1.0)
         scale = mscale_of(factor, section.real("mscale_all_dim", 1.0))
-        said["softmax_scale"] = scale**2 / (still + turning) ** 0.5
-    return decoder(raw, **{**said, **fields})
+        values["softmax_scale"] = scale**2 / (still + turning) ** 0.5
+    return decoder(raw, **{**values, **fields})
 
 
 def deepseek_v2(raw: RawConfig) -> GPTConfig:
@@ -62,7 +62,7 @@ def deepseek_v2(raw: RawConfig) -> GPTConfig:
     else:
         groups = expert_groups(raw.size("n_group"), raw.size("topk_group"), 1)
     size = raw.size("moe_intermediate_size", default=1407)
-    dense = raw.size("first_k_dense_replace", default=0, least=0)
+    dense = raw.size("first_k_dense_replace", default=0, minimum=0)
     return latent(
         raw,
         ffn_size=size,

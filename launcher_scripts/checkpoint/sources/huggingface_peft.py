@@ -125,20 +125,20 @@ class _Settings:
     def check_types(self) -> None:
         """Note names and patterns that are none."""
         for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-            found = self.raw.get(key) or []
-            patterns = [found] if isinstance(found, str) else found
+            value = self.raw.get(key) or []
+            patterns = [value] if isinstance(value, str) else value
             if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)):
-                self.problems.add(f"{key} must be a pattern, or a list of names", got=found)
+                self.problems.add(f"{key} must be a pattern, or a list of names", got=value)
         parameters = self.raw.get("target_parameters") or []
         if not isinstance(parameters, list) or not all(type(name) is str for name in parameters):
             self.problems.add("target_parameters must be a list of names", got=parameters)
         for key in ("rank_pattern", "alpha_pattern"):
-            found = self.raw.get(key) or {}
-            if not isinstance(found, Mapping) or not all(map(_is_pattern, found)):
-                self.problems.add(f"{key} must be a mapping of patterns", got=found)
+            value = self.raw.get(key) or {}
+            if not isinstance(value, Mapping) or not all(map(_is_pattern, value)):
+                self.problems.add(f"{key} must be a mapping of patterns", got=value)
         layers = self.raw.get("layers_to_transform")
-        found = layers if isinstance(layers, list) else [layers]
-        if layers is not None and not all(type(number) is int for number in found):
+        value = layers if isinstance(layers, list) else [layers]
+        if layers is not None and not all(type(number) is int for number in value):
             self.problems.add("layers_to_transform must be numbers of layers", got=layers)
 
     def check_parameters(self, names: Iterable[str]) -> None:
@@ -146,8 +146,8 @@ class _Settings:
         parameters = [parameter for name in names for parameter in (name, f"{name}.weight")]
         for target in self.raw.get("target_parameters") or []:
             if not any(_is_named(parameter, [target]) for parameter in parameters):
-                what = f"target_parameters names {target}: LoRA of it is not in the file"
-                self.problems.add(what)
+                message = f"target_parameters names {target}: LoRA of it is not in the file"
+                self.problems.add(message)
 
     def check_saved(self, parts: _Parts, has_biases: bool) -> None:
         """Note what the configuration says was trained, and the file does not hold.
@@ -165,8 +165,8 @@ class _Settings:
             and has_biases
             and not any(name.endswith(".bias") for name in parts.whole)
         ):
-            what = "the biases were trained and are not in the file"
-            self.problems.add(what, got=f"bias: {bias}")
+            message = "the biases were trained and are not in the file"
+            self.problems.add(message, got=f"bias: {bias}")
 
     def number(self, value: Any, name: str) -> float:
         if type(value) in (int, float) and value > 0:
@@ -183,31 +183,31 @@ class _Settings:
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of LoRA for a module with matrices of this rank."""
-        said = self.patterned("rank_pattern", "r", module)
-        if said != rank:
-            self.problems.add(f"LoRA of {module} has another rank", got=rank, choices=[said])
+        raw = self.patterned("rank_pattern", "r", module)
+        if raw != rank:
+            self.problems.add(f"LoRA of {module} has another rank", got=rank, choices=[raw])
         alpha = self.patterned("alpha_pattern", "lora_alpha", module)
-        return alpha / (math.sqrt(said) if self.raw.get("use_rslora") else said)
+        return alpha / (math.sqrt(raw) if self.raw.get("use_rslora") else raw)
 
     def targets(self, module: str, linear: bool) -> bool | None:
         """Return whether LoRA was learned for a module, by its whole name."""
-        wanted = self.raw.get("target_modules")
+        targets = self.raw.get("target_modules")
         if self.targets_parameter(f"{module}.weight"):
             return True
-        if wanted is None and self.raw.get("target_parameters"):
+        if targets is None and self.raw.get("target_parameters"):
             return False
         excluded = self.raw.get("exclude_modules")
         saved = self.raw.get("modules_to_save") or []
-        if wanted is None:
+        if targets is None:
             return None
         if excluded and _is_named(module, excluded):
             return False
         if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved):
             return False
-        if wanted == "all-linear":
+        if targets == "all-linear":
             return linear and "relative_attention_bias" not in module
-        return _is_named(module, wanted) and (
-            isinstance(wanted, str) or module in wanted or self._selects_layer(module)
+        return _is_named(module, targets) and (
+            isinstance(targets, str) or module in targets or self._selects_layer(module)
         )
 
     def targets_parameter(self, name: str) -> bool:
@@ -234,13 +234,13 @@ class _Settings:
 
     def token_rows(self, module: str) -> tuple[int, ...]:
         """The tokens whose rows of a table were trained, in the order of the rows."""
-        found = self.raw.get("trainable_token_indices")
-        if isinstance(found, Mapping):
-            found = next((rows for name, rows in found.items() if _is_named(module, [name])), None)
-        if not isinstance(found, list) or not all(type(row) is int for row in found):
-            self.problems.add("trainable_token_indices must be a list of token ids", got=found)
+        value = self.raw.get("trainable_token_indices")
+        if isinstance(value, Mapping):
+            value = next((rows for name, rows in value.items() if _is_named(module, [name])), None)
+        if not isinstance(value, list) or not all(type(row) is int for row in value):
+            self.problems.add("trainable_token_indices must be a list of token ids", got=value)
             return ()
-        return tuple(found)
+        return tuple(value)
 
 
 def _is_named(module: str, names: Any) -> bool:
@@ -312,15 +312,15 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     problems.raise_if_any(CheckpointError)
     tables = _own_tables(updates, base, ties)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
-    has_own_experts = any(map(stacked_name, modules))
+    has_experts = any(map(stacked_name, modules))
 
     def targets(module: str, linear: bool) -> bool | None:
-        stacked = None if has_own_experts else stacked_name(module)
+        stacked = None if has_experts else stacked_name(module)
         if stacked is not None:  # transformers 5 has no module of one expert
             return any(settings.targets_parameter(prefix + stacked) for prefix in prefixes)
         names = [modules[module]] if module in modules else [p + module for p in prefixes]
-        found = [settings.targets(name, linear) for name in names]
-        return None if None in found else any(found)
+        results = [settings.targets(name, linear) for name in names]
+        return None if None in results else any(results)
 
     notes = (_TABLES_NOTE.format(path.name),) if tables else ()
     return Adapter(path, updates, _dialects(base), targets, ties, notes, tables)
@@ -352,19 +352,19 @@ def _own_tables(
                 continue
             if spec.partition is Partition.VOCAB_PARALLEL and len(spec.shape) == 2:
                 rows.setdefault(source.keys[0], set()).add(spec.name)
-    whole = {
+    tables = {
         name: values[0].values
         for name, values in updates.items()
         if name in rows and isinstance(values[0], Replaced) and values[0].rows is None
     }
-    resized = any(table.shape[:1] != (config.vocab_size,) for table in whole.values())
+    resized = any(table.shape[:1] != (config.vocab_size,) for table in tables.values())
     if not resized and (ties or not tied):
         return {}
-    for name in whole:
+    for name in tables:
         updates[name] = updates[name][1:]
         if not updates[name]:
             del updates[name]
-    return {row: table for name, table in whole.items() for row in rows[name]}
+    return {row: table for name, table in tables.items() for row in rows[name]}
 
 
 def _plain_names(values: Mapping[str, Value], archive: Archive) -> dict[str, Value]:
@@ -411,8 +411,8 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
             parts.put(parts.loras.setdefault(lora["module"], {}), side, tensor, name, problems)
         elif tokens := _TOKENS.fullmatch(name):
             parts.put(parts.tokens, tokens["module"], tensor, name, problems)
-        elif whole := _WHOLE.fullmatch(name):
-            target = f"{whole['module']}.{whole['kind']}"
+        elif match := _WHOLE.fullmatch(name):
+            target = f"{match['module']}.{match['kind']}"
             parts.put(parts.whole, target, tensor, name, problems)
         else:
             problems.add(f"{name} is not a part that is known")
@@ -425,12 +425,12 @@ def _lora(
     """Read the LoRA of a linear layer or a table, by the names of its tensors."""
     embedding = "embedding_A" in sides
     down, up = ("embedding_A", "embedding_B") if embedding else ("A", "B")
-    wanted = {down, up} | ({"magnitude_vector"} if settings.raw.get("use_dora") else set())
+    expected = {down, up} | ({"magnitude_vector"} if settings.raw.get("use_dora") else set())
     if settings.raw.get("lora_bias") and not embedding:
-        wanted.add("B_bias")
-    if sides.keys() != wanted:
+        expected.add("B_bias")
+    if sides.keys() != expected:
         settings.problems.add(
-            f"LoRA of {module} is not complete", got=sorted(sides), choices=sorted(wanted)
+            f"LoRA of {module} is not complete", got=sorted(sides), choices=sorted(expected)
         )
         return {}
     rank = sides[down].shape[0] if sides[down].shape else 0
@@ -463,7 +463,7 @@ def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint)
     tied = [pair for row in ARCHITECTURES.values() for pair in row.tied.items()]
     for name, other in {(name, other) for name, others in tied for other in others}:
         pair = (*updates.get(name, ()), *updates.get(other, ()))
-        tables = [float32(each.values.read()) for each in pair if isinstance(each, Replaced)]
+        tables = [float32(item.values.read()) for item in pair if isinstance(item, Replaced)]
         if len(tables) == 2 and np.array_equal(tables[0], tables[1]):
             del updates[other]
             result = True

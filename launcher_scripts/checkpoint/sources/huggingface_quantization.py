@@ -64,17 +64,21 @@ class Fp8Scheme:
         for name, base in list(tensors.items()):
             if base.dtype != FLOAT8 or name.endswith(SCALES):
                 continue
-            places = [name.removesuffix("weight") + scale for scale in SCALES]
-            scales = [tensors.pop(place) for place in places if place in tensors]
+            scale_names = [name.removesuffix("weight") + scale for scale in SCALES]
+            scales = [
+                tensors.pop(scale_name) for scale_name in scale_names if scale_name in tensors
+            ]
             if len(scales) != 1:
-                problems.add(f"{name} is in fp8 and has {len(scales)} scales", choices=places)
+                problems.add(f"{name} is in fp8 and has {len(scales)} scales", choices=scale_names)
             elif (block := self._block(base.shape, scales[0])) is None:
                 problems.add(
                     f"the scales of {name} do not fit its shape {base.shape}", got=scales[0].shape
                 )
             else:
-                whole = np.dtype("<f4")
-                tensors[name] = ScaledTensor(base.shape, whole, base.pieces, base, scales[0], block)
+                float32_type = np.dtype("<f4")
+                tensors[name] = ScaledTensor(
+                    base.shape, float32_type, base.pieces, base, scales[0], block
+                )
 
     def _block(self, shape: tuple[int, ...], stored: SourceTensor) -> tuple[int, int] | None:
         """The rows and columns that share one of the scales; None if these do not fit."""
@@ -165,13 +169,13 @@ class _Quantization:
 
     def only(self, name: str, *choices: Any) -> None:
         """Refuse anything but these values, and null."""
-        found = self.said.get(name)
-        if found not in (None, *choices):
-            self.problems.add(f"{self.name}.{name} is not supported", got=found, choices=choices)
+        value = self.said.get(name)
+        if value not in (None, *choices):
+            self.problems.add(f"{self.name}.{name} is not supported", got=value, choices=choices)
 
-    def nothing_else(self, *known: str) -> None:
+    def nothing_else(self, *supported: str) -> None:
         """Refuse keys that are none of these."""
-        for name in unknown_keys(self.said, known):
+        for name in unknown_keys(self.said, supported):
             self.problems.add(f"{self.name}.{name} is not known here", got=self.said[name])
 
     def size(self, name: str, *more: int) -> int:
@@ -187,20 +191,20 @@ class _Quantization:
         return self.size(name, -1)
 
     def sizes(self, name: str) -> tuple[int, int] | None:
-        found = self.said.get(name)
-        if found is None:
+        value = self.said.get(name)
+        if value is None:
             return None
-        sizes = found if isinstance(found, list) else []
+        sizes = value if isinstance(value, list) else []
         if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-            self.problems.add(f"{self.name}.{name} must be two sizes", got=found)
+            self.problems.add(f"{self.name}.{name} must be two sizes", got=value)
             return None
         return sizes[0], sizes[1]
 
 
 def _fine_grained(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("fmt", "e4m3", "float8_e4m3fn")
-    known = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
-    config.nothing_else(*known, "modules_to_not_convert", "ignored_layers")
+    supported = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
+    config.nothing_else(*supported, "modules_to_not_convert", "ignored_layers")
     return (Fp8Scheme(config.sizes("weight_block_size")),)
 
 
@@ -210,8 +214,14 @@ def _compressed_tensors(config: _Quantization) -> tuple[Scheme, ...]:
     problems = config.problems
     _Quantization(config.said.get("sparsity_config") or {}, problems).only("format", "dense")
     of_activations = ("kv_cache_scheme", "global_compression_ratio", "version", "ignore")
-    known = ("quant_method", "format", "quantization_status", "sparsity_config", "config_groups")
-    config.nothing_else(*known, *of_activations)
+    supported = (
+        "quant_method",
+        "format",
+        "quantization_status",
+        "sparsity_config",
+        "config_groups",
+    )
+    config.nothing_else(*supported, *of_activations)
     groups = config.said.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         problems.add(f"{KEY}.config_groups must be a mapping of groups", got=groups)
@@ -340,8 +350,8 @@ def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("bits", 2, 3, 4, 8)
     formats = {config.said.get(key) for key in ("checkpoint_format", "format")} - {None}
     if len(formats) > 1 or not formats <= {"gptq", "gptq_v2"}:
-        what = f"{KEY}.checkpoint_format or format is not supported"
-        config.problems.add(what, got=sorted(map(str, formats)), choices=["gptq", "gptq_v2"])
+        message = f"{KEY}.checkpoint_format or format is not supported"
+        config.problems.add(message, got=sorted(map(str, formats)), choices=["gptq", "gptq_v2"])
     config.only("pack_dtype", "int32")
     config.only("is_marlin_format", False)
     config.only("lm_head", False, True)
@@ -349,8 +359,8 @@ def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.nothing_else(*_GPTQ_SETTINGS, *_CALIBRATION)
     dynamic = config.said.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
-        what = f"{KEY}.dynamic may leave modules out, and not change their settings"
-        config.problems.add(what, got=dynamic, choices=["-:<pattern>"])
+        message = f"{KEY}.dynamic may leave modules out, and not change their settings"
+        config.problems.add(message, got=dynamic, choices=["-:<pattern>"])
     zero_offset = 0 if "gptq_v2" in formats else 1
     weights = gptq(config.size("bits"), config.group_size("group_size"), zero_offset)
     return weights, ZeroBiases()

@@ -188,10 +188,10 @@ class RawConfig:
         Names of one thing that say two things are a problem.
         """
         self.asked.update(names)
-        found = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
-        values = list(found.values())
+        present = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        values = list(present.values())
         if any(value != values[0] for value in values):
-            self.problems.add(f"{' and '.join(found)} differ", got=values)
+            self.problems.add(f"{' and '.join(present)} differ", got=values)
         if values:
             return values[0]
         default = next((self._defaults[name] for name in names if name in self._defaults), default)
@@ -211,13 +211,13 @@ class RawConfig:
         """Say that these keys change nothing in this model, whatever their values."""
         self.asked.update(names)
 
-    def size(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+    def size(self, *names: str, default: Any = _REQUIRED, minimum: int = 1) -> int:
         """A whole number."""
         result = self(*names, default=default)
-        if type(result) is int and result >= least:
+        if type(result) is int and result >= minimum:
             return result
         self.problems.add(
-            f"{' or '.join(names)} must be a whole number from {least} on", got=result
+            f"{' or '.join(names)} must be a whole number from {minimum} on", got=result
         )
         return 1
 
@@ -231,19 +231,19 @@ class RawConfig:
 
     def real(self, name: str, default: float) -> float:
         """A number of at least 0."""
-        found = self(name, default=default)
-        if type(found) in (int, float) and found >= 0:
-            return float(found)
-        self.problems.add(f"{name} must be a number from 0 on", got=found)
+        value = self(name, default=default)
+        if type(value) in (int, float) and value >= 0:
+            return float(value)
+        self.problems.add(f"{name} must be a number from 0 on", got=value)
         return default
 
     def numbers(self, name: str, count: int) -> list[float]:
         """As many numbers."""
-        found = self(name, default=None)
-        numbers = found if isinstance(found, list) else []
+        values = self(name, default=None)
+        numbers = values if isinstance(values, list) else []
         if len(numbers) == count and all(type(number) in (int, float) for number in numbers):
             return [float(number) for number in numbers]
-        self.problems.add(f"{name} must be a list of {count} numbers", got=found)
+        self.problems.add(f"{name} must be a list of {count} numbers", got=values)
         return [1.0] * count
 
     def flag(self, name: str, default: bool) -> bool:
@@ -262,39 +262,39 @@ class RawConfig:
 
     def section(self, *names: str) -> RawConfig:
         """A mapping in the file; an empty one where it has none."""
-        found = self(*names, default={})
-        if not isinstance(found, Mapping):
-            self.problems.add(f"{' or '.join(names)} must be a mapping", got=found)
-            found = {}
+        value = self(*names, default={})
+        if not isinstance(value, Mapping):
+            self.problems.add(f"{' or '.join(names)} must be a mapping", got=value)
+            value = {}
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
-        self.sections[name] = RawConfig(found, self.keys, self.problems)
+        self.sections[name] = RawConfig(value, self.keys, self.problems)
         return self.sections[name]
 
     def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
         default = self._defaults.get(name, default)
-        found = self(name, default=default)
-        if isinstance(found, list) and found:
-            found = found[0]
-        if found is not None and type(found) is not int:
-            self.problems.add(f"{name} must be a token id", got=found)
+        value = self(name, default=default)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if value is not None and type(value) is not int:
+            self.problems.add(f"{name} must be a token id", got=value)
             return default
-        return default if found is None or found < 0 else found
+        return default if value is None or value < 0 else value
 
     def activation(self, name: str, default: Any = _REQUIRED) -> str:
-        found = self(name, default=default)
-        if not isinstance(found, str) or found not in ACTIVATIONS:
-            self.problems.add(f"unknown {name}", got=found, choices=ACTIVATIONS)
+        value = self(name, default=default)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            self.problems.add(f"unknown {name}", got=value, choices=ACTIVATIONS)
             return "gelu"
-        return ACTIVATIONS[found]
+        return ACTIVATIONS[value]
 
     def only(self, **values: Any) -> None:
         """Refuse anything but these values, which are also the defaults and the meaning of null."""
         self.asked.update(values)
         for name, value in values.items():
-            found = self.raw.get(name)
-            if found is not None and found != value:
-                self.problems.add(f"{name} is not supported", got=found, choices=(value,))
+            result = self.raw.get(name)
+            if result is not None and result != value:
+                self.problems.add(f"{name} is not supported", got=result, choices=(value,))
 
     def head_size(self, hidden: int, heads: int) -> int:
         if hidden % heads and not self.problems.messages:
@@ -336,9 +336,9 @@ def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def unknown_keys(said: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def unknown_keys(raw: Mapping[str, Any], supported: Collection[str]) -> list[str]:
     """The other keys whose values say something, sorted."""
-    return [key for key in sorted(said.keys() - set(known)) if said[key] not in _NOTHING]
+    return [key for key in sorted(raw.keys() - set(supported)) if raw[key] not in _NOTHING]
 
 
 def _is_internal(key: str, value: Any) -> bool:
@@ -406,12 +406,17 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """config.json as that of the decoder alone; unchanged for a model of text."""
     name = raw.get("model_type")
     row = MULTIMODAL.get(name) if isinstance(name, str) else None
-    said = raw.get("text_config", raw)
-    if row is None or not isinstance(said, Mapping):
+    section = raw.get("text_config", raw)
+    if row is None or not isinstance(section, Mapping):
         return dict(raw)
     shared = {key: raw[key] for key in _SHARED_KEYS if raw.get(key) is not None}
-    own = {key: value for key, value in said.items() if value is not None}
-    text = {**row.defaults, **own, **shared, "model_type": row.text or said.get("model_type")}
+    overrides = {key: value for key, value in section.items() if value is not None}
+    text = {
+        **row.defaults,
+        **overrides,
+        **shared,
+        "model_type": row.text or section.get("model_type"),
+    }
     for key in _ROTARY:
         if isinstance(text.get(key), Mapping):
             text[key] = _for_text(text[key])

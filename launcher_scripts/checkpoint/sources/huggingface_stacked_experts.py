@@ -65,11 +65,11 @@ class Mxfp4Scheme:
                 problems.add(f"{stem}_scales do not fit", got=got, choices=[blocks.shape[:3]])
             else:
                 every = zip(blocks.read(), scales.read(), strict=True)
-                for expert, (own, exponents) in enumerate(every):
+                for expert, (bits, exponents) in enumerate(every):
                     for number, target in enumerate(_PARTS[part]):
                         rows = slice(number, None, len(_PARTS[part]))
                         tensors[f"{layer}{_EXPERTS}{expert}.{target}.weight"] = Mxfp4Tensor.of(
-                            own[rows], exponents[rows]
+                            bits[rows], exponents[rows]
                         )
 
 
@@ -206,12 +206,12 @@ def unnested(
         else:
             result[stem] = lora
     for experts, nested in wrappers.items():
-        nested.sort(key=lambda each: len(each[0]), reverse=True)
+        nested.sort(key=lambda item: len(item[0]), reverse=True)
         module = nested[-1][0].partition(".base_layer")[0]
         names = [name for name in PARAMETERS if is_target(f"{module}.{name}")]
         if len(names) != len(nested):
-            what = f"LoRA of {len(nested)} parameters of {module} does not fit target_parameters"
-            problems.add(what, got=names)
+            message = f"LoRA of {len(nested)} parameters of {module} does not fit target_parameters"
+            problems.add(message, got=names)
             continue
         for name, (_, sides) in zip(names, nested, strict=True):
             result[f"{experts}.{name}"] = (f"{module}.{name}", sides)
@@ -240,14 +240,14 @@ def expert_pairs(
     outputs, inputs = (hidden, ffn) if name.endswith("down_proj") else (2 * ffn, hidden)
     shapes = {part: side.shape for part, side in sides.items()}
     rank = (shapes.get("A") or (0,))[0] // count
-    usual, swapped = (
+    plain, swapped = (
         {"A": (count * rank, columns), "B": (rows, count * rank)}
         for rows, columns in ((outputs, inputs), (inputs, outputs))
     )
-    if rank == 0 or shapes not in (usual, swapped):
-        problems.add(f"LoRA of {name} does not fit", got=shapes, choices=[usual])
+    if rank == 0 or shapes not in (plain, swapped):
+        problems.add(f"LoRA of {name} does not fit", got=shapes, choices=[plain])
         return {}
-    if usual == swapped and not reads_inputs:
+    if plain == swapped and not reads_inputs:
         problems.add(
             f"LoRA of {name}, which is square: a PEFT before 0.20 may have swapped A and B"
         )
@@ -258,7 +258,7 @@ def expert_pairs(
     pairs = {}
     for expert in range(count):
         down, up = downs[expert], ups[..., expert]
-        if shapes != usual:
+        if shapes != plain:
             down, up = up.T, down.T
         for part, rows in _outputs(name, outputs, alternate).items():
             values = SourceTensor.whole(down), SourceTensor.whole(up[rows])

@@ -27,7 +27,7 @@ def snapshot_of(path: Path) -> Path:
     folder = path if path.name == _SNAPSHOTS else path / _SNAPSHOTS
     if not folder.parent.name.startswith("models--") or not folder.is_dir():
         return path
-    snapshots = sorted(each for each in folder.iterdir() if each.is_dir())
+    snapshots = sorted(snapshot for snapshot in folder.iterdir() if snapshot.is_dir())
     if len(snapshots) != 1:
         raise CheckpointError(
             problem(
@@ -51,20 +51,22 @@ def hub_advice(path: str) -> str:
 
 def checkpoints_below(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[str]:
     """Names of the files and folders in a folder, or one below, that are checkpoints."""
-    names = [str(each.relative_to(path)) for each in _below(path) if is_checkpoint(each)]
+    names = [
+        str(candidate.relative_to(path)) for candidate in _below(path) if is_checkpoint(candidate)
+    ]
     return [*names[:_MAX_LISTED], *(["..."] if names[_MAX_LISTED:] else [])]
 
 
 def _below(path: Path) -> Iterator[Path]:
     """Files that may be a checkpoint, and folders; those within folders after all others."""
     folders: list[Path] = []
-    for each in sorted(path.iterdir()) if path.is_dir() else []:
-        if each.suffix in _FILES and each.is_file():
-            yield each
-        elif each.is_dir() and len(folders) < _MAX_FOLDERS:
-            folders.append(each)
+    for candidate in sorted(path.iterdir()) if path.is_dir() else []:
+        if candidate.suffix in _FILES and candidate.is_file():
+            yield candidate
+        elif candidate.is_dir() and len(folders) < _MAX_FOLDERS:
+            folders.append(candidate)
     yield from folders
     for folder in folders:
-        for each in sorted(folder.iterdir())[:_MAX_FOLDERS]:
-            if each.is_dir() or (each.suffix in _FILES and each.is_file()):
-                yield each
+        for candidate in sorted(folder.iterdir())[:_MAX_FOLDERS]:
+            if candidate.is_dir() or (candidate.suffix in _FILES and candidate.is_file()):
+                yield candidate

@@ -99,9 +99,11 @@ class MegatronCheckpoint(TensorShards):
         ranks = [[_chunks(archive, name, loaded[name]) for name in stage] for stage in files]
         shards = merged_stages(in_layer_order(archive, ranks, virtual))
         vocab = table_rows(archive, shards, TABLE)
-        said = _settings(args, shards, vocab, hints, f"the checkpoint {archive.path}")
-        dialects = (*_VERSIONS[int(version)], *said.dialects)
-        return cls(archive, root, float(version), args, said.config, dialects, shards, said.notes)
+        settings = _settings(args, shards, vocab, hints, f"the checkpoint {archive.path}")
+        dialects = (*_VERSIONS[int(version)], *settings.dialects)
+        return cls(
+            archive, root, float(version), args, settings.config, dialects, shards, settings.notes
+        )
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
@@ -119,8 +121,8 @@ class MegatronCheckpoint(TensorShards):
 def training_arguments(args: Mapping[str, Any]) -> dict[str, bytes]:
     """args.txt with the arguments that are plain values; no file without any."""
     plain = (str, int, float, bool, list, tuple, type(None))
-    said = {name: value for name, value in args.items() if isinstance(value, plain)}
-    text = "".join(f"{name}:{value}\n" for name, value in said.items())
+    settings = {name: value for name, value in args.items() if isinstance(value, plain)}
+    text = "".join(f"{name}:{value}\n" for name, value in settings.items())
     return {"args.txt": text.encode()} if text else {}
 
 
@@ -205,8 +207,8 @@ def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the models of one rank: its model, or `model0`, `model1`, ... of its virtual stages,
     up to the first that is missing."""
     names = ["model"] if "model" in loaded else (f"model{number}" for number in count())
-    found: Iterator[Any] = (loaded.get(name) for name in names)
-    return list(takewhile(lambda model: isinstance(model, dict), found))
+    models: Iterator[Any] = (loaded.get(name) for name in names)
+    return list(takewhile(lambda model: isinstance(model, dict), models))
 
 
 def _chunks(archive: Archive, name: str, loaded: Mapping[str, Any]) -> list[StateDict]:
@@ -288,7 +290,7 @@ def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> M
     """
     positions = shards.get("embedding.position_embeddings.weight")
     up = shards.get("encoder.layers.0.mlp.dense_h_to_4h.weight")
-    layers = {int(found[1]) for name in shards if (found := re.search(r"layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in shards if (match := re.search(r"layers\.(\d+)\.", name))}
     if positions is None or up is None:
         problems.add("the position embeddings or the first MLP are missing")
         raise problems.error(CheckpointError)

@@ -85,13 +85,13 @@ class MegatronCoreCheckpoint(WholeTensors):
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = the_latest(archive, roots(archive))
         stored = distributed.read_stored(archive, root)
-        tensors, own = core_adapters.separated(
+        tensors, adapter_tensors = core_adapters.separated(
             model_names(stored.tensors, str(archive.path)), str(archive.path)
         )
         if TABLE not in tensors:
             raise CheckpointError(
                 f"{archive.path} holds adapters alone: name it in export.model.adapter_checkpoints"
-                if own
+                if adapter_tensors
                 else problem(f"{archive.path} lacks the word embeddings", choices=[TABLE])
             )
         tool, args, options = _read_options(archive, root, stored)
@@ -110,8 +110,12 @@ class MegatronCoreCheckpoint(WholeTensors):
             gpt = core_options.read_gpt(options)
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
         notes = (*options.check_keys(), *([PREDICTORS_NOTE] if predicts else []))
-        found = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
-        return replace(found, adapters=found.own_adapters(own)) if own else found
+        checkpoint = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
+        return (
+            replace(checkpoint, adapters=checkpoint.own_adapters(adapter_tensors))
+            if adapter_tensors
+            else checkpoint
+        )
 
     def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
         """Adapters that were saved together with the base."""
@@ -126,18 +130,18 @@ class MegatronCoreCheckpoint(WholeTensors):
             for name in self.archive.names()
             if name.startswith((f"{self.root}tokenizer/", f"{_parent(self.root)}context/"))
         }
-        found = [
+        files = [
             folder for folder in sorted(folders) if tokenizer_files.has_plain(self.archive, folder)
         ]
-        if len(found) > 1:
+        if len(files) > 1:
             raise CheckpointError(
                 problem(
                     f"{self.archive.path} holds several tokenizers",
-                    got=found,
+                    got=files,
                     change="export.model.tokenizer",
                 )
             )
-        return tokenizer_files.plain_files(self.archive, found[0] if found else self.root)
+        return tokenizer_files.plain_files(self.archive, files[0] if files else self.root)
 
     def extra_files(self) -> dict[str, bytes]:
         """args.txt: a line `name:value` per training argument."""

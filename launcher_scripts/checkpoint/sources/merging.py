@@ -187,12 +187,12 @@ class Adapter:
 
     def merged(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks of an export with what was learned for them; raises as `places`."""
-        places = self.places(tasks)
+        targets = self.places(tasks)
         changes: dict[int, list[_Merged]] = {}
         for name, values in self.updates.items():
-            for place in places[name]:
-                merged = [_Merged(name, place, place.laid(value)) for value in values]
-                changes.setdefault(place.number, []).extend(merged)
+            for target in targets[name]:
+                merged = [_Merged(name, target, target.laid(value)) for value in values]
+                changes.setdefault(target.number, []).extend(merged)
         return [
             dataclasses.replace(task, changes=(*task.changes, *changes.get(number, ())))
             for number, task in enumerate(tasks)
@@ -217,9 +217,9 @@ class Adapter:
     def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[Place]]:
         """Return the targets of every name of the adapter's maker."""
         every = [_claims(tasks, dialects) for dialects in self.dialects]
-        found = [claims for claims in every if not _contradict(claims)] or every
-        counts = [len(claims.keys() & self.updates.keys()) for claims in found]
-        best = [claims for claims, n in zip(found, counts, strict=True) if n == max(counts)]
+        consistent = [claims for claims in every if not _contradict(claims)] or every
+        counts = [len(claims.keys() & self.updates.keys()) for claims in consistent]
+        best = [claims for claims, n in zip(consistent, counts, strict=True) if n == max(counts)]
         unclear = [
             f"{name} is laid out differently in several families of its maker, and the base does "
             "not say of which it is"
@@ -230,28 +230,30 @@ class Adapter:
         problems.add_first(unclear, _SHOWN)
         return best[0]
 
-    def _check(self, name: str, value: Update, places: Sequence[Place], problems: Problems) -> None:
+    def _check(
+        self, name: str, value: Update, targets: Sequence[Place], problems: Problems
+    ) -> None:
         wrong = value.problem()
         if wrong:
             problems.add(f"{name}: {wrong}")
             return
-        for place in places:
-            if not place.fits(place.laid(value)):
+        for target in targets:
+            if not target.fits(target.laid(value)):
                 problems.add(
-                    f"what was learned for {name} does not fit the base's {place.spec.name}",
+                    f"what was learned for {name} does not fit the base's {target.spec.name}",
                     got=value.shape,
-                    choices=[f"what makes {place.spec.shape_on(place.config, 1)}"],
+                    choices=[f"what makes {target.spec.shape_on(target.config, 1)}"],
                 )
                 return
-        if not self._keeps_tie(value, places):
+        if not self._keeps_tie(value, targets):
             problems.add(
                 f"{name} was trained alone, but in the base it is the output layer's table too",
                 choices=["an adapter of a base whose tables are two"],
             )
 
-    def _keeps_tie(self, value: Update, places: Sequence[Place]) -> bool:
+    def _keeps_tie(self, value: Update, targets: Sequence[Place]) -> bool:
         """Return whether a table that is the output layer's too stays the same for both."""
-        tables = [place for place in places if place.table]
+        tables = [target for target in targets if target.table]
         if len(tables) < 2 and not (tables and getattr(tables[0].config, "tied_embeddings", False)):
             return True
         return isinstance(value, Replaced) and (self.ties or value.rows is not None)
@@ -259,18 +261,18 @@ class Adapter:
     def _check_targets(self, claims: Mapping[str, Sequence[Place]], problems: Problems) -> None:
         """LoRA is there for every module that the configuration names, and for no other."""
         missing, others = [], []
-        for name, places in claims.items():
+        for name, targets in claims.items():
             module = name.removesuffix(".weight")
-            if module == name or len(places[0].spec.shape) != 2:
+            if module == name or len(targets[0].spec.shape) != 2:
                 continue
-            spec = places[0].spec
+            spec = targets[0].spec
             stem = spec.name.removeprefix("layers.*.").removesuffix(".weight")
             linear = spec.partition.per_rank or stem in LORA_TARGETS
             expected = self.targets(module, linear)
-            there = any(isinstance(value, LowRank) for value in self.updates.get(name, ()))
-            if expected and not there:
+            has_low_rank = any(isinstance(value, LowRank) for value in self.updates.get(name, ()))
+            if expected and not has_low_rank:
                 missing.append(f"LoRA of {module} is missing, which its configuration names")
-            if there and expected is False:
+            if has_low_rank and expected is False:
                 others.append(f"its configuration does not name {module}, which has LoRA")
         problems.add_first(missing, _SHOWN)
         problems.add_first(others, _SHOWN)
@@ -306,8 +308,8 @@ class Place:
         expected = self.spec.shape_on(self.config, 1)
         rows = value.rows if isinstance(value, Replaced) else None
         if rows is not None:
-            inside = not rows or (min(rows) >= 0 and max(rows) < expected[0])
-            return self.table and inside and value.shape[1:] == expected[1:]
+            in_range = not rows or (min(rows) >= 0 and max(rows) < expected[0])
+            return self.table and in_range and value.shape[1:] == expected[1:]
         try:
             blocks = self.stored(np.broadcast_to(_ZERO, value.shape))
             return fits([[block] for block in blocks], self.spec, self.config)
@@ -367,25 +369,25 @@ class _Merged:
 def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
     """Return whether a matrix would be two of the base's: its family has another kind of layers."""
     return any(
-        len({place.layout for place in places}) < len(places)
-        for places in claims.values()
-        if len(places) > 1 and len(places[0].spec.shape) == 2 and not places[0].table
+        len({target.layout for target in targets}) < len(targets)
+        for targets in claims.values()
+        if len(targets) > 1 and len(targets[0].spec.shape) == 2 and not targets[0].table
     )
 
 
-def _meaning(value: Update, places: Sequence[Place]) -> tuple[object, ...]:
+def _meaning(value: Update, targets: Sequence[Place]) -> tuple[object, ...]:
     """Return a key for the targets of a tensor's rows: equal for dialects that agree."""
     rows = np.arange(
         value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"
     )
-    found: list[object] = []
-    for place in places:
+    meaning: list[object] = []
+    for target in targets:
         try:
-            stored = [block.tobytes() for block in place.stored(rows)]
+            stored = [block.tobytes() for block in target.stored(rows)]
         except (ValueError, IndexError):
             stored = []  # of another shape, which is found later
-        found.append((place.number, place.laid(value) is value, *stored))
-    return tuple(found)
+        meaning.append((target.number, target.laid(value) is value, *stored))
+    return tuple(meaning)
 
 
 def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Place]]:
@@ -398,6 +400,6 @@ def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Pl
         layout = lookup(LAYOUTS, source.layout, "layout")
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
-            place = Place(number, task.spec, task.config, layout, index, len(source.keys))
-            result.setdefault(name, []).append(place)
+            target = Place(number, task.spec, task.config, layout, index, len(source.keys))
+            result.setdefault(name, []).append(target)
     return result

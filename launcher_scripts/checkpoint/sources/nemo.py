@@ -240,19 +240,19 @@ def read_t5(options: TrainingOptions) -> NemoModel:
     sections = [options.section(name) for name in ("encoder", "decoder")]
     encoder, decoder = map(_read_stack, sections)
     for key in _COMMON:
-        found = (encoder[key], decoder[key])
-        if found[0] != found[1]:
-            options.problems.add(f"encoder and decoder differ in {key}", got=found)
+        layers = (encoder[key], decoder[key])
+        if layers[0] != layers[1]:
+            options.problems.add(f"encoder and decoder differ in {key}", got=layers)
     length = "max_position_embeddings" if options.get("max_position_embeddings") else "seq_length"
     max_positions = options.size(length, 512)
     options.problems.raise_if_any(CheckpointError)
     relative = decoder["position_embedding"] == "relative"
-    own_only = sections[1].flag("relative_position_bias_self_attention_only", True)
+    self_only = sections[1].flag("relative_position_bias_self_attention_only", True)
     fields = {key: encoder[key] for key in _COMMON if key != "dialects"} | {
         "num_layers": encoder["num_layers"],
         "num_decoder_layers": decoder["num_layers"],
         "max_positions": max_positions,
-        "cross_attention_relative_bias": relative and not own_only,
+        "cross_attention_relative_bias": relative and not self_only,
         "logits_bias": options.flag("tokens_head_bias", True),
         "tied_embeddings": options.flag("share_decoder_tokens_head_embeddings", True),
         "shared_embeddings": options.flag("share_token_embeddings", True),
@@ -302,18 +302,18 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
     and then the sentinels, or, for models that come from Hugging Face, the sentinels first. The
     latter never saw <bos>: like all of Google's T5 their decoder starts with the padding token.
     """
-    said = section(raw, "tokenizer")
-    converted = bool(said.get("add_sentinel_tokens_first"))
+    settings = section(raw, "tokenizer")
+    converted = bool(settings.get("add_sentinel_tokens_first"))
     ids = own_ids(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
-        sentinels = int(said.get("num_sentinel_tokens") or 0) if converted else 0
-        ids = _appended(tokenizer, sentinels, least=0 if converted else 1)
+        sentinels = int(settings.get("num_sentinel_tokens") or 0) if converted else 0
+        ids = _appended(tokenizer, sentinels, first_sentinel=0 if converted else 1)
     if converted or section(raw, "data").get("decoder_starts_with_pad"):
         return TokenIds(ids.pad_id, ids.end_id, ids.pad_id)
     return ids
 
 
-def _appended(tokenizer: SentencePieceTokenizer, sentinels: int, least: int) -> TokenIds:
+def _appended(tokenizer: SentencePieceTokenizer, sentinels: int, first_sentinel: int) -> TokenIds:
     """Ids after NeMo's additions.
 
     sentinels: how many <extra_id_N> come before the other additions
@@ -322,13 +322,17 @@ def _appended(tokenizer: SentencePieceTokenizer, sentinels: int, least: int) -> 
     first = [f"<extra_id_{number}>" for number in range(sentinels)]
     added = sum(tokenizer.token_id(token) is None for token in (*first, *_UNUSED_TOKENS))
     top = tokenizer.vocab_size + added
-    found: list[int] = []
+    token_ids: list[int] = []
     roles = (tokenizer.pad_id, "<pad>"), (tokenizer.start_id, "<bos>"), (tokenizer.end_id, "<eos>")
-    for own, token in roles:
-        known = own if own is not None and own >= least else tokenizer.token_id(token)
-        found.append(top if known is None else known)
-        top += known is None
-    pad_id, start_id, end_id = found
+    for declared, token in roles:
+        token_id = (
+            declared
+            if declared is not None and declared >= first_sentinel
+            else tokenizer.token_id(token)
+        )
+        token_ids.append(top if token_id is None else token_id)
+        top += token_id is None
+    pad_id, start_id, end_id = token_ids
     return TokenIds(start_id, end_id, pad_id)
 
 

@@ -107,8 +107,8 @@ class PartFile:
     @property
     def kinds(self) -> set[str]:
         """Kinds of adapters in it: ia3, adapter, prompt."""
-        found = {"ia3": self.ia3, "adapter": self.adapters or self.loras, "prompt": self.others}
-        return {kind for kind, tensors in found.items() if tensors}
+        by_kind = {"ia3": self.ia3, "adapter": self.adapters or self.loras, "prompt": self.others}
+        return {kind for kind, tensors in by_kind.items() if tensors}
 
 
 def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
@@ -174,7 +174,7 @@ def _named(tensors: Iterable[tuple[str, SourceTensor]], origin: str) -> dict[str
         (name, _PREFIX.sub("", name.replace(":", ".")).replace("adapter_layer.", ""), tensor)
         for name, tensor in tensors
     )
-    return renamed((each for each in named if not _IGNORED.fullmatch(each[1])), origin)
+    return renamed((item for item in named if not _IGNORED.fullmatch(item[1])), origin)
 
 
 def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
@@ -206,32 +206,32 @@ def _place(
     problems: Problems,
 ) -> bool:
     """Put one tensor of a layer where it belongs; whether NeMo uses it at all."""
-    rest = layer["rest"]
+    suffix = layer["rest"]
     number = layer["stack"].rsplit(".", 1)[1]
     t5 = bool(layer["t5"])
     target = f"{layer['side']}.block.{number}" if t5 else f"layers.{number}"
-    ia3, adapter, lora = (pattern.fullmatch(rest) for pattern in (_IA3, _ADAPTER, _LORA))
+    ia3, adapter, lora = (pattern.fullmatch(suffix) for pattern in (_IA3, _ADAPTER, _LORA))
     if ia3:
         name = _t5_ia3(layer["side"], ia3) if t5 else _gpt_ia3(ia3)
-        _put(part.ia3, f"{target}.{name}", tensors, rest, problems)
+        _put(part.ia3, f"{target}.{name}", tensors, suffix, problems)
         return True
     if adapter:
         stem = f"{target}.{ATTENTION_ADAPTER if adapter['number'] == '1' else FFN_ADAPTER}"
-        for table, kept in ((_LINEAR_ADAPTER, tensors), (_WHOLE_ADAPTER, tensors[:1])):
+        for table, parts in ((_LINEAR_ADAPTER, tensors), (_WHOLE_ADAPTER, tensors[:1])):
             if adapter["name"] in table:
                 name = f"{stem}.{table[adapter['name']]}"
-                _put(part.adapters, name, kept, rest, problems)
+                _put(part.adapters, name, parts, suffix, problems)
                 return True
     if lora:
-        place = (lora["module"], lora["kind"])
-        if place == _UNUSED_LORA:
+        location = (lora["module"], lora["kind"])
+        if location == _UNUSED_LORA:
             return False
-        if place in _LORA_TARGETS:
+        if location in _LORA_TARGETS:
             # Classic GPTs have their layers below `encoder`.
             core = layer["side"] == "decoder" and not t5
-            linear = _LORA_TARGETS[place][1 if core else 0]
+            linear = _LORA_TARGETS[location][1 if core else 0]
             weight = f"{layer['stack']}.{lora['module']}.{linear}.weight"
-            _put(part.loras.setdefault(weight, {}), lora["side"], tensors, rest, problems)
+            _put(part.loras.setdefault(weight, {}), lora["side"], tensors, suffix, problems)
             return True
     problems.add(f"{layer.string} is not a part that is known")
     return True
@@ -304,22 +304,22 @@ def read_tables(part: PartFile, number: int) -> dict[str, SourceTensor]:
 
 
 def _new_tasks(raw: Mapping[str, Any], default: list[str]) -> list[Any]:
-    found = raw.get("new_tasks")
-    return found if isinstance(found, list) and found else default
+    names = raw.get("new_tasks")
+    return names if isinstance(names, list) and names else default
 
 
 def _templates(raw: Mapping[str, Any]) -> dict[str, int]:
     """Task -> its virtual tokens, as the configuration has them."""
-    found = raw.get("task_templates") or ()
+    templates = raw.get("task_templates") or ()
     try:
         return {
             str(template["taskname"]): int(template["total_virtual_tokens"])
-            for template in found
+            for template in templates
             if template.get("total_virtual_tokens")
         }
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(
-            problem("task_templates of the prompts are damaged", got=found)
+            problem("task_templates of the prompts are damaged", got=templates)
         ) from error
 
 
@@ -359,30 +359,30 @@ def _compute(
 
 def _encoded(part: PartFile) -> Any:
     """[virtual tokens, hidden]; None for an encoder that is not a pair of linear layers."""
-    found = part.others
-    parallel = next(filter(None, map(_PARALLEL.fullmatch, found)), None)
+    tables = part.others
+    parallel = next(filter(None, map(_PARALLEL.fullmatch, tables)), None)
     embeddings = next(
         (
             shards[0]
-            for name, shards in found.items()
+            for name, shards in tables.items()
             if re.search(r"embeddings?\.weight$", name) and not _TABLE.fullmatch(name)
         ),
         None,
     )
-    recurrent = any("lstm_head" in name for name in found)
-    if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in found):
+    recurrent = any("lstm_head" in name for name in tables)
+    if embeddings is None or recurrent or not (parallel or f"{_CLASSIC[0]}.weight" in tables):
         return None
     values = float32(embeddings.read())
     if parallel:
         # Ranks share the inner axis.
         first, second = f"{parallel['stem']}first", f"{parallel['stem']}second"
-        weight, bias = _joined(found, f"{first}.weight"), _joined(found, f"{first}.bias")
+        weight, bias = _joined(tables, f"{first}.weight"), _joined(tables, f"{first}.bias")
         inner = _gelu(_linear(values, weight, bias))
-        second_weight = _joined(found, f"{second}.weight", axis=1)
-        return _linear(inner, second_weight, _whole(found, f"{second}.bias"))
+        second_weight = _joined(tables, f"{second}.weight", axis=1)
+        return _linear(inner, second_weight, _whole(tables, f"{second}.bias"))
     first, second = _CLASSIC
-    inner = _linear(values, *(_whole(found, f"{first}.{kind}") for kind in ("weight", "bias")))
-    weight, bias = (_whole(found, f"{second}.{kind}") for kind in ("weight", "bias"))
+    inner = _linear(values, *(_whole(tables, f"{first}.{kind}") for kind in ("weight", "bias")))
+    weight, bias = (_whole(tables, f"{second}.{kind}") for kind in ("weight", "bias"))
     return _linear(np.maximum(inner, 0), weight, bias)
 
 
@@ -393,14 +393,14 @@ def _linear(values: Any, weight: Any, bias: Any) -> Any:
     return values @ weight.T + bias
 
 
-def _whole(found: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
+def _whole(tables: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
     """A tensor that every rank holds."""
-    return float32(found[name][0].read())
+    return float32(tables[name][0].read())
 
 
-def _joined(found: Mapping[str, tuple[SourceTensor, ...]], name: str, axis: int = 0) -> Any:
+def _joined(tables: Mapping[str, tuple[SourceTensor, ...]], name: str, axis: int = 0) -> Any:
     """A tensor that the ranks share."""
-    return float32(concatenated(found[name], axis).read())
+    return float32(concatenated(tables[name], axis).read())
 
 
 def _gelu(x: Any) -> Any:

@@ -56,12 +56,12 @@ def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
 
     Raises CheckpointError where there is none, more than one, or a damaged one.
     """
-    found = config_files(archive)
-    if len(found) != 1:
+    configs = config_files(archive)
+    if len(configs) != 1:
         raise CheckpointError(
-            problem(f"{archive.path} must hold one {CONFIG_NAME}", got=found or "none")
+            problem(f"{archive.path} must hold one {CONFIG_NAME}", got=configs or "none")
         )
-    name = found[0]
+    name = configs[0]
     raw = parse_config(archive.read(name), f"{name} of {archive.path}")
     return name.removesuffix(CONFIG_NAME), raw
 
@@ -98,7 +98,7 @@ def stripped(tensors: StateDict, origin: str) -> dict[str, SourceTensor]:
     Raises CheckpointError for two tensors of one name.
     """
     named = ((name, _PREFIX.sub("", name), tensor) for name, tensor in tensors.items())
-    return renamed((each for each in named if not _IGNORED.fullmatch(each[1])), origin)
+    return renamed((item for item in named if not _IGNORED.fullmatch(item[1])), origin)
 
 
 def chunked_stages(
@@ -151,8 +151,8 @@ def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
                 got=others[:3],
             )
         )
-    whole = {name: SourceTensor.whole(values) for name, values in tensors.items()}
-    return stripped(whole, origin)
+    converted = {name: SourceTensor.whole(values) for name, values in tensors.items()}
+    return stripped(converted, origin)
 
 
 HPARAMS = "hparams.yaml"
@@ -186,7 +186,7 @@ class TrainingCheckpoint:
     distributed: bool
 
 
-def locate(path: Path, wanted: str) -> tuple[Path, str]:
+def locate(path: Path, requested: str) -> tuple[Path, str]:
     """The folder that holds the checkpoints, and which one is meant.
 
     path may be a training's folder, its `checkpoints`, or one of the checkpoints in there.
@@ -197,8 +197,8 @@ def locate(path: Path, wanted: str) -> tuple[Path, str]:
     if (path / METADATA).is_file() and _hparams(path.parent) is not None:
         return path.parent, path.name
     if (path / HPARAMS).is_file() and (path / CHECKPOINTS).is_dir():
-        return path / CHECKPOINTS, wanted
-    return path, wanted
+        return path / CHECKPOINTS, requested
+    return path, requested
 
 
 def is_training(archive: Archive) -> bool:
@@ -220,19 +220,23 @@ def without_sizes(archive: Archive) -> str:
     )
 
 
-def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:
-    """The checkpoint called `wanted`, or the `last` or `best` one.
+def find_checkpoint(archive: Archive, requested: str) -> TrainingCheckpoint:
+    """The checkpoint called `requested`, or the `last` or `best` one.
 
     Raises CheckpointError when it is not there or cannot be told.
     """
-    found = _candidates(archive)
-    name = _PICKS[wanted](sorted(found)) if wanted in _PICKS else wanted.removesuffix(".ckpt")
-    if name not in found:
+    candidates = _candidates(archive)
+    name = (
+        _PICKS[requested](sorted(candidates))
+        if requested in _PICKS
+        else requested.removesuffix(".ckpt")
+    )
+    if name not in candidates:
         raise CheckpointError(
             problem(
                 f"{archive.path} has no such checkpoint",
-                got=wanted,
-                choices=[*_PICKS, *sorted(found)],
+                got=requested,
+                choices=[*_PICKS, *sorted(candidates)],
                 change=KEY,
             )
         )
@@ -245,7 +249,7 @@ def find_checkpoint(archive: Archive, wanted: str) -> TrainingCheckpoint:
         raw = mapping(mapping(parse_yaml(read_plain(file)))["cfg"])
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} is damaged or holds no section cfg: {error}") from error
-    return TrainingCheckpoint(raw, file.parent, name, found[name])
+    return TrainingCheckpoint(raw, file.parent, name, candidates[name])
 
 
 def _hparams(folder: Path) -> Path | None:
@@ -257,11 +261,11 @@ def _candidates(archive: Archive) -> dict[str, bool]:
     """Name -> whether it is a distributed one, of every checkpoint that was saved completely."""
     names = archive.names()
     marked = {name.removesuffix(_UNFINISHED) for name in names if name.endswith(_UNFINISHED)}
-    found: dict[str, bool] = {}
+    candidates: dict[str, bool] = {}
     for pattern, is_folder in ((_PER_RANK, False), (_DISTRIBUTED, True)):
         for match in filter(None, map(pattern.fullmatch, names)):
-            found.setdefault(match["name"], is_folder)
-    return {name: kind for name, kind in found.items() if name not in marked}
+            candidates.setdefault(match["name"], is_folder)
+    return {name: kind for name, kind in candidates.items() if name not in marked}
 
 
 def _step(name: str) -> int:

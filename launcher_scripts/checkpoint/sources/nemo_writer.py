@@ -118,21 +118,21 @@ def stack_layers(weights: Mapping[str, Weight], *, gated: bool) -> list[ZarrTens
         else:
             tensors.append(_single(f"model.{key}", weight))
     _check_layers(layers)
-    for rest, stack in layers.items():
-        tensors.append(_stack(f"model.decoder.layers.{rest}", rest, stack, gated))
+    for suffix, stack in layers.items():
+        tensors.append(_stack(f"model.decoder.layers.{suffix}", suffix, stack, gated))
     return tensors
 
 
 def _check_layers(layers: Mapping[str, Mapping[int, Weight]]) -> None:
     problems = Problems("the state dict")
     count = 1 + max((max(stack) for stack in layers.values()), default=-1)
-    for rest, stack in layers.items():
+    for suffix, stack in layers.items():
         missing = sorted(set(range(count)) - set(stack))
         if missing:
-            problems.add(f"decoder.layers.*.{rest} is missing for layers {missing}")
+            problems.add(f"decoder.layers.*.{suffix} is missing for layers {missing}")
         kinds = {(weight.shape, weight.dtype) for weight in stack.values()}
         if len(kinds) > 1:
-            problems.add(f"decoder.layers.*.{rest} differs between layers", got=sorted(kinds))
+            problems.add(f"decoder.layers.*.{suffix} differs between layers", got=sorted(kinds))
     problems.raise_if_any(CheckpointError)
 
 
@@ -140,9 +140,9 @@ def _single(name: str, weight: Weight) -> ZarrTensor:
     return ZarrTensor(name, weight.shape, weight.shape, lambda _: weight.read(), weight.dtype)
 
 
-def _stack(name: str, rest: str, stack: Mapping[int, Weight], gated: bool) -> ZarrTensor:
+def _stack(name: str, suffix: str, stack: Mapping[int, Weight], gated: bool) -> ZarrTensor:
     shape = stack[0].shape
-    halves = 2 if gated and rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias") else 1
+    halves = 2 if gated and suffix in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias") else 1
     rows = shape[0] // halves
 
     def chunk(index: tuple[int, ...]) -> NDArray[Any]:
@@ -267,13 +267,13 @@ def _add_members(archive: tarfile.TarFile, members: list[_Member]) -> None:
     """Folders and files in the order of tarfile.add: by name, depth first."""
     now = int(time.time())
     archive.addfile(_folder(".", now, mode=0o700))
-    known: set[str] = set()
+    added: set[str] = set()
     for member in sorted(members, key=lambda member: member.path.split("/")):
         parents = [str(parent) for parent in Path(member.path).parents][-2::-1]
         for parent in parents:
-            if parent not in known:
+            if parent not in added:
                 archive.addfile(_folder(f"./{parent}", now))
-                known.add(parent)
+                added.add(parent)
         info = tarfile.TarInfo(f"./{member.path}")
         info.size, info.mtime, info.mode = member.size, now, 0o644
         archive.addfile(info, io.BytesIO(member.content()))

@@ -126,13 +126,13 @@ class WeightFormat:
             tensors[f"{stem}.weight"] = weight
 
 
-def _check(fits: bool, what: str) -> None:
+def _check(fits: bool, message: str) -> None:
     if not fits:
-        raise ValueError(what)
+        raise ValueError(message)
 
 
-def _check_float(part: SourceTensor, what: str) -> None:
-    _check(part.dtype in FLOATS, f"{what} are not floats")
+def _check_float(part: SourceTensor, message: str) -> None:
+    _check(part.dtype in FLOATS, f"{message} are not floats")
 
 
 def _unpacked(words: NDArray[Any], bits: int, first: int, last: int, axis: int) -> NDArray[Any]:
@@ -180,8 +180,8 @@ def gptq(bits: int, group_size: int, zero_offset: int) -> WeightFormat:
         else:
             _check(order.dtype == _I4 and len(order.shape) == 1, "g_idx is not a list of int32")
             indices = order.read()
-            inside = bool(((indices >= 0) & (indices < groups)).all())
-            _check(inside, f"g_idx names groups beyond {groups}")
+            in_range = bool(((indices >= 0) & (indices < groups)).all())
+            _check(in_range, f"g_idx names groups beyond {groups}")
         rows = partial(_gptq_rows, bits=bits, group_size=size, zero_offset=zero_offset)
         return PackedTensor.of((outputs, inputs), parts, rows, transposed=True)
 
@@ -294,8 +294,8 @@ def _check_scales(parts: Parts, outputs: int, inputs: int) -> None:
     if order is not None:
         _check(order.shape == (inputs,) and order.dtype == _I4, "weight_g_idx has another shape")
         indices = order.read()
-        inside = bool(((indices >= 0) & (indices < groups)).all())
-        _check(inside, f"weight_g_idx names groups beyond {groups}")
+        in_range = bool(((indices >= 0) & (indices < groups)).all())
+        _check(in_range, f"weight_g_idx names groups beyond {groups}")
 
 
 def _packed_rows(arrays: Arrays, first: int, last: int, *, bits: int, inputs: int) -> NDArray[Any]:

@@ -46,11 +46,11 @@ def yarn(
     attention_factor: what cosines and sines are multiplied by; else as the others say
     """
 
-    def place(turns: float) -> float:
+    def dimension(turns: float) -> float:
         """The pair, as a fraction, that turns so often within the original positions."""
         return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
-    low, high = place(beta_fast or 32.0), place(beta_slow or 1.0)
+    low, high = dimension(beta_fast or 32.0), dimension(beta_slow or 1.0)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
@@ -108,11 +108,11 @@ def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields
 
     local_base: where a section of the file does not say it
     """
-    said = raw.section("rope_parameters")
-    if not said.raw.keys() & {"full_attention", "sliding_attention"}:
+    parameters = raw.section("rope_parameters")
+    if not parameters.raw.keys() & {"full_attention", "sliding_attention"}:
         return rope(raw, head_size), None
-    turns = rope_of(raw, said.section("full_attention"), head_size)
-    local = said.section("sliding_attention")
+    turns = rope_of(raw, parameters.section("full_attention"), head_size)
+    local = parameters.section("sliding_attention")
     local.only(rope_type="default", partial_rotary_factor=turns["rotary_percentage"])
     return turns, local.real("rope_theta", local_base)
 
@@ -156,15 +156,21 @@ def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fi
     kinds = raw("layer_types", default=None)
     if kinds is None:
         kinds = ["full_attention" if full(layer) else "sliding_attention" for layer in layers]
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != len(layers) or not set(kinds) <= set(known):
-        raw.problems.add("layer_types must name every layer's attention", got=kinds, choices=known)
+    kinds_supported = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != len(layers)
+        or not set(kinds) <= set(kinds_supported)
+    ):
+        raw.problems.add(
+            "layer_types must name every layer's attention", got=kinds, choices=kinds_supported
+        )
         return {}
-    whole = [layer for layer in layers if kinds[layer] == "full_attention"]
-    if window is None or len(whole) == len(layers):
+    full_layers = [layer for layer in layers if kinds[layer] == "full_attention"]
+    if window is None or len(full_layers) == len(layers):
         return {}
     window = raw.size("sliding_window")
-    return {"sliding_window": window, "full_attention_layers": layer_list(whole)}
+    return {"sliding_window": window, "full_attention_layers": layer_list(full_layers)}
 
 
 def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:

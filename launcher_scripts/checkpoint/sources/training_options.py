@@ -185,18 +185,20 @@ class TrainingOptions:
 
     def section(self, key: str) -> TrainingOptions:
         """The options of a section, with the same problems; these options where there is none."""
-        found = self.get(key)
-        return TrainingOptions(found, self.problems) if isinstance(found, Mapping) else self
+        value = self.get(key)
+        return TrainingOptions(value, self.problems) if isinstance(value, Mapping) else self
 
-    def refuse_others(self, known_values: Mapping[str, tuple[Any, ...]], whose: str = "") -> None:
+    def refuse_others(
+        self, supported_values: Mapping[str, tuple[Any, ...]], whose: str = ""
+    ) -> None:
         """Note options whose values change the network in ways this project does not know.
 
-        known_values: by key, those that it does know (None: absent or null);  whose: for the text
+        supported_values: supported values by key (None: absent or null);  whose: for the text
         """
-        for key, values in known_values.items():
-            found = self.get(key)
-            if found not in values:
-                self.problems.add(f"{key}{whose} is not supported", got=found, choices=values)
+        for key, values in supported_values.items():
+            value = self.get(key)
+            if value not in values:
+                self.problems.add(f"{key}{whose} is not supported", got=value, choices=values)
 
     def check_keys(self) -> tuple[str, ...]:
         """The notes, and one on options that may change the model and that nothing has read.

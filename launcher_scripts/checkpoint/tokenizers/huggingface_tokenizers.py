@@ -148,8 +148,8 @@ class _Folder:
         name = class_name(model_type, named, byte_level=byte_level)
         row = CLASSES.get(name) if fast else _slow_row(name, named, files, options)
         if options.get("split_special_tokens"):
-            what = f"split_special_tokens of {TOKENIZER_CONFIG} is not supported"
-            raise CheckpointError(problem(what, got=True, choices=[False], change=ADVICE))
+            message = f"split_special_tokens of {TOKENIZER_CONFIG} is not supported"
+            raise CheckpointError(problem(message, got=True, choices=[False], change=ADVICE))
         if fast:
             options = {key: options[key] for key in options if key not in _ADDS}
         if _OLD_EXTRA in options and not options.get(_EXTRA):
@@ -171,8 +171,8 @@ class _Folder:
         else:
             tokenizer = self._of_merges()
         if not tokenizer.get_vocab_size(with_added_tokens=False):
-            what = "the tokenizer has no tokens"
-            raise CheckpointError(problem(what, got=sorted(self.files), change=ADVICE))
+            message = "the tokenizer has no tokens"
+            raise CheckpointError(problem(message, got=sorted(self.files), change=ADVICE))
         named = {role: str(getattr(token, "content", token)) for role, token in roles.items()}
         self._add_tokens(tokenizer, [*roles.values()], self._extra(declared))
         self._surround(tokenizer, named)
@@ -183,21 +183,21 @@ class _Folder:
 
         others: those of the files where the class has none
         """
-        usual = {**others, **(self.row.roles if self.row else {})}
+        roles = {**others, **(self.row.roles if self.row else {})}
         more = [
             key for key in self.options if key.endswith("_token") and key not in (*_ROLES, *_ADDS)
         ]
-        values = {role: self.options.get(role, usual.get(role)) for role in _ROLES}
+        values = {role: self.options.get(role, roles.get(role)) for role in _ROLES}
         values |= {role: self.options[role] for role in more}
         if isinstance(extra := self.options.get(_EXTRA), dict):
             values |= extra
         tokens = {role: _token(value) for role, value in values.items() if value}
-        known = {token.content: token for token in self.added.values()}
+        by_text = {token.content: token for token in self.added.values()}
         if self.row and self.row.mask_strips and "mask_token" not in self.options:
-            mask = {"content": usual["mask_token"], "lstrip": True, "special": True}
+            mask = {"content": roles["mask_token"], "lstrip": True, "special": True}
             tokens["mask_token"] = _required({**mask, "normalized": True})
         return {
-            role: known.get(token, token) if isinstance(token, str) else token
+            role: by_text.get(token, token) if isinstance(token, str) else token
             for role, token in tokens.items()
             if token is not None
         }
@@ -214,23 +214,23 @@ class _Folder:
             tokens = map(_token, extra or [])
             return [token for token in tokens if token is not None]
         listed = declared if declared is not None else self.options.get(_OLD_EXTRA) or []
-        usual = self.row.extra(self.options) if self.row else []
-        return [*filter(None, map(_token, listed)), *usual]
+        default = self.row.extra(self.options) if self.row else []
+        return [*filter(None, map(_token, listed)), *default]
 
     def _of_json(self) -> Tokenizer:
         """tokenizer.json as it is, or with its vocabulary in the class's way of cutting text."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self.files[FAST_FILE].decode("utf-8"))
-        whole = _json(self.files, FAST_FILE)
-        model = whole["model"]
+        document = _json(self.files, FAST_FILE)
+        model = document["model"]
         if self.row is None or isinstance(model["vocab"], list) != self.row.unigram:
             return tokenizer
         merges = [
             tuple(merge.split(" ") if isinstance(merge, str) else merge)
             for merge in model.get("merges") or ()
         ]
-        charsmap = _charsmap(whole.get("normalizer"))
+        charsmap = _charsmap(document.get("normalizer"))
         if self.row.unigram:
             scores = [(token, score) for token, score in model["vocab"]]
             vocabulary = Vocabulary(scores=scores, charsmap=charsmap)
@@ -251,8 +251,8 @@ class _Folder:
             vocabulary = Vocabulary(scores=pieces, charsmap=model.charsmap)
         else:
             tokens = {text: index for index, (text, _) in enumerate(pieces)}
-            own = {piece.text: index for index, piece in enumerate(model.pieces)}
-            vocabulary = Vocabulary(tokens, merges=list(_merges(own)), charsmap=model.charsmap)
+            ids = {piece.text: index for index, piece in enumerate(model.pieces)}
+            vocabulary = Vocabulary(tokens, merges=list(_merges(ids)), charsmap=model.charsmap)
         return self.row.build(vocabulary, self.options, self._names())
 
     def _of_merges(self) -> Tokenizer:
@@ -269,9 +269,9 @@ class _Folder:
         """Add the tokens that the tokenizer lacks, in the order that gives them their ids."""
         from tokenizers import AddedToken
 
-        there = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+        present = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
         names = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        tokens = [token for _, token in sorted(self.added.items()) if repr(token) not in there]
+        tokens = [token for _, token in sorted(self.added.items()) if repr(token) not in present]
         names |= {token.content for token in tokens}
         for token in [*roles, *extra]:
             added = AddedToken(token, special=True) if isinstance(token, str) else token
@@ -287,20 +287,20 @@ class _Folder:
         """Declare what stands around a text."""
         from tokenizers.processors import TemplateProcessing
 
-        around = self.row.around if self.row else None
-        if FAST_FILE in self.files and around is None:
+        template = self.row.around if self.row else None
+        if FAST_FILE in self.files and template is None:
             return
-        if not around:
-            around = [
+        if not template:
+            template = [
                 *(["bos_token"] if self.options.get("add_bos_token") else []),
                 "$A",
                 *(["eos_token"] if self.options.get("add_eos_token") else []),
             ]
-        single = [roles.get(each, each) for each in around if each == "$A" or each in roles]
+        single = [roles.get(token, token) for token in template if token == "$A" or token in roles]
         special = [fromkey for fromkey in dict.fromkeys(single) if fromkey != "$A"]
         tokenizer.post_processor = TemplateProcessing(
             single=single,
-            pair=[*single, *("$B" if each == "$A" else each for each in single)],
+            pair=[*single, *("$B" if token == "$A" else token for token in single)],
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in special],
         )
 
@@ -312,19 +312,25 @@ def _slow_row(
 
     Raises CheckpointError for a class that is unknown or does not read these files.
     """
-    own = None if named is None else named.removesuffix("Fast")
+    slow_name = None if named is None else named.removesuffix("Fast")
     slow = _slow_files(files)
-    if name == BACKEND and slow == (MODEL_FILE,) and not (own in CLASSES and CLASSES[own].unigram):
+    if (
+        name == BACKEND
+        and slow == (MODEL_FILE,)
+        and not (slow_name in CLASSES and CLASSES[slow_name].unigram)
+    ):
         return None
-    if name == BACKEND and own is not None:
-        name = own
+    if name == BACKEND and slow_name is not None:
+        name = slow_name
     reads = sorted(key for key, row in CLASSES.items() if row.slow == slow)
     if name not in reads:
         custom = ", whose code is not run," if "auto_map" in options else ""
-        there = " + ".join(slow)
-        what = f"the tokenizer's class{custom} is not known for {there} without a {FAST_FILE}"
+        files_present = " + ".join(slow)
+        message = (
+            f"the tokenizer's class{custom} is not known for {files_present} without a {FAST_FILE}"
+        )
         raise CheckpointError(
-            problem(what, got=named or "no tokenizer_class", choices=reads, change=ADVICE)
+            problem(message, got=named or "no tokenizer_class", choices=reads, change=ADVICE)
         )
     return CLASSES[name]
 

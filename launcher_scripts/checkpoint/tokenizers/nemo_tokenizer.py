@@ -69,13 +69,13 @@ def named_files(
     find:   (value, what such a file is usually called) -> the file; None where it is not there
     Raises CheckpointError where a file is lost, or none is named.
     """
-    said = section(config, "tokenizer")
-    values = {role: said.get(role) for role in ROLES}
+    settings = section(config, "tokenizer")
+    values = {role: settings.get(role) for role in ROLES}
     named = {role: value for role, value in values.items() if isinstance(value, str) and value}
     files = {role: find(value, ROLES[role][1]) for role, value in named.items()}
     lost = [value for role, value in named.items() if files[role] is None]
     if lost or not named:
-        kind = said.get("type") or said.get("library") or "unknown"
+        kind = settings.get("type") or settings.get("library") or "unknown"
         raise CheckpointError(
             problem(
                 f"{origin} does not hold its tokenizer's files ({kind})",
@@ -89,11 +89,11 @@ def named_files(
 def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
     """The name meant by `value` among those beside model_config.yaml; a lost one by its kind."""
     base = PurePosixPath(value.removeprefix(ARTIFACT)).name
-    beside = [name for name in names if "/" not in name]
-    for wanted in (base, f"*_{base}", pattern):
-        found = [name for name in beside if fnmatch.fnmatchcase(name, wanted)]
-        if len(found) == 1:
-            return found[0]
+    top_level = [name for name in names if "/" not in name]
+    for glob in (base, f"*_{base}", pattern):
+        matching = [name for name in top_level if fnmatch.fnmatchcase(name, glob)]
+        if len(matching) == 1:
+            return matching[0]
     return None
 
 
@@ -107,10 +107,10 @@ def check_tokenizer(path: Path) -> None:
                 problem(f"{path} holds no tokenizer", choices=choices, change=ADVICE)
             )
         return
-    found = read_config(path)
-    if found is None:
+    result = read_config(path)
+    if result is None:
         return
-    root, config = found
+    root, config = result
     names = _names(path, root)
     if names is not None:
         named_files(config, path, lambda value, pattern: find_name(names, value, pattern))
@@ -121,7 +121,7 @@ def _is_whole(folder: Path) -> bool:
         return True
     configs = (folder / name for name in (_MARKS[0], OPTIONAL_FILES[1]))
     return (folder / OPTIONAL_FILES[1]).is_file() and is_byt5(
-        *(found for path in configs if isinstance(found := _json_of(path), dict))
+        *(values for path in configs if isinstance(values := _json_of(path), dict))
     )
 
 

@@ -137,8 +137,8 @@ def _work(item: dict[str, Any]) -> None:
     try:
         result = _tokenizer_processes().call(item)
     except WorkLimitError as error:
-        what = f"the checkpoint's tokenizer exceeds a limit: {error}"
-        raise CheckpointError(problem(what, change=ADVICE)) from error
+        message = f"the checkpoint's tokenizer exceeds a limit: {error}"
+        raise CheckpointError(problem(message, change=ADVICE)) from error
     if result:
         raise CheckpointError(result["error"])
 
@@ -169,9 +169,9 @@ def _try(folder: Path) -> None:
         ids = _encode(tokenizer, text)
         limit = MAX_IDS_PER_BYTE * (1 + len(text.encode()))
         if len(ids) > limit:
-            what = f"the tokenizer makes too many ids of {text[:16]!r} ({len(text)} characters)"
+            message = f"the tokenizer makes too many ids of {text[:16]!r} ({len(text)} characters)"
             raise CheckpointError(
-                problem(what, got=len(ids), choices=[f"up to {limit}"], change=ADVICE)
+                problem(message, got=len(ids), choices=[f"up to {limit}"], change=ADVICE)
             )
 
 
@@ -183,8 +183,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     except BaseException as error:
         if isinstance(error, MemoryError) or not is_of_library(error):
             raise
-        what = f"the tokenizer cannot read {text[:16]!r} ({len(text)} characters): {error}"
-        raise CheckpointError(problem(what, change=ADVICE)) from error
+        message = f"the tokenizer cannot read {text[:16]!r} ({len(text)} characters): {error}"
+        raise CheckpointError(problem(message, change=ADVICE)) from error
     return ids
 
 

@@ -67,16 +67,16 @@ Find = Callable[[str, str], tuple[str, bytes] | None]
 
 
 def collect(
-    settings: TokenizerSettings, own_files: Callable[[], dict[str, bytes]]
+    settings: TokenizerSettings, local_files: Callable[[], dict[str, bytes]]
 ) -> dict[str, bytes]:
     """Exported name -> content of the tokenizer's files; {} for `none`.
 
-    own_files: gives those of the checkpoint
+    local_files: gives those of the checkpoint
     Raises CheckpointError, naming the key that helps, when the files are not to be had.
     """
     if settings.source == "none":
         return {}
-    return _named_files(settings) if settings.source == "files" else own_files()
+    return _named_files(settings) if settings.source == "files" else local_files()
 
 
 def with_token_ids(
@@ -84,7 +84,7 @@ def with_token_ids(
     settings: TokenizerSettings,
     files: Mapping[str, bytes],
     *,
-    known: bool = False,
+    has_ids: bool = False,
     rule: TokenRule | None = None,
 ) -> Any:
     """`config` with the tokenizer's start, end and pad ids, or those the settings say.
@@ -92,20 +92,20 @@ def with_token_ids(
     Without a tokenizer the defaults stay, which are GPT-2's as in FasterTransformer's converter.
     A tokenizer without a start token starts with its end token, as GPT-2's does.
 
-    known: config has the model's own ids, and only the settings may change them
+    has_ids: config has the model's own ids, and only the settings may change them
     rule:  the ids that the model was trained with, given the tokenizer; default: the tokenizer's
     Raises CheckpointError for a tokenizer that does not fit the model.
     """
     tokenizer = _probed(files) if files else None
-    said = None
+    raw = None
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
-    if tokenizer is not None and not known:
-        said = (rule or own_ids)(tokenizer)
-    own = said or TokenIds(None, None, None)
-    end_id = _first(settings.end_id, own.end_id)
-    start_id = _first(settings.start_id, own.start_id, None if known else end_id)
-    if said is not None and end_id is None:
+    if tokenizer is not None and not has_ids:
+        raw = (rule or own_ids)(tokenizer)
+    token_ids = raw or TokenIds(None, None, None)
+    end_id = _first(settings.end_id, token_ids.end_id)
+    start_id = _first(settings.start_id, token_ids.start_id, None if has_ids else end_id)
+    if raw is not None and end_id is None:
         raise CheckpointError(
             problem("the tokenizer has no token that ends a sequence", change=f"{KEY}.end_id")
         )
@@ -113,7 +113,7 @@ def with_token_ids(
         config,
         start_id=_first(start_id, config.start_id),
         end_id=_first(end_id, config.end_id),
-        pad_id=_first(settings.pad_id, own.pad_id, config.pad_id),
+        pad_id=_first(settings.pad_id, token_ids.pad_id, config.pad_id),
     )
 
 
@@ -131,7 +131,7 @@ def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
         raise CheckpointError(f"the tokenizer's files are damaged: {error}") from error
     check_templates(templates)
     missing = {"chat template": not templates, GENERATION_FILE: GENERATION_FILE not in files}
-    return tuple(f"the checkpoint has no {name}" for name, there in missing.items() if there)
+    return tuple(f"the checkpoint has no {name}" for name, present in missing.items() if present)
 
 
 def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> dict[str, bytes]:
@@ -148,18 +148,18 @@ def with_templates(files: dict[str, bytes], archive: Archive, folder: str) -> di
     }
     if not further:
         return files
-    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    raw = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
     templates = chat_templates(files) | further
-    said["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    content = json.dumps(said, ensure_ascii=False, indent=2).encode()
-    kept = {name: files[name] for name in files if name not in CHAT_TEMPLATE_FILES}
-    return kept | {OPTIONAL_FILES[1]: content}
+    raw["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    content = json.dumps(raw, ensure_ascii=False, indent=2).encode()
+    files_left = {name: files[name] for name in files if name not in CHAT_TEMPLATE_FILES}
+    return files_left | {OPTIONAL_FILES[1]: content}
 
 
 def with_class(files: dict[str, bytes], name: str) -> dict[str, bytes]:
     """`files` with a tokenizer_class in tokenizer_config.json, which the first checkpoints lack."""
-    said = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
-    content = json.dumps({"tokenizer_class": name, **said}, ensure_ascii=False, indent=2).encode()
+    raw = parse_json(files.get(OPTIONAL_FILES[1], b"{}"))
+    content = json.dumps({"tokenizer_class": name, **raw}, ensure_ascii=False, indent=2).encode()
     return files | {OPTIONAL_FILES[1]: content}
 
 
@@ -230,9 +230,9 @@ def _named_files(settings: TokenizerSettings) -> dict[str, bytes]:
             problems.add(f"cannot read it: {error.strerror}", got=name, change=f"{KEY}.{role}")
             continue
         for companion in (*COMPANION_FILES, ADDED_TOKENS):
-            beside = path.with_name(companion)
-            if beside.is_file():
-                files[companion] = read_plain(beside)
+            companion_path = path.with_name(companion)
+            if companion_path.is_file():
+                files[companion] = read_plain(companion_path)
     if not files and not problems.messages:
         problems.add("no file is named", change=ADVICE)
     problems.raise_if_any(CheckpointError)
@@ -268,10 +268,10 @@ def nemo_files(raw: Mapping[str, Any], origin: Path, find: Find) -> dict[str, by
 
 def _companion(value: str, key: str, find: Find) -> bytes:
     """The content of an artifact. Raises CheckpointError where it is lost."""
-    found = find(value, PurePosixPath(value.removeprefix(ARTIFACT)).name)
-    if found is None:
+    match = find(value, PurePosixPath(value.removeprefix(ARTIFACT)).name)
+    if match is None:
         raise CheckpointError(problem(f"{key} names a file that is not there", got=value))
-    return found[1]
+    return match[1]
 
 
 def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str, bytes] | None:
@@ -295,7 +295,7 @@ def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
 def has_plain(archive: Archive, root: str) -> bool:
     """Return whether plain_files finds a tokenizer in that folder."""
     names = archive.names()
-    return any(all(root + name in names for name in wanted) for wanted in _PLAIN_SETS)
+    return any(all(root + name in names for name in requested) for requested in _PLAIN_SETS)
 
 
 def _refuse_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
@@ -322,22 +322,22 @@ def plain_files(
     config: config.json; None for a folder that has none
     """
     names, sets = archive.names(), (*_PLAIN_SETS, *more)
-    _refuse_special_files(archive, root, {name for wanted in sets for name in wanted})
-    for wanted in sets:
-        if all(root + name in names for name in wanted):
-            files = {exported: archive.read(root + name) for name, exported in wanted.items()}
-            usual = (*COMPANION_FILES, ADDED_TOKENS)
-            companions = [name for name in usual if root + name in names]
+    _refuse_special_files(archive, root, {name for names_of_set in sets for name in names_of_set})
+    for requested in sets:
+        if all(root + name in names for name in requested):
+            files = {exported: archive.read(root + name) for name, exported in requested.items()}
+            default_names = (*COMPANION_FILES, ADDED_TOKENS)
+            companions = [name for name in default_names if root + name in names]
             files |= {name: archive.read(root + name) for name in companions}
             files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
-            whole = config is not None or OPTIONAL_FILES[1] in files
-            return unified_files(files, config or {}) if whole else files
+            is_complete = config is not None or OPTIONAL_FILES[1] in files
+            return unified_files(files, config or {}) if is_complete else files
     foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
-    there = f"; {', '.join(foreign)} must be converted first" if foreign else ""
+    suffix = f"; {', '.join(foreign)} must be converted first" if foreign else ""
     raise CheckpointError(
         problem(
-            f"{archive.path} holds no tokenizer{there}",
-            choices=[" + ".join(wanted) for wanted in sets],
+            f"{archive.path} holds no tokenizer{suffix}",
+            choices=[" + ".join(names_of_set) for names_of_set in sets],
             change=ADVICE,
         )
     )

@@ -214,16 +214,16 @@ def _merges(
     vocab: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a piece, best first."""
-    found = []
+    merges = []
     for token, index in vocab.items():
         if kinds[index] != NORMAL:
             continue
         for cut in range(1, len(token)):
             left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[index], index, left, right, token, cut))
-    found.sort(key=lambda row: row[:4])
-    return [(token[:cut], token[cut:]) for *_, token, cut in found]
+                merges.append((-scores[index], index, left, right, token, cut))
+    merges.sort(key=lambda row: row[:4])
+    return [(token[:cut], token[cut:]) for *_, token, cut in merges]
 
 
 # Values of a piece's type.

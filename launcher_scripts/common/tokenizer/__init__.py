@@ -69,15 +69,15 @@ COMPANION_FILES = (*OPTIONAL_FILES, *CHAT_TEMPLATE_FILES, GENERATION_FILE)
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of `folder` that make up its tokenizer, required ones first; [] if it has none."""
     names = _kind(folder)
-    wanted = dict.fromkeys((*names, *(COMPANION_FILES if names else ())))
-    return [folder / name for name in wanted if (folder / name).is_file()]
+    names_to_copy = dict.fromkeys((*names, *(COMPANION_FILES if names else ())))
+    return [folder / name for name in names_to_copy if (folder / name).is_file()]
 
 
 def _kind(folder: Path) -> tuple[str, ...]:
     """The key of KINDS whose files a folder holds; () where it has none."""
     for names, make in KINDS.items():
-        there = all((folder / name).is_file() for name in names)
-        if there and (make is not ByT5Tokenizer or is_byt5(tokenizer_config(folder))):
+        is_complete = all((folder / name).is_file() for name in names)
+        if is_complete and (make is not ByT5Tokenizer or is_byt5(tokenizer_config(folder))):
             return names
     return ()
 
@@ -94,13 +94,13 @@ def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     if CHAT_TEMPLATE_FILES[0] in files:
         return {"default": files[CHAT_TEMPLATE_FILES[0]].decode("utf-8")}
     for name in (OPTIONAL_FILES[1], CHAT_TEMPLATE_FILES[1]):
-        said = json.loads(files.get(name, b"{}"))
-        found = said.get("chat_template") if isinstance(said, dict) else None
-        if isinstance(found, str):
-            return {"default": found}
-        if isinstance(found, list):
+        raw = json.loads(files.get(name, b"{}"))
+        templates = raw.get("chat_template") if isinstance(raw, dict) else None
+        if isinstance(templates, str):
+            return {"default": templates}
+        if isinstance(templates, list):
             try:
-                return {str(each["name"]): str(each["template"]) for each in found}
+                return {str(template["name"]): str(template["template"]) for template in templates}
             except (KeyError, TypeError) as error:
                 raise ValueError(f"the chat templates of {name} are damaged") from error
     return {}
@@ -113,15 +113,15 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int | None]:
     """
     result: dict[str, int | None] = {}
     for name in OPTIONAL_FILES:
-        said = json.loads(files.get(name, b"{}"))
-        lists = (said.get(f"{kind}_special_tokens") for kind in ("additional", "extra"))
+        raw = json.loads(files.get(name, b"{}"))
+        lists = (raw.get(f"{kind}_special_tokens") for kind in ("additional", "extra"))
         listed = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
-        roles = [said[role] for role in said if role.endswith("_token")]
+        roles = [raw[role] for role in raw if role.endswith("_token")]
         for token in (*roles, *listed):
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str) and text:
                 result.setdefault(text, None)
-        for number, token in (said.get("added_tokens_decoder") or {}).items():
+        for number, token in (raw.get("added_tokens_decoder") or {}).items():
             if token.get("special"):
                 result[str(token["content"])] = int(number)
     return result
@@ -135,9 +135,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     folder = Path(folder)
     kind = _kind(folder)
     if not kind:
-        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        names_present = (
+            sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        )
         choices = ", ".join(" + ".join(names) for names in KINDS)
-        raise TokenizerError(f"no tokenizer in {folder}; got {found}; choices: {choices}")
+        raise TokenizerError(f"no tokenizer in {folder}; got {names_present}; choices: {choices}")
     if KINDS[kind] in (SentencePieceTokenizer, GPT2Tokenizer):
         _refuse_other_classes(folder, kind)
     try:
@@ -157,9 +159,10 @@ def _refuse_other_classes(folder: Path, kind: tuple[str, ...]) -> None:
 
     The export makes a tokenizer.json of all of them.
     """
-    said = tokenizer_config(folder)
-    if said.get("tokenizer_class") or said.get("added_tokens_decoder"):
+    config = tokenizer_config(folder)
+    if config.get("tokenizer_class") or config.get("added_tokens_decoder"):
         raise TokenizerError(
-            f"{folder}: {' + '.join(kind)} of a {tokenizer_class(said)} cannot be read without the "
+            f"{folder}: {' + '.join(kind)} of a {tokenizer_class(config)} cannot be read without "
+            "the "
             "files beside; choices: the folder of an export, which makes one tokenizer.json of all"
         )

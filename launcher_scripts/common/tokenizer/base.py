@@ -104,20 +104,20 @@ class Tokenizer(ABC):
 def tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / OPTIONAL_FILES[1]
     try:
-        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise TokenizerError(f"{path} is damaged: {error}") from error
-    return said if isinstance(said, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
-def added_tokens(said: Mapping[str, Any]) -> dict[str, int]:
+def added_tokens(config: Mapping[str, Any]) -> dict[str, int]:
     """Token -> id of those that tokenizer_config.json adds."""
-    decoder = said.get("added_tokens_decoder") or {}
+    decoder = config.get("added_tokens_decoder") or {}
     return {str(token["content"]): int(number) for number, token in decoder.items()}
 
 
-def tokenizer_class(said: Mapping[str, Any]) -> str:
-    return str(said.get("tokenizer_class"))
+def tokenizer_class(config: Mapping[str, Any]) -> str:
+    return str(config.get("tokenizer_class"))
 
 
 def named_special_tokens(folder: Path) -> dict[str, str] | None:

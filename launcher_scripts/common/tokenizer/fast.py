@@ -109,13 +109,13 @@ class HuggingFaceTokenizer(_FastTokenizer):
         self._said = tokenizer_config(folder)
 
     def _special_id(
-        self, named: dict[str, str] | None, key: str, usual: tuple[str, ...]
+        self, named: dict[str, str] | None, key: str, defaults: tuple[str, ...]
     ) -> int | None:
         if named is not None:
             token = named.get(key)
             return None if token is None else self._tokenizer.token_to_id(token)
-        ids = (self._tokenizer.token_to_id(token) for token in usual)
-        return next((found for found in ids if found is not None), None)
+        ids = (self._tokenizer.token_to_id(token) for token in defaults)
+        return next((token_id for token_id in ids if token_id is not None), None)
 
     def around(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer's post-processor adds; transformers gives a
@@ -124,8 +124,8 @@ class HuggingFaceTokenizer(_FastTokenizer):
         if translator is not None:
             return around_of_translator(self, self._said, translator)
         encoded = self._tokenizer.encode("a")
-        inside = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
-        first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
+        indices = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
+        first, last = (indices[0], indices[-1] + 1) if indices else (0, 0)
         return encoded.ids[:first], encoded.ids[last:]
 
 
@@ -155,10 +155,10 @@ def _byte_characters() -> dict[str, int]:
 
     Printable ones of Latin-1 stand for themselves, the others follow from U+0100 on.
     """
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
-    return {chr(byte): byte for byte in shown} | moved
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    moved = {chr(256 + index): byte for index, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in printable} | moved
 
 
 _BYTES = _byte_characters()
@@ -166,6 +166,6 @@ _BYTES = _byte_characters()
 
 def _added_id(tokenizer: Any, token: str) -> int | None:
     """The id of a special token of the library's tokenizer."""
-    found: int | None = tokenizer.token_to_id(token)
+    token_id: int | None = tokenizer.token_to_id(token)
     added = tokenizer.get_added_tokens_decoder()
-    return found if found in added and added[found].special else None
+    return token_id if token_id in added and added[token_id].special else None

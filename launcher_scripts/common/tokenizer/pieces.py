@@ -65,16 +65,16 @@ class SentencePieceTokenizer(PieceTokenizer):
 
     def token_id(self, token: str) -> int | None:
         """The id of one piece; None where the vocabulary lacks it."""
-        found = int(self._processor.piece_to_id(token))
-        return found if self._processor.id_to_piece(found) == token else None
+        token_id = int(self._processor.piece_to_id(token))
+        return token_id if self._processor.id_to_piece(token_id) == token else None
 
     def around(self) -> tuple[list[int], list[int]]:
         """Pieces say nothing of it."""
         return [], []
 
     def special_id(self, token: str) -> int | None:
-        found = self.token_id(token)
-        return found if found is not None and self._processor.is_control(found) else None
+        token_id = self.token_id(token)
+        return token_id if token_id is not None and self._processor.is_control(token_id) else None
 
 
 class NumberedPieceTokenizer(PieceTokenizer):

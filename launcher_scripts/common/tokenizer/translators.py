@@ -21,9 +21,9 @@ TRANSLATORS = {
 }
 
 
-def translator_of(said: dict[str, Any]) -> str | None:
-    """The key of TRANSLATORS; said: tokenizer_config.json."""
-    name = tokenizer_class(said)
+def translator_of(config: dict[str, Any]) -> str | None:
+    """The key of TRANSLATORS; config: tokenizer_config.json."""
+    name = tokenizer_class(config)
     return next((start for start in TRANSLATORS if name.startswith(start)), None)
 
 
@@ -31,19 +31,21 @@ def languages_of(model: str) -> tuple[str, ...]:
     return tuple(json.loads(LANGUAGES_FILE.read_text(encoding="utf-8"))[model])
 
 
-def with_language(ids: Sequence[int], own: int | None, other: int) -> tuple[int, ...]:
+def with_language(ids: Sequence[int], language: int | None, other: int) -> tuple[int, ...]:
     """The ids around a source, in another language than the model's own."""
-    return tuple(other if each == own else each for each in ids)
+    return tuple(other if token == language else token for token in ids)
 
 
-def begun_in(target: int, own: int | None, closing: Sequence[int], start: int) -> tuple[int, ...]:
+def begun_in(
+    target: int, language: int | None, closing: Sequence[int], start: int
+) -> tuple[int, ...]:
     """Return the first IDs of the decoder for a text in the language `target`.
 
     In the first mBARTs, which name the source's language last, the language is the start token.
 
-    own: the source's language;  closing: the ids behind a source;  start: the usual start token
+    language: the source's;  closing: the ids behind a source;  start: the usual start token
     """
-    return (target,) if own in closing else (start, target)
+    return (target,) if language in closing else (start, target)
 
 
 class SpecialIds(NamedTuple):
@@ -87,21 +89,21 @@ class SpecialIds(NamedTuple):
             closing = with_language(self.closing, self.language, source)
             result = result._replace(opening=opening, closing=closing)
         if target is not None:
-            begun = begun_in(target, self.language, self.closing, self.start)
-            result = result._replace(decoder=begun)
+            started = begun_in(target, self.language, self.closing, self.start)
+            result = result._replace(decoder=started)
         return result
 
 
 def around_of_translator(
-    tokenizer: Tokenizer, said: dict[str, Any], translator: str
+    tokenizer: Tokenizer, config: dict[str, Any], translator: str
 ) -> tuple[list[int], list[int]]:
-    """The end token and the source's language; said: tokenizer_config.json."""
-    usual, before = TRANSLATORS[translator]
-    language = said.get("src_lang") or usual
+    """The end token and the source's language; config: tokenizer_config.json."""
+    language_token, before = TRANSLATORS[translator]
+    language = config.get("src_lang") or language_token
     source, end = tokenizer.special_id(str(language)), tokenizer.end_id
     if source is None or end is None:
         where = f"src_lang of {OPTIONAL_FILES[1]}"
         raise TokenizerError(f"{where} is not a language of the tokenizer; got {language!r}")
-    if said.get("legacy_behaviour"):
+    if config.get("legacy_behaviour"):
         raise TokenizerError(f"legacy_behaviour of {OPTIONAL_FILES[1]} is not supported; got True")
     return ([source], [end]) if before else ([], [end, source])

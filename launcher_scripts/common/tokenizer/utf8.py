@@ -16,10 +16,10 @@ _FIRST_SENTINEL = len(_SPECIAL) + 256
 _SENTINELS = 125
 
 
-def is_byt5(*said: Mapping[str, Any]) -> bool:
+def is_byt5(*configs: Mapping[str, Any]) -> bool:
     """Return whether tokenizer_config.json or config.json names the tokenizer; nothing else tells
     it."""
-    return any(tokenizer_class(each).startswith(BYT5) for each in said)
+    return any(tokenizer_class(config).startswith(BYT5) for config in configs)
 
 
 class ByT5Tokenizer(PieceTokenizer):

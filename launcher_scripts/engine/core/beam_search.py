@@ -62,8 +62,8 @@ class BeamBatch:
         they read tensors that were made with the batch.
         """
         changes = self.processing
-        made = (changes.words, changes.biases, changes.guided, self.stop_words, self.diversity)
-        if any(each is not None for each in made):
+        settings = (changes.words, changes.biases, changes.guided, self.stop_words, self.diversity)
+        if any(item is not None for item in settings):
             return None
         rules = (changes.penalized, changes.scaled, changes.min_length, changes.longest_ngram)
         return (self.shape, *rules)
@@ -171,9 +171,9 @@ class BeamSearch:
         first = 0
         for batch in batches:
             rows = batch.slots.shape[0]
-            own = None if logits is None else logits[first : first + rows]
+            plain_logits = None if logits is None else logits[first : first + rows]
             first += rows
-            copies += self.copies(batch, self.go_on(own, batch, longest, reorder))
+            copies += self.copies(batch, self.go_on(plain_logits, batch, longest, reorder))
         return copies
 
     def copies(self, batch: BeamBatch, candidates: Candidates) -> list[BeamCopy]:
@@ -194,8 +194,8 @@ class BeamSearch:
             self._communicator.from_last_stage(candidates.choices)
             self._communicator.from_last_stage(candidates.scores)
         if parents is None:
-            chosen = candidates.choices, candidates.scores
-            parents = continue_beams(*chosen, slots, states, shape.width)
+            selection = candidates.choices, candidates.scores
+            parents = continue_beams(*selection, slots, states, shape.width)
         cache = self._cache
         cache.row_states.gather(slots, parents)
         for pool, ids in cache.pools_with_ids if reorder else ():
@@ -213,10 +213,10 @@ class BeamSearch:
         states, slots, changes = self._states, batch.slots, batch.processing
         if logits is None:
             shape = batch.shape.within(self._vocab_size)
-            room = (3, slots.shape[0] // shape.width, shape.kept)
+            result_shape = (3, slots.shape[0] // shape.width, shape.kept)
             device = states.device
-            choices = torch.empty(room, dtype=torch.int64, device=device)
-            return Candidates(choices, torch.empty(room, device=device)), None
+            choices = torch.empty(result_shape, dtype=torch.int64, device=device)
+            return Candidates(choices, torch.empty(result_shape, device=device)), None
         history = self._cache.ids
         logits = changes.scores(logits, states, history, longest)
         allowed = changes.allowed(logits, states, history, longest)

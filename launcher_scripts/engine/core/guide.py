@@ -64,8 +64,8 @@ def _has_mask(row: Row, guide: Guide, deadline: float) -> bool:
         return True
     row.late_since = row.late_since or now
     if now - row.late_since > MAX_MASK_SECONDS:
-        what = "guided_grammar is too complex: which tokens may come next is not known in time"
-        row.error = RequestError(problem(what, choices=(f"at most {MAX_MASK_SECONDS:g} s",)))
+        message = "guided_grammar is too complex: which tokens may come next is not known in time"
+        row.error = RequestError(problem(message, choices=(f"at most {MAX_MASK_SECONDS:g} s",)))
     return False
 
 

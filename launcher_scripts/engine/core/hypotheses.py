@@ -47,9 +47,9 @@ class Hypothesis:
             last = last.parent
         chain.reverse()
         return Beam(
-            tuple(each.token for each in chain),
+            tuple(item.token for item in chain),
             self.total if log_probs else None,
-            tuple(each.log_prob for each in chain) if log_probs else (),
+            tuple(item.log_prob for item in chain) if log_probs else (),
         )
 
 
@@ -88,8 +88,8 @@ class Hypotheses:
             )
             for candidate in candidates
         ]
-        for hypothesis, each in zip(grown[: self._width], candidates, strict=False):
-            if last or (each.ends and math.isfinite(each.total)):
+        for hypothesis, item in zip(grown[: self._width], candidates, strict=False):
+            if last or (item.ends and math.isfinite(item.total)):
                 self._ended.append(hypothesis)
         self._ended = _best(self._ended, self._width)
         pairs = sorted(zip(candidates, grown, strict=True), key=lambda pair: pair[0].ends)
@@ -103,7 +103,7 @@ class Hypotheses:
             if len(last) == 1:
                 self.shared = self.length - back
                 return
-            last = {each and each.parent for each in last}
+            last = {parent and parent.parent for parent in last}
 
     def best(self) -> list[Hypothesis]:
         """The W best so far, best first: ended ones, and until the end those that go on."""
@@ -115,7 +115,7 @@ class Hypotheses:
 
 def _best(hypotheses: list[Hypothesis], count: int) -> list[Hypothesis]:
     """Return the best hypotheses, of equal ones the earlier."""
-    return sorted(hypotheses, key=lambda each: -each.score)[:count]
+    return sorted(hypotheses, key=lambda item: -item.score)[:count]
 
 
 NGRAMS = (3, 2)  # lengths of the texts that are looked for, the longest first
@@ -132,22 +132,22 @@ class PromptLookup:
     def add(self, ids: Iterable[int]) -> None:
         """The row goes on with `ids`."""
         for token in ids:
-            place = len(self._ids)
+            index = len(self._ids)
             for size in NGRAMS:
-                if place >= size:
-                    self._following[tuple(self._ids[-size:])] = place
+                if index >= size:
+                    self._following[tuple(self._ids[-size:])] = index
             self._ids.append(token)
 
-    def draft(self, most: int, least: int = 0) -> tuple[int, ...]:
-        """Tokens that may come next, no more than `most`; none where nothing is known.
+    def draft(self, maximum: int, minimum: int = 0) -> tuple[int, ...]:
+        """Tokens that may come next, no more than `maximum`; none where nothing is known.
 
-        least: how many of the last tokens must have come before them, if more than those of NGRAMS
+        minimum: number of last tokens that must have come before, if more than those of NGRAMS
         """
         for size in NGRAMS:
-            place = self._following.get(tuple(self._ids[-size:]))
-            if place is not None:
-                if least and self._ids[max(place - least, 0) : place] != self._ids[-least:]:
+            index = self._following.get(tuple(self._ids[-size:]))
+            if index is not None:
+                if minimum and self._ids[max(index - minimum, 0) : index] != self._ids[-minimum:]:
                     return ()
-                found = self._ids[place : place + most]
-                return tuple(takewhile(lambda token: token >= 0, found))  # virtual ones are below
+                draft = self._ids[index : index + maximum]
+                return tuple(takewhile(lambda token: token >= 0, draft))  # virtual ones are below
         return ()

@@ -191,8 +191,8 @@ class PrefixCache(ExtentAllocator):
 
     def _longest_gap(self) -> int:
         """If nothing were kept."""
-        kept = ((prefix.start, prefix.tokens) for prefix in self._kept)
-        gaps = sorted([*self._free, *kept])
+        ranges = ((prefix.start, prefix.tokens) for prefix in self._kept)
+        gaps = sorted([*self._free, *ranges])
         longest, size = gaps[0][1], gaps[0][1]
         for (start, length), (following, more) in pairwise(gaps):
             size = size + more if start + length == following else more
@@ -219,10 +219,10 @@ class PrefixCache(ExtentAllocator):
         """
         if self.snapshots is None or tokens in prefix.snapshots:
             return None
-        taken = self.snapshots.take((prefix, tokens))
-        if taken is None:
+        used = self.snapshots.take((prefix, tokens))
+        if used is None:
             return None
-        snapshot, before = taken
+        snapshot, before = used
         if before is not None:
             self._lose_snapshot(*before)
         prefix.snapshots[tokens] = snapshot
@@ -230,10 +230,10 @@ class PrefixCache(ExtentAllocator):
 
     def pin_snapshot(self) -> int | None:
         """Room for the states of a session, which nothing else takes until it is given back."""
-        taken = None if self.snapshots is None else self.snapshots.take(None)
-        if taken is None:
+        used = None if self.snapshots is None else self.snapshots.take(None)
+        if used is None:
             return None
-        snapshot, before = taken
+        snapshot, before = used
         if before is not None:
             self._lose_snapshot(*before)
         return snapshot
@@ -253,24 +253,24 @@ class PrefixCache(ExtentAllocator):
 
 
 def prefix_of(
-    request: GenerateRequest, prompt: Sequence[int], most: int, config: ModelConfig
+    request: GenerateRequest, prompt: Sequence[int], max_tokens: int, config: ModelConfig
 ) -> Prefix | None:
     """Return the prefix of a request without a session; None if it cannot be shared.
 
-    most: how many tokens the row may come to have
+    max_tokens: how many tokens the row may come to have
     """
     if isinstance(config, ENCODER_DECODERS):
         return None
     longer = False
     if isinstance(config, GPTConfig) and config.rotary_scaling in ("longrope", "dynamic"):
-        longer = most > (config.rotary_original_positions or config.max_positions)
+        longer = max_tokens > (config.rotary_original_positions or config.max_positions)
         if longer and config.rotary_scaling == "dynamic":
             return None  # every length of a prompt turns its keys in another way
     table = request.prompt_embedding
     if table is not None:
         table = blake2b(table.float().cpu().numpy().tobytes()).digest()
     tuning = (request.ia3_task, request.lora_adapter, request.prompt_task)
-    said = (request.cache_salt, *tuning, table, longer)
-    prefix = Prefix(blake2b(repr(said).encode()).digest())
+    key = (request.cache_salt, *tuning, table, longer)
+    prefix = Prefix(blake2b(repr(key).encode()).digest())
     prefix.set_text(prompt)
     return prefix

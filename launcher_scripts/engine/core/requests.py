@@ -233,16 +233,16 @@ def _check_ids(problems: Problems, request: GenerateRequest, config: ModelConfig
     valid = (f"0-{config.vocab_size - 1}",)
     source, prompt = parts(request, config)
     started = not (request.decoder_input_ids if source else request.input_ids)
-    given = {
+    values = {
         "input_ids": real_ids(request, prompt_start_id(config)),
         "decoder_input_ids": request.decoder_input_ids,
         "start_id": prompt[-1:] if started else (),
     }
-    for name, ids in given.items():
+    for name, ids in values.items():
         wrong = _beyond(ids, config.vocab_size)
         if wrong:
-            what = f"{name} is an id" if name == "start_id" else f"{name} has ids"
-            problems.add(f"{what} outside of the vocabulary", got=wrong[:5], choices=valid)
+            message = f"{name} is an id" if name == "start_id" else f"{name} has ids"
+            problems.add(f"{message} outside of the vocabulary", got=wrong[:5], choices=valid)
     if isinstance(config, ENCODER_DECODERS) and not source:
         problems.add("input_ids is empty, and the encoder needs at least one token")
     if request.end_id is not None and not 0 <= request.end_id < MAX_IDS:
@@ -280,13 +280,15 @@ def _check_lengths(
         problems.add(f"{output} is negative", got=output_len)
         return
     needed = prompt + max(output_len - 1, 0)
-    most = learned_positions(config)
-    if most is not None and source > most:
-        problems.add(f"input_ids has {source} tokens, and the encoder has {most} positions")
-    if most is not None and needed > most:
+    max_positions = learned_positions(config)
+    if max_positions is not None and source > max_positions:
+        problems.add(
+            f"input_ids has {source} tokens, and the encoder has {max_positions} positions"
+        )
+    if max_positions is not None and needed > max_positions:
         problems.add(
             f"the prompt's {prompt} tokens and {output} {output_len} need {needed} "
-            f"positions, and the model has {most}"
+            f"positions, and the model has {max_positions}"
         )
         return
     width = max(1, request.sampling.beam_width) if output_len else 1
@@ -301,14 +303,14 @@ def _check_lengths(
 
 
 def _check_sampling(problems: Problems, sampling: SamplingParameters) -> None:
-    at_least_zero = (
+    at_min_zero = (
         "temperature",
         "top_k",
         "min_length",
         "random_seed",
         "no_repeat_ngram_size",
     )
-    for name in at_least_zero:
+    for name in at_min_zero:
         _check_range(problems, name, getattr(sampling, name), 0, math.inf)
     repetition, presence = sampling.repetition_penalty, sampling.presence_penalty
     _check_range(problems, "repetition_penalty", repetition, 1 / MAX_PENALTY, MAX_PENALTY)
@@ -342,9 +344,9 @@ def _check_biases(problems: Problems, request: GenerateRequest, config: ModelCon
 
 
 def _check_log_probs(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
-    most = min(MAX_LOG_PROBS, config.vocab_size)
+    max_count = min(MAX_LOG_PROBS, config.vocab_size)
     for name in ("num_log_probs", "num_prompt_log_probs"):
-        _check_range(problems, name, getattr(request, name), -1, most)
+        _check_range(problems, name, getattr(request, name), -1, max_count)
     width = request.sampling.beam_width
     if request.guided_grammar is not None and width > 1:
         problems.add("guided_grammar is not for beam searches", got=f"beam_width {width}")
@@ -393,8 +395,8 @@ def _check_range(
     above_low: bool = False,
 ) -> None:
     """A finite number in [low, high], or in (low, high]."""
-    inside = low <= value <= high and not (above_low and value == low)
-    if not (math.isfinite(value) and inside):
+    in_range = low <= value <= high and not (above_low and value == low)
+    if not (math.isfinite(value) and in_range):
         bracket = "(" if above_low or low == -math.inf else "["
         end = ")" if high == math.inf else "]"
         problems.add(

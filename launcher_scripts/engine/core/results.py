@@ -200,7 +200,9 @@ class TokenCopy:
         if self._scores is not None:
             read = self._scores.read()
             columns = zip(read.log_probs.split(1), read.ids.split(1), strict=True)
-            scores = {at: TokenScores(*own) for at, own in zip(self._scored, columns, strict=True)}
+            scores = {
+                at: TokenScores(*tensors) for at, tensors in zip(self._scored, columns, strict=True)
+            }
         return [
             TokenResult(slot, token, pair, scores.get(at))
             for at, (slot, token, pair) in enumerate(zip(self._slots, tokens, pairs, strict=False))
@@ -224,8 +226,8 @@ class DraftCopy:
         if self._event is not None:
             self._event.synchronize()
         rows = zip(*(column.read() for column in self._columns), strict=True)
-        kept = zip(rows, self._right.tolist(), strict=True)
-        return {row[0].slot: list(row[: right + 1]) for row, right in kept}
+        counts = zip(rows, self._right.tolist(), strict=True)
+        return {row[0].slot: list(row[: right + 1]) for row, right in counts}
 
 
 class BeamCopy:

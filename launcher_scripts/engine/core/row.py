@@ -189,17 +189,17 @@ class Row:
             text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
             return text[-1] == self.end_id or len(text) < self.request.output_len
         last = self.tokens[-1:]
-        ended = self.guide is not None and self.guide.ended
-        return bool(last) and (ended or last[0] == self.end_id or _ends_in_stop_word(self))
+        by_guide = self.guide is not None and self.guide.ended
+        return bool(last) and (by_guide or last[0] == self.end_id or _ends_in_stop_word(self))
 
     @property
     def begins_decoding(self) -> bool:
         """Return whether decoding takes the whole prompt: one token, of which nothing else is
         asked."""
         request = self.request
-        asked = request.return_context_logits or request.return_context_embeddings
-        alone = len(self.prompt) == self.width == 1 and request.output_len > 0
-        return bool(self.source) and alone and not asked
+        has_prompt_outputs = request.return_context_logits or request.return_context_embeddings
+        is_single = len(self.prompt) == self.width == 1 and request.output_len > 0
+        return bool(self.source) and is_single and not has_prompt_outputs
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -370,8 +370,8 @@ def snapshot(row: Row) -> Snapshot:
 
 
 def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
-    asked = row.request.return_log_probs
-    beams = tuple(hypothese.beam(log_probs=asked) for hypothese in hypotheses)
+    with_log_probs = row.request.return_log_probs
+    beams = tuple(hypothese.beam(log_probs=with_log_probs) for hypothese in hypotheses)
     best = beams[0]
     return GenerateOutput(
         best.output_ids,
@@ -385,12 +385,12 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
 
 
 def _first_tokens(row: Row, count: int, first: int) -> GenerateOutput:
-    asked, log_probs = row.request.return_log_probs, row.log_probs[:count]
+    with_log_probs, log_probs = row.request.return_log_probs, row.log_probs[:count]
     number = row.request.num_log_probs
     return GenerateOutput(
         output_ids=tuple(row.tokens[:count]),
-        cum_log_probs=sum(whole for whole, _ in log_probs) if asked else None,
-        output_log_probs=tuple(each for _, each in log_probs[first:]) if asked else (),
+        cum_log_probs=sum(cumulative for cumulative, _ in log_probs) if with_log_probs else None,
+        output_log_probs=tuple(item for _, item in log_probs[first:]) if with_log_probs else (),
         context_embeddings=row.context_embeddings,
         token_log_probs=model_log_probs(row.scores[first:count], number) if number >= 0 else None,
         prompt_log_probs=None if first else _prompt_log_probs(row),

@@ -92,12 +92,12 @@ class RowStates:
 
     def join(self, rows: Sequence[RowStart]) -> None:
         """Set the state of rows whose prompts are about to run, and of all their hypotheses."""
-        places = [(row, slot, start) for row in rows for slot, start in row.places]
+        targets = [(row, slot, start) for row in rows for slot, start in row.places]
         integers = torch.tensor(
-            [[slot, *_integers(row, start).values()] for row, slot, start in places],
+            [[slot, *_integers(row, start).values()] for row, slot, start in targets],
             dtype=torch.int64,
         ).to(self.device, non_blocking=True)
-        floats = torch.tensor([[*_floats(row, slot).values()] for row, slot, _ in places])
+        floats = torch.tensor([[*_floats(row, slot).values()] for row, slot, _ in targets])
         slots = integers[:, 0]
         self._integers.index_copy_(1, slots, integers[:, 1:].t())
         self._floats.index_copy_(1, slots, floats.to(self.device, non_blocking=True).t())
@@ -113,12 +113,17 @@ class RowStates:
         biases = [row.request.logit_bias for row in rows]
         words = [row.request.bad_words for row in rows]
         for column, lists in (
-            (self.bias_ids, [[token for token, _ in own] for own in biases]),
-            (self.bias_values, [[value for _, value in own] for own in biases]),
-            (self.word_ids, [[token for word in own for token in word] for own in words]),
-            (self.word_lengths, [[size for word in own for size in _ends(word)] for own in words]),
+            (self.bias_ids, [[token for token, _ in row_list] for row_list in biases]),
+            (self.bias_values, [[value for _, value in row_list] for row_list in biases]),
+            (self.word_ids, [[token for word in row_list for token in word] for row_list in words]),
+            (
+                self.word_lengths,
+                [[size for word in row_list for size in _ends(word)] for row_list in words],
+            ),
         ):
-            filled = torch.tensor([[*own, *[0] * (MAX_LISTED - len(own))] for own in lists])
+            filled = torch.tensor(
+                [[*row_list, *[0] * (MAX_LISTED - len(row_list))] for row_list in lists]
+            )
             column[slots] = filled.to(column.dtype).to(self.device, non_blocking=True)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
@@ -140,10 +145,10 @@ class RowStates:
         self.prompt_length.index_add_(0, slots, by, alpha=-1)
         self.dropped.index_add_(0, slots, by)
 
-    def relocate(self, places: Sequence[Place]) -> None:
+    def relocate(self, moves: Sequence[Place]) -> None:
         """These rows have moved within the cache."""
-        slots = indices([place.slot for place in places], self.device)
-        starts = indices([place.start for place in places], self.device)
+        slots = indices([move.slot for move in moves], self.device)
+        starts = indices([move.start for move in moves], self.device)
         self.start.index_copy_(0, slots, starts)
 
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:

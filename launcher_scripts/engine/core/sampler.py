@@ -71,10 +71,10 @@ def scores_of(logits: Tensor, tokens: Tensor, count: int) -> TokenScores:
     log-probability.
     """
     real = tokens >= 0
-    own = logits.gather(1, tokens.clamp(min=0)[:, None])
-    rank = 1 + (logits > own).sum(-1, keepdim=True)
+    token_logits = logits.gather(1, tokens.clamp(min=0)[:, None])
+    rank = 1 + (logits > token_logits).sum(-1, keepdim=True)
     top, ids = logits.topk(count, dim=-1)
-    log_probs = torch.cat([own, top], 1) - logits.logsumexp(-1, keepdim=True)
+    log_probs = torch.cat([token_logits, top], 1) - logits.logsumexp(-1, keepdim=True)
     return TokenScores(
         torch.where(real[:, None], log_probs, 0.0),
         torch.where(real[:, None], torch.cat([rank, ids], 1), 0),
@@ -170,17 +170,17 @@ def processing(
     parameters = [row.request.sampling for row in rows]
     guided = [at for at, row in enumerate(rows) if row.guided]
     in_columns = [not searches and row.fits_columns for row in rows]
-    made = [
-        ((), ()) if inside else (row.request.bad_words, row.request.logit_bias)
-        for row, inside in zip(rows, in_columns, strict=True)
+    changes = [
+        ((), ()) if in_column else (row.request.bad_words, row.request.logit_bias)
+        for row, in_column in zip(rows, in_columns, strict=True)
     ]
     return Processing(
         slots=indices([row.slot for row in rows], device),
-        words=words_of([words for words, _ in made], device),
-        biases=_biases_of([biases for _, biases in made], device),
+        words=words_of([words for words, _ in changes], device),
+        biases=_biases_of([biases for _, biases in changes], device),
         listed=any(
-            inside and (row.request.bad_words or row.request.logit_bias)
-            for row, inside in zip(rows, in_columns, strict=True)
+            in_column and (row.request.bad_words or row.request.logit_bias)
+            for row, in_column in zip(rows, in_columns, strict=True)
         ),
         guided=indices(guided, device) if guided else None,
         penalized=any(p.penalizes for p in parameters),
@@ -271,10 +271,14 @@ class SamplingBatch:
     def scored(self) -> ScoredRows | None:
         """The rows that want the model's log-probabilities; None where no row does."""
         counts = [row.request.num_log_probs for row in self.rows]
-        asked = {at: count for at, count in enumerate(counts) if count >= 0}
-        if not asked:
+        counts_by_row = {at: count for at, count in enumerate(counts) if count >= 0}
+        if not counts_by_row:
             return None
-        return ScoredRows(tuple(asked), indices(list(asked), self.device), max(asked.values()))
+        return ScoredRows(
+            tuple(counts_by_row),
+            indices(list(counts_by_row), self.device),
+            max(counts_by_row.values()),
+        )
 
     @property
     def scored_rows(self) -> tuple[int, ...]:
@@ -309,8 +313,10 @@ class Sampled:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that are not None."""
-        own = [self.tokens, *([] if self.log_probs is None else [self.log_probs])]
-        return own if self.scores is None else [*own, self.scores.log_probs, self.scores.ids]
+        columns = [self.tokens, *([] if self.log_probs is None else [self.log_probs])]
+        return (
+            columns if self.scores is None else [*columns, self.scores.log_probs, self.scores.ids]
+        )
 
     def copy(self, rows: int) -> Sampled:
         """Copy the first rows into memory that no later step writes to."""

@@ -94,8 +94,8 @@ class Scheduler:
     ) -> None:
         self._free_slots = list(range(slots))[::-1]
         self._running: dict[int, Row] = {}
-        kept = Snapshots(slots + 1, snapshots) if snapshots else None
-        self._cache = PrefixCache(cache_tokens, kept)
+        retained = Snapshots(slots + 1, snapshots) if snapshots else None
+        self._cache = PrefixCache(cache_tokens, retained)
         self._states = StateCopies(self._cache)
         self._extents = RowExtents(self._cache, self._running)
         self._prefill_tokens = prefill_tokens
@@ -235,14 +235,14 @@ class Scheduler:
         return self._budget.spare_seconds(tokens, time.perf_counter() - began)
 
     def _take_part(
-        self, rows: Mapping[int, Row], news: Sequence[News], take_one: Callable[[Row, News], None]
+        self, rows: Mapping[int, Row], deltas: Sequence[News], on_delta: Callable[[Row, News], None]
     ) -> None:
         """Take what a part of a step brings its rows; those that have ended leave it."""
         now = self._statistics.tokens_are_here()
-        for new in news:
+        for new in deltas:
             row = rows[new.slot]
             if not row.finished:
-                take_one(row, new)
+                on_delta(row, new)
                 self._go_on(row, now)
 
     def _go_on(self, row: Row, now: float) -> None:
@@ -287,10 +287,10 @@ class Scheduler:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(row.decodes for row in self._running.values()) if joining else 0
-        patience = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MAX_PATIENCE)
+        max_wait = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MAX_PATIENCE)
         tokens = sum(len(row.prompt) + len(row.source) for row in joining)
         enough = decoding * TOKENS_PER_DECODING_ROW
-        holds = 0 < tokens < enough and self._held < patience
+        holds = 0 < tokens < enough and self._held < max_wait
         self._held = self._held + 1 if holds else 0
         return holds
 
@@ -298,7 +298,7 @@ class Scheduler:
         """Let every row have room for the token that it computes next."""
         for row in tuple(self._running.values()):
             while row.launched >= row.fits and row.decodes and not self._extents.extend(row):
-                self._preempt(next(each for each in reversed(self._running.values()) if each.grows))
+                self._preempt(next(item for item in reversed(self._running.values()) if item.grows))
 
     def _preempt(self, row: Row) -> None:
         """Let the row wait for a place again; tokens that were launched come nevertheless."""
@@ -331,12 +331,12 @@ class Scheduler:
             row.resume()
         if row.session is not None and not self._states.has_room(row.session):
             return False
-        found, moved = self._find(row), len(self._extents.moved)
+        prefix, moved = self._find(row), len(self._extents.moved)
         start = self._extents.place(row) if row.width <= len(self._free_slots) else None
         if start is None:
             return False
         if len(self._extents.moved) > moved:  # maybe over what was found, or that itself
-            found = self._find(row)
+            prefix = self._find(row)
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
         self._running[row.slot] = self._reading[row.slot] = row
@@ -345,7 +345,7 @@ class Scheduler:
             self._states.resume(row.session, row)
         self._make_room(row, row.prefill_length)
         starts.append(row)
-        self._begin(row, found)
+        self._begin(row, prefix)
         return True
 
     def _find(self, row: Row) -> Found:
@@ -354,25 +354,25 @@ class Scheduler:
             return Found()
         return self._cache.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
 
-    def _begin(self, row: Row, found: Found) -> None:
+    def _begin(self, row: Row, prefix: Found) -> None:
         """Begin a prompt after what is found of it, unless enough of it is on its way.
 
         That is computed by rows which have begun, so no row waits indefinitely.
         """
-        row.begun = found.coming - found.tokens < TOKENS_WORTH_A_STEP
+        row.begun = prefix.coming - prefix.tokens < TOKENS_WORTH_A_STEP
         if row.prefix is None or not row.begun:
             return
-        if found.tokens:
-            self._extents.copies.append(Copy(found.start, row.start, found.tokens))
-        self._states.begin(row, found)
-        row.prefilled = row.prefix.computed = found.tokens
+        if prefix.tokens:
+            self._extents.copies.append(Copy(prefix.start, row.start, prefix.tokens))
+        self._states.begin(row, prefix)
+        row.prefilled = row.prefix.computed = prefix.tokens
         if row.num_cached_tokens is None:  # what it had before a preemption is its own
-            row.num_cached_tokens = found.tokens
-        row.read_by_draft = row.prefix.read = found.read
+            row.num_cached_tokens = prefix.tokens
+        row.read_by_draft = row.prefix.read = prefix.read
         row.prefix.start = row.start
         self._cache.add(row.prefix)
         if not row.request.asks_of_prompt:
-            self._statistics.find_prefix(row.prefill_length, found.tokens)
+            self._statistics.find_prefix(row.prefill_length, prefix.tokens)
 
     def _make_room(self, row: Row, tokens: int) -> None:
         """Let the window of the row's session slide on, if `tokens` more need the place."""
@@ -402,17 +402,17 @@ class Scheduler:
 
     def _plan_encode(self) -> list[Row]:
         """Rows whose sources the encoder reads now, those of one length side by side."""
-        chosen: list[Row] = []
+        selected: list[Row] = []
         budget = self._prefill_tokens
         for row in self._reading.values():
             if not row.source or row.encoded:
                 continue
-            if chosen and (self._one_by_one or len(row.source) > budget):
+            if selected and (self._one_by_one or len(row.source) > budget):
                 break
             row.encoded = True
             budget -= len(row.source)
-            chosen.append(row)
-        return sorted(chosen, key=lambda row: len(row.source))
+            selected.append(row)
+        return sorted(selected, key=lambda row: len(row.source))
 
     def _plan_prefill(self, limits: Limits) -> list[PrefillPart]:
         """The next tokens of prompts."""
@@ -473,7 +473,7 @@ class Scheduler:
         if row.session is not None:
             self._leave_session(row, row.session)
         elif row.prefix is not None and row.begun:
-            there = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
-            self._cache.keep(row.prefix, there, row.reserved)
+            cached_ids = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
+            self._cache.keep(row.prefix, cached_ids, row.reserved)
         else:
             self._cache.free(row.extent, row.reserved)

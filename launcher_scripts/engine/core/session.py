@@ -76,10 +76,10 @@ class Session:
         """Slide to the extent's front if `tokens` more do not fit behind the `used` ones."""
         if self.start is None or used + tokens <= self.extent_tokens:
             return None
-        kept = min(used, self.memory_len - 1)
-        self.cached -= used - kept
-        self.dropped += used - kept
-        return Move(slot, self.start, used - kept, kept)
+        retained = min(used, self.memory_len - 1)
+        self.cached -= used - retained
+        self.dropped += used - retained
+        return Move(slot, self.start, used - retained, retained)
 
     def take_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
         """A request has ended: its prompt and all but the last of its tokens are in the cache."""
@@ -120,13 +120,13 @@ def check_session(
     if session.busy:
         problems.add("the session's request before this one has not ended")
     for name, field in TASK_FIELDS.items():
-        asked, kept = getattr(request, field), getattr(session, field)
-        if session.positions and asked != kept:
+        requested, current = getattr(request, field), getattr(session, field)
+        if session.positions and requested != current:
             problems.add(
                 f"the session's keys and values were computed with another {name}; begin a new "
                 "session with START",
-                got="none" if asked is None else asked,
-                choices=("none" if kept is None else str(kept),),
+                got="none" if requested is None else requested,
+                choices=("none" if current is None else str(current),),
             )
     if request.soft_prompt:
         problems.add("Interactive Generations cannot work with prefix_soft_prompt !")
@@ -152,6 +152,8 @@ def check_session(
             f"Session size too low ({session.session_len}) vs. total output size ({total}): "
             "session_len"
         )
-    most = learned_positions(config)
-    if most is not None and positions > most:
-        problems.add(f"the session would need {positions} positions, and the model has {most}")
+    max_positions = learned_positions(config)
+    if max_positions is not None and positions > max_positions:
+        problems.add(
+            f"the session would need {positions} positions, and the model has {max_positions}"
+        )

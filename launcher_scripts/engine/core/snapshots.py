@@ -24,8 +24,8 @@ def borders(first: int, end: int) -> list[int]:
     interval = SNAPSHOT_TOKENS
     while last - first > MOST_SNAPSHOTS * interval:
         interval *= 2
-    found = range(first // interval * interval + interval, last, interval)
-    return [*found, *([last] if last > first else [])]
+    result = range(first // interval * interval + interval, last, interval)
+    return [*result, *([last] if last > first else [])]
 
 
 class StateCopies:
@@ -44,21 +44,21 @@ class StateCopies:
         copies, self._planned = tuple(self._planned), []
         return copies
 
-    def begin(self, row: Row, found: Found) -> None:
+    def begin(self, row: Row, result: Found) -> None:
         """The row's prompt begins behind what is found of it."""
-        if found.snapshot >= 0:
-            self._planned.append(StateCopy(found.snapshot, row.slot))
-        row.borders = borders(found.tokens, row.prefill_length) if self._there else ()
+        if result.snapshot >= 0:
+            self._planned.append(StateCopy(result.snapshot, row.slot))
+        row.borders = borders(result.tokens, row.prefill_length) if self._there else ()
 
     def saves(self, row: Row, end: int) -> tuple[tuple[int, int], ...]:
         """Where the states of a row are kept on the way of its prompt to so many tokens."""
         prefix = row.prefix
         if prefix is None or not row.borders:
             return ()
-        wanted = [n for n in row.borders if row.prefilled < n <= end]
-        taken = [(n, self._cache.take_snapshot(prefix, n)) for n in wanted]
-        there = prefix.snapshots  # a later one may have taken the place of an earlier one
-        return tuple((n, each) for n, each in taken if each is not None and there.get(n) == each)
+        requested = [n for n in row.borders if row.prefilled < n <= end]
+        used = [(n, self._cache.take_snapshot(prefix, n)) for n in requested]
+        present = prefix.snapshots  # a later one may have taken the place of an earlier one
+        return tuple((n, item) for n, item in used if item is not None and present.get(n) == item)
 
     def save_decoding(self, row: Row) -> None:
         """Keep the states of a row that decodes, where an interval of its tokens ends."""

@@ -43,9 +43,9 @@ class Histogram:
         below = sum(counts)
         yield Sample(count, (), below)
         bounds = [*map(str, self._metric.buckets), "+Inf"]
-        for bound, own in zip(reversed(bounds), reversed(counts), strict=True):
+        for bound, local in zip(reversed(bounds), reversed(counts), strict=True):
             yield Sample(bucket, (("le", bound),), below)
-            below -= own
+            below -= local
         yield Sample(total, (), self._sum)
 
 
@@ -82,10 +82,10 @@ class Statistics:
         self._queue.observe(now - row.came_at)
         self._prompt_tokens += row.given
 
-    def find_prefix(self, tokens: int, found: int) -> None:
+    def find_prefix(self, tokens: int, cached: int) -> None:
         """A prompt of so many tokens began after those that were found in the cache."""
         self._prefix_queries += tokens
-        self._prefix_hits += found
+        self._prefix_hits += cached
 
     def preempt(self) -> None:
         """A row gave its place up."""

@@ -276,20 +276,20 @@ def plan_drafts(rows: Sequence[Row], draft_model_tokens: int) -> Drafting:
     draft_model_tokens: most tokens that the draft model reads in it; 0 where there is none
     """
     drafts, proposals = [], []
-    least = COPIED_TOKENS if draft_model_tokens else 0
+    minimum = COPIED_TOKENS if draft_model_tokens else 0
     for row in rows:
         if row.lookup is None or not row.room:
             continue
-        found = row.lookup.draft(row.room, least)
-        if not found and draft_model_tokens and row.is_readable:
+        draft = row.lookup.draft(row.room, minimum)
+        if not draft and draft_model_tokens and row.is_readable:
             proposal = _proposal(row, draft_model_tokens)
             proposals.append(proposal)
             draft_model_tokens -= len(proposal.ids)
             if proposal.count:
                 row.draft = Draft(row.slot, row.cached, (row.tokens[-1],), proposal.count)
         if row.draft is None:
-            found = found or row.lookup.draft(row.room)
-            row.draft = Draft(row.slot, row.cached, (row.tokens[-1], *found)) if found else None
+            draft = draft or row.lookup.draft(row.room)
+            row.draft = Draft(row.slot, row.cached, (row.tokens[-1], *draft)) if draft else None
         if row.draft is not None:
             drafts.append(row.draft)
     return Drafting(tuple(drafts), tuple(proposals))
@@ -308,21 +308,21 @@ def take_drafts(
     now = statistics.tokens_are_here()
     for row, slot in rows:
         statistics.draft(row.draft.foretold if row.draft else 0)
-        for place, token in enumerate(read[slot]):
+        for index, token in enumerate(read[slot]):
             if row.finished:
                 break
             take(row, token)
-            if place:
+            if index:
                 statistics.accept_drafted()
             go_on(row, now)
         row.end_draft(len(read[slot]) - 1)
 
 
-def _proposal(row: Row, most: int) -> Proposal:
-    """The draft model reads on, no more than `most` tokens, and proposes some if these are all."""
+def _proposal(row: Row, maximum: int) -> Proposal:
+    """The draft model reads at most `maximum` tokens, and proposes some if these are all."""
     past, prompt = row.read_by_draft, len(row.prompt)
     unread = (*row.prompt[past:], *row.tokens[max(past - prompt, 0) :])
-    ids = unread[:most]
+    ids = unread[:maximum]
     row.read_by_draft += len(ids)
     if row.prefix is not None:
         row.prefix.read = row.read_by_draft

@@ -122,15 +122,15 @@ class TokenChoice:
         self, sampled: Sampled | None, batch: SamplingBatch
     ) -> tuple[Sampled, Callable[[], None]]:
         """The last stage's choice on every stage, and what to call before it is read."""
-        own = None if sampled is None else batch.wanted(sampled)
-        if own is not None and self._stages > 1:
-            own = own.copy(len(batch.rows))
-        shared = self._room(batch) if own is None else own
+        scores = None if sampled is None else batch.wanted(sampled)
+        if scores is not None and self._stages > 1:
+            scores = scores.copy(len(batch.rows))
+        shared = self._room(batch) if scores is None else scores
         wait = self._communicator.begin_from_last_stage(shared.tensors)
 
         def arrive() -> None:
             wait()
-            if own is None:
+            if scores is None:
                 self._states.token.index_copy_(0, batch.slots, shared.tokens)
 
         return shared, arrive
@@ -167,14 +167,14 @@ class ContextResults:
         """Put what the rows ask for into `result`; hidden [N, hidden] is of the parts just run."""
         start = 0
         for row, part in zip(rows, parts, strict=True):
-            own = hidden[start : start + part.count]
+            states = hidden[start : start + part.count]
             start += part.count
             if row.request.return_context_logits:
-                self._add_logits(row.slot, own, result)
+                self._add_logits(row.slot, states, result)
             if row.request.num_prompt_log_probs >= 0:
-                self._add_scores(row, part, own, result)
+                self._add_scores(row, part, states, result)
             if row.request.return_context_embeddings:
-                total = self._to_first(own.sum(0) if self._last else None, own.shape[1:])
+                total = self._to_first(states.sum(0) if self._last else None, states.shape[1:])
                 if self._communicator.rank == 0:
                     result.context_embeddings.append((row.slot, total.cpu()))
 
@@ -182,8 +182,8 @@ class ContextResults:
         """A few positions at a time: their logits are as wide as the vocabulary."""
         vocab = self._network.config.vocab_size
         for piece in hidden.split(LOGITS_ROWS):
-            own = self._network.logits(piece).contiguous() if self._last else None
-            logits = self._to_first(own, (piece.shape[0], vocab))
+            local = self._network.logits(piece).contiguous() if self._last else None
+            logits = self._to_first(local, (piece.shape[0], vocab))
             if self._communicator.rank == 0:
                 result.context_logits.append((slot, logits.cpu()))
 
@@ -202,15 +202,15 @@ class ContextResults:
                 scores_of(self._network.logits(piece), target, count)
                 for piece, target in zip(pieces, targets, strict=True)
             ]
-            whole = TokenScores(
+            full = TokenScores(
                 torch.cat([score.log_probs for score in scores]),
                 torch.cat([score.ids for score in scores]),
             )
         else:
-            whole = no_scores(len(tokens), count, self._device)
-        whole.from_last_stage(self._communicator)
+            full = no_scores(len(tokens), count, self._device)
+        full.from_last_stage(self._communicator)
         if self._communicator.rank == 0:
-            result.prompt_scores.append((row.slot, ScoreCopy(whole)))
+            result.prompt_scores.append((row.slot, ScoreCopy(full)))
 
     @property
     def _last(self) -> bool:

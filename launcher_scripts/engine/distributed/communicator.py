@@ -291,7 +291,7 @@ class ProcessGroupCommunicator(Communicator):
         if self.parallelism.pp_size == 1:
             return _done
         last = self.parallelism.rank(self.tp_rank, self.parallelism.pp_size - 1)
-        begun = [
+        results = [
             dist.broadcast(tensor, last, group=self._token_group, async_op=True)
             for tensor in tensors
         ]
@@ -299,7 +299,7 @@ class ProcessGroupCommunicator(Communicator):
         def wait() -> None:
             size = sum(tensor.nbytes for tensor in tensors)
             with self.progress.exchange(f"broadcast from rank {last}", size):
-                for work in begun:
+                for work in results:
                     work.wait()
 
         return wait
@@ -327,8 +327,8 @@ def _let_nobody_else_in(descriptors: Iterable[int]) -> None:
     try:
         drop_connections(descriptors)
     except OSError as error:
-        what = "strangers can connect to this rank's gloo, and take a descriptor each"
-        print(f"{what}: {error}", flush=True)
+        message = "strangers can connect to this rank's gloo, and take a descriptor each"
+        print(f"{message}: {error}", flush=True)
 
 
 def open_store(host: str, timeout: float) -> dist.TCPStore:

@@ -146,8 +146,8 @@ class _Steps:
         if not self._under_way:
             return latest, latest, 0.0, 0.0
         at = self._under_way[0]
-        held = self._clock() - max(self._moved, at.at)
-        return max(latest, at.step), self._finished, held, at.allowed
+        duration = self._clock() - max(self._moved, at.at)
+        return max(latest, at.step), self._finished, duration, at.allowed
 
 
 class _Now(NamedTuple):
@@ -207,14 +207,14 @@ class RankProgress:
 
     def expect(self, kind: Hashable, tokens: int) -> None:
         """The step that has begun computes so many tokens, in the way that `kind` stands for."""
-        known = kind in self._known
+        is_expected = kind in self._known
         self._known.add(kind)
         if self._device is None:
             rate = self._rates.get(kind, 0.0)
             self._alone = SLOWER * rate * tokens if rate else ALONE_SECONDS
-            self._tokens = (kind, max(tokens, 1)) if known else None
+            self._tokens = (kind, max(tokens, 1)) if is_expected else None
             return
-        first = 0.0 if known else FIRST_SECONDS
+        first = 0.0 if is_expected else FIRST_SECONDS
         self._allowed = first + self._base + tokens * self._seconds_per_token
         self._now = self._now._replace(patience=self._allowed)
 
@@ -256,9 +256,9 @@ class RankProgress:
 
     def heartbeat(self) -> Heartbeat:
         """The state now. Raises ServerError when the device has failed."""
-        phase, patience, since = self._now
+        phase, allowed, since = self._now
         now = self._clock()
-        state = (self._step, phase, self._ticks, now - since, self._stretch, patience)
+        state = (self._step, phase, self._ticks, now - since, self._stretch, allowed)
         if self._device is None:
             idle = None
             if self._activity is not None:
@@ -268,18 +268,18 @@ class RankProgress:
         return Heartbeat(*state, *self._device.state(), alone=self._alone)
 
     @contextmanager
-    def _in(self, name: str, patience: float) -> Iterator[None]:
+    def _in(self, name: str, allowed: float) -> Iterator[None]:
         """While loading, ranks wait for each other as long as it takes."""
         before = self._now
         if before.phase == LOADING:
             yield
             return
-        self._change(name, patience)
+        self._change(name, allowed)
         yield
         self._change(before.phase, before.patience)
 
-    def _change(self, phase: str, patience: float = 0.0) -> None:
-        self._now = _Now(phase, patience, self._clock())
+    def _change(self, phase: str, allowed: float = 0.0) -> None:
+        self._now = _Now(phase, allowed, self._clock())
 
 
 @dataclass(frozen=True)
@@ -289,104 +289,117 @@ class Watchdog:
     parallelism: Parallelism
     patience: float
 
-    def stuck(self, beats: Mapping[int, Heartbeat], sent: int, since: float) -> dict[int, str]:
+    def stuck(self, heartbeats: Mapping[int, Heartbeat], sent: int, since: float) -> dict[int, str]:
         """rank -> what it hangs in; empty while all is well.
 
-        beats: the latest of every rank
+        heartbeats: the latest of every rank
         sent:  steps that rank 0 has sent out, the last of them `since` seconds ago
         """
-        if any(beat.phase == LOADING for beat in beats.values()):
+        if any(heartbeat.phase == LOADING for heartbeat in heartbeats.values()):
             return {}
-        found = (
-            self._deaf(beats, sent, since)
-            or self._behind(beats)
-            or self._unfinished(beats)
-            or self._deadlocked(beats)
+        stuck_ranks = (
+            self._deaf(heartbeats, sent, since)
+            or self._behind(heartbeats)
+            or self._unfinished(heartbeats)
+            or self._deadlocked(heartbeats)
         )
-        return {rank: beats[rank].hangs() for rank in found}
+        return {rank: heartbeats[rank].hangs() for rank in stuck_ranks}
 
-    def _deaf(self, beats: Mapping[int, Heartbeat], sent: int, since: float) -> list[int]:
+    def _deaf(self, heartbeats: Mapping[int, Heartbeat], sent: int, since: float) -> list[int]:
         """Ranks that do not begin the step they were sent."""
         return [
             rank
-            for rank, beat in beats.items()
-            if beat.phase == WAITING
-            and beat.step < sent
-            and min(beat.quiet, since) > self.patience + self._extra(beat)
+            for rank, heartbeat in heartbeats.items()
+            if heartbeat.phase == WAITING
+            and heartbeat.step < sent
+            and min(heartbeat.quiet, since) > self.patience + self._extra(heartbeat)
         ]
 
-    def _behind(self, beats: Mapping[int, Heartbeat]) -> list[int]:
+    def _behind(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that compute while their peers have long reached the next exchange."""
         result = []
-        idle = not any(beat.held for beat in beats.values())  # else hosts may wait for a device
-        for rank, beat in beats.items():
+        idle = not any(
+            heartbeat.held for heartbeat in heartbeats.values()
+        )  # else hosts may wait for a device
+        for rank, beat in heartbeats.items():
             if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
                 result.append(rank)  # with what its device has given it
             if beat.phase not in OWN_WORK:
                 continue
-            ahead = [peer for peer in self._peers(rank, beats) if _is_ahead(peer, beat)]
+            ahead = [peer for peer in self._peers(rank, heartbeats) if _is_ahead(peer, beat)]
             allowed = max([self.patience, *(SKEW * peer.stretch for peer in ahead)])
-            others = [other for other in beats.values() if other.phase not in OWN_WORK]
+            others = [other for other in heartbeats.values() if other.phase not in OWN_WORK]
             quiet = beat.quiet - beat.patience - self._extra(beat)
-            alone = self.patience + beat.alone
-            if (ahead and quiet > allowed) or (idle and others and quiet > alone):
+            limit = self.patience + beat.alone
+            if (ahead and quiet > allowed) or (idle and others and quiet > limit):
                 result.append(rank)
         return result
 
-    def _comes(self, beat: Heartbeat, step: int) -> bool:
+    def _comes(self, heartbeat: Heartbeat, step: int) -> bool:
         """Return whether the rank may still come to an exchange of the step: it computes, or reads
         it."""
-        reads = beat.phase == WAITING and beat.step < step and self._extra(beat) > 0
-        return reads or (beat.phase in OWN_WORK and beat.step <= step)
+        reads = heartbeat.phase == WAITING and heartbeat.step < step and self._extra(heartbeat) > 0
+        return reads or (heartbeat.phase in OWN_WORK and heartbeat.step <= step)
 
-    def _extra(self, beat: Heartbeat) -> float:
+    def _extra(self, heartbeat: Heartbeat) -> float:
         """Seconds more for a rank that works."""
-        working = beat.idle is not None and beat.idle <= self.patience
+        working = heartbeat.idle is not None and heartbeat.idle <= self.patience
         return WORKING_SECONDS if working else 0.0
 
-    def _unfinished(self, beats: Mapping[int, Heartbeat]) -> list[int]:
+    def _unfinished(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks that have not launched a step for which devices wait, or do not finish it."""
-        overdue = [beat for beat in beats.values() if beat.held > self.patience + beat.allowed]
+        overdue = [
+            heartbeat
+            for heartbeat in heartbeats.values()
+            if heartbeat.held > self.patience + heartbeat.allowed
+        ]
         if not overdue:
             return []
-        step = min(beat.finished for beat in overdue) + 1
-        absent = [rank for rank, beat in beats.items() if beat.launched < step]
+        step = min(heartbeat.finished for heartbeat in overdue) + 1
+        absent = [rank for rank, heartbeat in heartbeats.items() if heartbeat.launched < step]
         if absent:
             return [
-                rank for rank in absent if beats[rank].quiet > self.patience + beats[rank].patience
+                rank
+                for rank in absent
+                if heartbeats[rank].quiet > self.patience + heartbeats[rank].patience
             ]
-        inside = [rank for rank, beat in beats.items() if beat.finished < step]
-        return inside if all(beats[rank] in overdue for rank in inside) else []
+        waiting_ranks = [
+            rank for rank, heartbeat in heartbeats.items() if heartbeat.finished < step
+        ]
+        return waiting_ranks if all(heartbeats[rank] in overdue for rank in waiting_ranks) else []
 
-    def _deadlocked(self, beats: Mapping[int, Heartbeat]) -> list[int]:
+    def _deadlocked(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         """Ranks in an exchange that does not end although nobody computes for it any more."""
-        found = []
-        for rank, beat in beats.items():
-            idle = beat.phase in (WAITING, DEVICE, *OWN_WORK)
-            awaited = any(self._comes(other, beat.step) for other in beats.values())
+        deadlocked = []
+        for rank, heartbeat in heartbeats.items():
+            idle = heartbeat.phase in (WAITING, DEVICE, *OWN_WORK)
+            awaited = any(self._comes(other, heartbeat.step) for other in heartbeats.values())
             if not idle and not awaited:
-                found.append(rank)
-        overdue = {rank: beats[rank].quiet - self.patience - beats[rank].patience for rank in found}
+                deadlocked.append(rank)
+        overdue = {
+            rank: heartbeats[rank].quiet - self.patience - heartbeats[rank].patience
+            for rank in deadlocked
+        }
         if max(overdue.values(), default=0.0) <= 0:
             return []
-        found = [rank for rank in found if overdue[rank] > -HEARTBEAT_AGE]
-        least = [
+        deadlocked = [rank for rank in deadlocked if overdue[rank] > -HEARTBEAT_AGE]
+        lowest = [
             rank
-            for rank in found
-            if all(beats[rank].ticks <= peer.ticks for peer in self._peers(rank, beats))
+            for rank in deadlocked
+            if all(heartbeats[rank].ticks <= peer.ticks for peer in self._peers(rank, heartbeats))
         ]
-        return least or found
+        return lowest or deadlocked
 
-    def _peers(self, rank: int, beats: Mapping[int, Heartbeat]) -> Sequence[Heartbeat]:
+    def _peers(self, rank: int, heartbeats: Mapping[int, Heartbeat]) -> Sequence[Heartbeat]:
         """The other ranks that share this one's layers."""
         group = self.parallelism.tp_group(self.parallelism.pp_rank(rank))
-        return [beats[peer] for peer in group if peer != rank and peer in beats]
+        return [heartbeats[peer] for peer in group if peer != rank and peer in heartbeats]
 
 
-def _is_ahead(peer: Heartbeat, beat: Heartbeat) -> bool:
-    """Return whether `peer` has been done with what `beat` computes."""
-    finished = peer.phase == WAITING and peer.step >= beat.step
-    return peer.ticks > beat.ticks or (finished and peer.step > 0)
+def _is_ahead(peer: Heartbeat, heartbeat: Heartbeat) -> bool:
+    """Return whether `peer` has been done with what `heartbeat` computes."""
+    finished = peer.phase == WAITING and peer.step >= heartbeat.step
+    return peer.ticks > heartbeat.ticks or (finished and peer.step > 0)
 
 
 SLOW_DEVICE = 5e12  # floating-point operations per second that any such device does
@@ -401,11 +414,11 @@ def watch_steps(
     progress: RankProgress, config: ModelConfig, parallelism: Parallelism, nodes: int
 ) -> None:
     """Have the progress follow the current device's steps, and the kernels that are compiled."""
-    told = tell_of_compilation(progress.compiles, progress.compiled)
+    by_events = tell_of_compilation(progress.compiles, progress.compiled)
     progress.on_device(
         partial(_mark, torch.cuda.current_device()),
         seconds_per_token(config, parallelism, several_nodes=nodes > 1),
-        base=0.0 if told else UNTOLD_SECONDS,
+        base=0.0 if by_events else UNTOLD_SECONDS,
     )
 
 

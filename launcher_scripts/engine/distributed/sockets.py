@@ -30,39 +30,39 @@ _CHANGE = "deploy.server.network_interface (an interface's name or a network as 
 
 def interface_addresses() -> dict[str, str]:
     """name -> address of every interface that has one, loopback last."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue  # it has no address
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return dict(sorted(found.items(), key=lambda item: item[1].startswith("127.")))
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return dict(sorted(addresses.items(), key=lambda item: item[1].startswith("127.")))
 
 
-def listening_address(asked: str | None) -> str:
+def listening_address(requested: str | None) -> str:
     """The address to listen on for other nodes: that of the interface or network asked for.
 
     Without a wish every address; the connections prove themselves. Raises ServerError where this
     node has no such interface.
     """
-    if asked is None:
+    if requested is None:
         return EVERY
     addresses = interface_addresses()
-    if asked in addresses:
-        return addresses[asked]
+    if requested in addresses:
+        return addresses[requested]
     try:
-        network = ipaddress.ip_network(asked, strict=False)
+        network = ipaddress.ip_network(requested, strict=False)
     except ValueError:
         network = None
     for address in addresses.values():
         if network is not None and ipaddress.ip_address(address) in network:
             return address
     choices = [f"{name} ({address})" for name, address in addresses.items()]
-    what = f"{socket.gethostname()} has no such network interface"
-    raise ServerError(problem(what, got=asked, choices=choices, change=_CHANGE))
+    message = f"{socket.gethostname()} has no such network interface"
+    raise ServerError(problem(message, got=requested, choices=choices, change=_CHANGE))
 
 
 def published_addresses(listening: str) -> tuple[str, ...]:
@@ -75,9 +75,9 @@ def published_addresses(listening: str) -> tuple[str, ...]:
 
 def interface_towards(host: str) -> str | None:
     """The interface over which this node reaches `host`; None where that cannot be told."""
-    own = address_towards(host)
+    local_address = address_towards(host)
     for name, address in interface_addresses().items():
-        if address == own:
+        if address == local_address:
             return name
     return None
 

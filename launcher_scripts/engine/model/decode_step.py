@@ -154,13 +154,13 @@ class DecodeStep:
         if part * self.communicator.tp_size >= EXACT_IDS:
             return self.kernels.argmax(self.logits(x))
         first = self.communicator.tp_rank * part
-        held = min(part, self.vocab_size - first)
-        if held > 0:
-            values, places = self.kernels.largest(x, self._own_head, held)
+        size = min(part, self.vocab_size - first)
+        if size > 0:
+            values, indices = self.kernels.largest(x, self._own_head, size)
         else:
             values = x.exact.new_full((rows,), -torch.inf)
-            places = torch.zeros(rows, dtype=torch.int64, device=values.device)
-        return self.kernels.largest_of_ranks(values, places + first, self.communicator)
+            indices = torch.zeros(rows, dtype=torch.int64, device=values.device)
+        return self.kernels.largest_of_ranks(values, indices + first, self.communicator)
 
     @property
     def _own_head(self) -> Linear:

@@ -71,19 +71,21 @@ class Encoder:
         self.communicator = communicator
         self.device = device
         self._rotaries = rotaries(config, device)
-        layers = [self._layer(layer, own) for layer, own in weights.layers.items()]
+        layers = [
+            self._layer(layer, layer_weights) for layer, layer_weights in weights.layers.items()
+        ]
         self.stack = Stack(weights, layers, config.hidden_size, kernels, communicator, device)
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
         config, shared = self.config, (self.kernels, self.communicator)
         tp_size = self.communicator.tp_size
         heads = Heads(config.num_heads // tp_size, config.kv_heads // tp_size, config.head_size)
-        nothing = torch.empty(heads.num_kv_heads, 0, heads.head_size, device=self.device)
+        empty = torch.empty(heads.num_kv_heads, 0, heads.head_size, device=self.device)
         attention = SelfAttention(
             weights.attention,
             *shared,
             AttentionOptions(
-                LayerCache(nothing, nothing),
+                LayerCache(empty, empty),
                 heads,
                 AttentionScores(config.attention_scale, config.attention_softcap),
             ),
@@ -111,36 +113,36 @@ class Encoder:
         spans = Spans(torch.tensor(span_blocks(counts)).to(self.device, non_blocking=True))
         positions = torch.cat([torch.arange(count) for count in counts])
         positions = positions.to(self.device, non_blocking=True)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         context = replace(
             self.context(spans, positions),
             ia3_tasks=tasks,
             counts=counts,
-            attentions=found if attentions else None,
+            attentions=outputs if attentions else None,
         )
         prompts = [(chunk.prompt, chunk.source) for chunk in chunks]
         x = self.stack.forward(ids, positions, context, prompts)
         hidden = self.communicator.from_last_stage(self.normed(x).contiguous())
         if not attentions:
             return hidden, None
-        return hidden, [self._gathered(found[row :: len(counts)]) for row in range(len(counts))]
+        return hidden, [self._gathered(outputs[row :: len(counts)]) for row in range(len(counts))]
 
-    def _gathered(self, own: list[Tensor]) -> Tensor:
+    def _gathered(self, states: list[Tensor]) -> Tensor:
         """One row's attention in all layers and heads, [layers, heads, n, n], on every rank.
 
         own: [heads / tp, n, n] of this stage's layers
         """
-        communicator, size = self.communicator, own[0].shape[-1]
-        whole = communicator.tp_concat(torch.stack(own).flatten(1))
-        whole = whole.view(len(own), self.config.num_heads, size, size)
+        communicator, size = self.communicator, states[0].shape[-1]
+        gathered = communicator.tp_concat(torch.stack(states).flatten(1))
+        gathered = gathered.view(len(states), self.config.num_heads, size, size)
         if not communicator.is_first_stage:
             first = min(self.weights.layers)
-            earlier = whole.new_empty(first, *whole.shape[1:])
-            whole = torch.cat([communicator.from_previous_stage(earlier), whole])
+            earlier = gathered.new_empty(first, *gathered.shape[1:])
+            gathered = torch.cat([communicator.from_previous_stage(earlier), gathered])
         if not communicator.is_last_stage:
-            communicator.to_next_stage(whole)
-            whole = whole.new_empty(self.config.num_layers, *whole.shape[1:])
-        return communicator.from_last_stage(whole)
+            communicator.to_next_stage(gathered)
+            gathered = gathered.new_empty(self.config.num_layers, *gathered.shape[1:])
+        return communicator.from_last_stage(gathered)
 
 
 # Tokens times weights that a device multiplies while its host launches a product and its company.
@@ -276,9 +278,9 @@ class EncodeStep:
 
     def buckets(self) -> list[int]:
         """The tokens of passes that are recorded before an input needs them, few first."""
-        most = min(self.longest_recorded, LONGEST_BEFOREHAND)
-        found = {bucket_tokens(tokens) for tokens in range(1, most + 1)}
-        return sorted(bucket for bucket in found if bucket <= most)
+        max_tokens = min(self.longest_recorded, LONGEST_BEFOREHAND)
+        sizes = {bucket_tokens(tokens) for tokens in range(1, max_tokens + 1)}
+        return sorted(bucket for bucket in sizes if bucket <= max_tokens)
 
     def record(self, filled: int, padding: int, device: torch.device, graphs: StepGraphs) -> None:
         """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
@@ -293,6 +295,6 @@ class EncodeStep:
         if states is None:
             shape = self.longest_recorded, self.embedding.tokens.shape[1]
             states = self._states = torch.empty(shape, device=values.device)
-        kept = states[:filled]
+        used_states = states[:filled]
         key = ("sources", filled, values.shape[0])
-        return key, values, lambda values: kept.copy_(self.forward(Sources(values, filled)))
+        return key, values, lambda values: used_states.copy_(self.forward(Sources(values, filled)))

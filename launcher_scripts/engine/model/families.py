@@ -103,8 +103,8 @@ def _gpt_tokens(config: GPTConfig, rows: int) -> int:
 
 def _t5_tokens(config: T5Config | BartConfig, rows: int) -> int:
     """As many for the input as for the output."""
-    least = MIN_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
-    return max(2 * rows * config.max_positions, least)
+    min_tokens = MIN_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
+    return max(2 * rows * config.max_positions, min_tokens)
 
 
 def _agm_tokens(_: AgmConfig, rows: int) -> int:

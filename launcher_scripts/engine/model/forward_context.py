@@ -45,8 +45,8 @@ def with_virtual_tokens(
         if prompt is None:
             continue
         table = tables[prompt] if isinstance(prompt, int) else prompt
-        places = (-1 - ids[part]).clamp(min=0)
-        x[part] = torch.where(ids[part, None] < 0, table[places].float(), x[part])
+        indices = (-1 - ids[part]).clamp(min=0)
+        x[part] = torch.where(ids[part, None] < 0, table[indices].float(), x[part])
     return x
 
 
@@ -87,8 +87,8 @@ class Stack:
             shape = ids.shape[0], self._hidden_size
             received = torch.empty(shape, dtype=torch.float32, device=self._device)
             return self._communicator.from_previous_stage(received)
-        own = kernels.embed(ids, embedding.tokens, embedding.first_id)
-        x = kernels.sum_over_ranks(own, self._communicator)
+        embedded = kernels.embed(ids, embedding.tokens, embedding.first_id)
+        x = kernels.sum_over_ranks(embedded, self._communicator)
         x = x if embedding.scale is None else x * embedding.scale
         x = with_virtual_tokens(x, ids, rows, self._prompt_tables)
         if embedding.positions is not None:

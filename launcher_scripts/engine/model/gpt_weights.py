@@ -272,11 +272,11 @@ class GPTWeightLoader(WeightLoader):
         some = next((part for part in parts.values() if part is not None), None)
         if some is None:
             return None
-        whole = [part or self._no_lora(stem, some) for stem, part in parts.items()]
+        full = [part or self._no_lora(stem, some) for stem, part in parts.items()]
         return LoRA(
-            torch.cat([part.down for part in whole], dim=1),
-            torch.cat([part.up for part in whole], dim=2),
-            tuple(width for part in whole for width in part.widths),
+            torch.cat([part.down for part in full], dim=1),
+            torch.cat([part.up for part in full], dim=2),
+            tuple(width for part in full for width in part.widths),
         )
 
     def _no_lora(self, stem: str, other: LoRA) -> LoRA:
@@ -314,19 +314,21 @@ class GPTWeightLoader(WeightLoader):
 
         def stacked(name: str, norm: Norm | None = None) -> Linear:
             stem = "layers.*.mlp.experts"
-            parts = (self._linear(f"{stem}.{each}.{name}", layer) for each in range(count))
+            parts = (
+                self._linear(f"{stem}.{part_name}.{name}", layer) for part_name in range(count)
+            )
             first = next(parts)
-            room = first.weight.new_empty(count, *first.weight.shape)
-            whole = replace(first, weight=room, norm=norm)
+            buffer = first.weight.new_empty(count, *first.weight.shape)
+            stack = replace(first, weight=buffer, norm=norm)
             for kind in ("bias", "scale"):
                 one = getattr(first, kind)
                 if one is not None:
-                    whole = replace(whole, **{kind: one.new_empty(count, *one.shape)})
+                    stack = replace(stack, **{kind: one.new_empty(count, *one.shape)})
             for expert, part in enumerate(itertools.chain([first], parts)):
                 for kind in ("weight", "bias", "scale"):
-                    if getattr(whole, kind) is not None:
-                        getattr(whole, kind)[expert] = getattr(part, kind)
-            return whole
+                    if getattr(stack, kind) is not None:
+                        getattr(stack, kind)[expert] = getattr(part, kind)
+            return stack
 
         down = stacked("dense_4h_to_h")
         if down.bias is not None and self.tp_rank:  # the sum over the ranks has it once

@@ -36,8 +36,8 @@ class ExtentAllocator:
         """Start of a free extent, now taken; None when no gap is long enough."""
         for position, (start, gap) in enumerate(self._free):
             if gap >= length:
-                rest = (start + length, gap - length)
-                self._free[position : position + 1] = [rest] if rest[1] else []
+                remaining = (start + length, gap - length)
+                self._free[position : position + 1] = [remaining] if remaining[1] else []
                 return start
         return None
 
@@ -47,11 +47,11 @@ class ExtentAllocator:
         if position < 0:
             return False
         first, gap = self._free[position]
-        before, behind = start - first, first + gap - (start + length)
-        if behind < 0:
+        before, after = start - first, first + gap - (start + length)
+        if after < 0:
             return False
-        rest = ((first, before), (start + length, behind))
-        self._free[position : position + 1] = [each for each in rest if each[1]]
+        remnants = ((first, before), (start + length, after))
+        self._free[position : position + 1] = [remnant for remnant in remnants if remnant[1]]
         return True
 
     def free(self, start: int, length: int) -> None:
@@ -74,21 +74,21 @@ class ExtentAllocator:
         best: list[int] | None = None
         first, fewest = 0, self.capacity + 1
         for start in gaps:
-            place, room, moved, passed = start, 0, 0, []
-            while room < length and moved < fewest:
-                if place in gaps:
-                    room, place = room + gaps[place], place + gaps[place]
-                elif place in movable:
-                    passed.append(place)
-                    moved, place = moved + movable[place], place + movable[place]
+            position, gap, moved, passed = start, 0, 0, []
+            while gap < length and moved < fewest:
+                if position in gaps:
+                    gap, position = gap + gaps[position], position + gaps[position]
+                elif position in movable:
+                    passed.append(position)
+                    moved, position = moved + movable[position], position + movable[position]
                 else:
                     break
-            if room >= length and moved < fewest:
+            if gap >= length and moved < fewest:
                 first, fewest, best = start, moved, passed
         if best is None:
             return None
-        places = itertools.accumulate((movable[each] for each in best), initial=first)
-        return list(zip(best, places, strict=False))
+        positions = itertools.accumulate((movable[index] for index in best), initial=first)
+        return list(zip(best, positions, strict=False))
 
 
 class KVCache:
@@ -113,19 +113,19 @@ class KVCache:
         """arrivals: of a layer, see LayerCache"""
         self.capacity = capacity
         self.token_bytes = bytes_per_token(states.values(), dtype)
-        counted = torch.zeros(arrivals, dtype=torch.int32, device=device)
+        counts = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self.pools: list[Tensor] = []
         self.layers: dict[int, LayerCache] = {}
         kinds: dict[TokenState, list[int]] = {}
-        for layer, own in states.items():
-            if own.token is not None:
-                kinds.setdefault(own.token, []).append(layer)
+        for layer, local in states.items():
+            if local.token is not None:
+                kinds.setdefault(local.token, []).append(layer)
         for kind, layers in kinds.items():
             shape = (len(layers), kind.parts, kind.heads, capacity + 1, kind.width)
             pool = torch.empty(shape, dtype=dtype, device=device)
             self.pools.append(pool)
             for layer, parts in zip(layers, pool, strict=True):
-                self.layers[layer] = LayerCache(parts[0], parts[-1], counted)
+                self.layers[layer] = LayerCache(parts[0], parts[-1], counts)
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self.row_states = row_states or RowStatePool({}, 0, 0, dtype, device)
 
@@ -156,10 +156,10 @@ class KVCache:
                     pool[run.target + first :][:some] = read.clone() if overlaps else read
 
 
-def plan_capacity(wanted: int, token_bytes: int, memory: int) -> int:
+def plan_capacity(requested: int, token_bytes: int, memory: int) -> int:
     """Return the number of tokens of the pool: as many as wanted, as far as `memory` bytes
     allow."""
-    return max(0, min(wanted, memory // max(token_bytes, 1)))
+    return max(0, min(requested, memory // max(token_bytes, 1)))
 
 
 def available_memory(device: torch.device, share: float) -> int:

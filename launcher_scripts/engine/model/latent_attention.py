@@ -82,20 +82,20 @@ class LatentAttention(SelfAttention):
     ) -> Tensor:
         """Queries [N, heads, head_size]; latent vectors go to the cache tokens slots [N]."""
         kernels, adapters = self.kernels, context.lora_adapters
-        made = self.project(x, adapters)  # [N, query or its latent vector + rank + rope_size]
-        own = made.shape[1] - self.rank - self.rope_size
+        created = self.project(x, adapters)  # [N, query or its latent vector + rank + rope_size]
+        local = created.shape[1] - self.rank - self.rope_size
         query: Tensor
-        query, latent, turning = made.split((own, self.rank, self.rope_size), 1)
+        query, latent, turning = created.split((local, self.rank, self.rope_size), 1)
         if self.query_up is not None:
             up = self.query_up.with_lora(self.lora_query_up, adapters)
             query = kernels.project(query.contiguous(), up)
         query = query.reshape(-1, self.heads.num_heads, self.heads.head_size)
-        latent = kernels.norm(latent.contiguous(), self.latent_norm, made.dtype)
+        latent = kernels.norm(latent.contiguous(), self.latent_norm, created.dtype)
         rotary = context.rotary[self.table]
         if rotary is not None:
             still, turned = query.split((self.up_sizes[0], self.rope_size), 2)
-            query = torch.cat((still, rotated(turned, *rotary).to(made.dtype)), 2)
-            turning = rotated(turning[:, None], *rotary)[:, 0].to(made.dtype)
+            query = torch.cat((still, rotated(turned, *rotary).to(created.dtype)), 2)
+            turning = rotated(turning[:, None], *rotary)[:, 0].to(created.dtype)
         keys = self.cache.keys
         keys[0, slots] = saturated(torch.cat((latent, turning), 1), keys.dtype)
         return query
@@ -113,8 +113,8 @@ class LatentAttention(SelfAttention):
         for (start, past, count), window in zip(spans.spans, windows, strict=True):
             new = slice(first, first + count)
             covered = min(filter(None, (window, self.window)), default=0)
-            own = None if adapters is None else adapters[new]
-            out[new] = self.attend_prompt(query[new], start, past, covered, own)
+            local = None if adapters is None else adapters[new]
+            out[new] = self.attend_prompt(query[new], start, past, covered, local)
             first += count
         return out
 
@@ -130,8 +130,8 @@ class LatentAttention(SelfAttention):
         )
         of_row = None if adapters is None else adapters[:1].expand(tokens).contiguous()
         up = self.kv_up.with_lora(self.lora_kv_up, of_row)
-        made = self.kernels.project(latent.contiguous(), up)
-        keys, values = made.unflatten(1, (self.heads.num_heads, -1)).split(self.up_sizes, 2)
+        created = self.kernels.project(latent.contiguous(), up)
+        keys, values = created.unflatten(1, (self.heads.num_heads, -1)).split(self.up_sizes, 2)
         keys = torch.cat((keys, turning[:, None].expand(-1, keys.shape[1], -1)), 2)
         expanded = LayerCache(keys.transpose(0, 1), values.transpose(0, 1))
         return context_attention(query, expanded, 0, past, self.scores, window=window)

@@ -408,15 +408,15 @@ class MixtureOfExperts(MLP):
     def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
         """Return the sum of this rank's parts of the experts, in parts: float32 [P, N, hidden]."""
         kernels, hidden = self.kernels, self._normalized(x)
-        chosen, weights = kernels.route(hidden, self.router)
+        experts, weights = kernels.route(hidden, self.router)
         if self.scale_input:
-            parts = self._mixture_of_scaled(hidden, chosen, weights)
+            parts = self._mixture_of_scaled(hidden, experts, weights)
         elif self.latent_in is None or self.latent_out is None:
-            parts = kernels.mixture(hidden, chosen, weights, self.experts)
+            parts = kernels.mixture(hidden, experts, weights, self.experts)
         else:
             latent = kernels.project(hidden, self.latent_in)
-            whole = kernels.mixture(latent, chosen, weights, self.experts).sum(0)
-            parts = kernels.project(whole.to(hidden.dtype), self.latent_out).float()[None]
+            full = kernels.mixture(latent, experts, weights, self.experts).sum(0)
+            parts = kernels.project(full.to(hidden.dtype), self.latent_out).float()[None]
         if self.shared is None:
             return parts
         mlp, scale = self.shared.mlp, self.shared.scale
@@ -426,10 +426,10 @@ class MixtureOfExperts(MLP):
             result = result * kernels.project(hidden, scale).float().sigmoid()
         return torch.cat([parts, result[None] * self.shared.factor])
 
-    def _mixture_of_scaled(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _mixture_of_scaled(self, hidden: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         """Ops.mixture, whose weights multiply what the experts read."""
         parts, ones = [], torch.ones_like(weights[:, :1])
-        for expert, weight in zip(chosen.split(1, 1), weights.split(1, 1), strict=True):
+        for expert, weight in zip(selected.split(1, 1), weights.split(1, 1), strict=True):
             scaled_hidden = (hidden * weight).to(hidden.dtype)
             parts.append(self.kernels.mixture(scaled_hidden, expert, ones, self.experts))
         return torch.cat(parts)
@@ -471,8 +471,8 @@ class ParallelSublayers:
     def step(self, x: Hidden, context: ForwardContext[Hidden], norm_of_next: Norm | None) -> Hidden:
         """See Sublayer."""
         second = self.second
-        own = second.kernels.hidden(x.exact, second.input_norm, x.operand.dtype)
-        inner = second.branch(own, context)
+        local = second.kernels.hidden(x.exact, second.input_norm, x.operand.dtype)
+        inner = second.branch(local, context)
         added = self.first.step(x, context, None)
         return second.accumulate(inner, added, norm_of_next, context.lora_adapters)
 
@@ -496,4 +496,4 @@ class Layer:
 
     def of_kind(self, kind: type[Branch]) -> list[Branch]:
         """The branches of a kind."""
-        return [each for both in self.branches for each in both if isinstance(each, kind)]
+        return [item for both in self.branches for item in both if isinstance(item, kind)]

@@ -149,7 +149,10 @@ class Network:
         self._encoder: Encoder | None = None
         if weights.encoder is not None:
             self._encoder = Encoder(config, weights.encoder, weights.encoder_norm, *shared)
-        layers = [self._layer(layer, own) for layer, own in weights.decoder.layers.items()]
+        layers = [
+            self._layer(layer, layer_weights)
+            for layer, layer_weights in weights.decoder.layers.items()
+        ]
         self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared)
         self._readers = [reader for layer in layers for reader in layer.of_kind(CrossAttention)]
         self.step_unsupported_reasons = unsupported_reasons(
@@ -163,8 +166,8 @@ class Network:
             embedding = self._encoder.stack.embedding
             if embedding is not None and not self.encode_unsupported_reasons:
                 self.encode_step = EncodeStep(self._encoder, embedding, self._readers)
-        branches = [each for layer in layers for both in layer.branches for each in both]
-        self._recurrent = [each for each in branches if isinstance(each, RecurrentBranch)]
+        branches = [item for layer in layers for both in layer.branches for item in both]
+        self._recurrent = [branch for branch in branches if isinstance(branch, RecurrentBranch)]
         self.replays_prompts = (
             self._encoder is None
             and not config.has_row_states
@@ -210,11 +213,11 @@ class Network:
         context: CacheContext = of_prompts
         if decoding is not None:
             tokens, rows = decoding
-            own = self._decode_context(rows)
-            slots = torch.cat([own.slots, prompts.slots])
+            local = self._decode_context(rows)
+            slots = torch.cat([local.slots, prompts.slots])
             context = MixedContext(
                 slots=slots,
-                decoding=own,
+                decoding=local,
                 prompts=of_prompts,
                 lora_adapters=_joined(rows.lora_adapters, prompts.lora_adapters),
             )
@@ -278,7 +281,7 @@ class Network:
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
         return Layer(
-            tuple(tuple(self._branch(layer, each) for each in both) for both in weights.branches)
+            tuple(tuple(self._branch(layer, item) for item in both) for both in weights.branches)
         )
 
     def _branch(self, layer: int, weights: SublayerWeights) -> Sublayer:
@@ -308,8 +311,8 @@ class Network:
         config = self.weights.config
         scale = getattr(config, "decoder_attention_scale", config.attention_scale)
         scores = AttentionScores(scale, config.attention_softcap, self._slopes(layer))
-        own = config.of_layer(layer)
-        heads = engine_family(config).heads(own, self.communicator.tp_size)
+        local = config.of_layer(layer)
+        heads = engine_family(config).heads(local, self.communicator.tp_size)
         return AttentionOptions(self.cache.layers[layer], heads, scores)
 
     def _decode_step(self) -> DecodeStep | None:
@@ -328,20 +331,22 @@ class Network:
     @property
     def _rotates_by_row(self) -> bool:
         """See Rotary.of_row."""
-        usual = self._rotaries[0]
-        return usual is not None and usual.of_row
+        default = self._rotaries[0]
+        return default is not None and default.of_row
 
-    def _tables(self, positions: Tensor, reach: Tensor | None = None) -> RotaryTables:
-        return rotary_tables(self._rotaries, self.kernels, positions, reach)
+    def _tables(self, positions: Tensor, max_positions: Tensor | None = None) -> RotaryTables:
+        return rotary_tables(self._rotaries, self.kernels, positions, max_positions)
 
     def _reach_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """See Rotary.tables."""
         rotary = self._rotaries[0]
         if rotary is None or not rotary.of_row:
             return None
-        reach = [rotary.reach_of_prompt(chunk.prompt_end, chunk.most) for chunk in chunks]
+        max_positions = [rotary.reach_of_prompt(chunk.prompt_end, chunk.most) for chunk in chunks]
         counts = torch.tensor([chunk.count for chunk in chunks])
-        return torch.tensor(reach).repeat_interleave(counts).to(self.device, non_blocking=True)
+        return (
+            torch.tensor(max_positions).repeat_interleave(counts).to(self.device, non_blocking=True)
+        )
 
     def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:
         rotary = self._rotaries[0]

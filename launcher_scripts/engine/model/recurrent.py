@@ -119,8 +119,8 @@ class RecurrentBranch(Sublayer):
             if end > first:
                 y, states = self.scan(projected[first:end], states)
                 outputs.append(y)
-            for kept, state in zip(self.states, states, strict=True):
-                kept[snapshot] = state
+            for retained, state in zip(self.states, states, strict=True):
+                retained[snapshot] = state
             first = end
         return torch.cat(outputs)
 
@@ -129,15 +129,15 @@ class RecurrentBranch(Sublayer):
         for (projected, slot), count in zip(self._drafted, counts, strict=True):
             states = tuple(state[slot] for state in self.states)
             _, states = self.scan(projected, states, count)
-            for kept, state in zip(self.states, states, strict=True):
-                kept[slot] = state
+            for retained, state in zip(self.states, states, strict=True):
+                retained[slot] = state
         self._drafted = []
 
     def decode(self, projected: Tensor, slots: Tensor) -> Tensor:
         """What out_proj reads of one token of each of the rows in slots [B]."""
         y, states = self.advance(projected, tuple(state[slots] for state in self.states))
-        for kept, state in zip(self.states, states, strict=True):
-            kept.index_copy_(0, slots, state.to(kept.dtype))
+        for retained, state in zip(self.states, states, strict=True):
+            retained.index_copy_(0, slots, state.to(retained.dtype))
         return y
 
     @abstractmethod
@@ -217,9 +217,9 @@ class Mamba2(RecurrentBranch):
 
     def _steps(self, raw: Tensor) -> Tensor:
         """Time steps, float32 [N, heads]."""
-        least, most = self.recurrence.min_step, self.recurrence.max_step
+        minimum, maximum = self.recurrence.min_step, self.recurrence.max_step
         steps = functional.softplus(raw.float() + self.weights.step_bias)
-        return steps if least is None and most is None else steps.clamp(least, most)
+        return steps if minimum is None and maximum is None else steps.clamp(minimum, maximum)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         kind, weight = self.recurrence.norm, self.weights.norm_weight

@@ -34,27 +34,27 @@ class Rotary:
         self._frequencies = frequencies.float().to(device)
         self._scale = scale
 
-    def tables(self, kernels: Ops, positions: Tensor, reach: Tensor | None) -> RotaryTable:
+    def tables(self, kernels: Ops, positions: Tensor, max_positions: Tensor | None) -> RotaryTable:
         """Cosines and sines of positions [N].
 
-        reach: int64 [N], the length that each token's row is turned for, where that matters: the
+        max_positions: int64 [N], the length that each token's row is turned for, if relevant: the
                tokens a row may come to have (LongRoPE), or those it has so far (dynamic)
         """
-        frequencies = self._frequencies if reach is None else self._of_rows(reach)
+        frequencies = self._frequencies if max_positions is None else self._of_rows(max_positions)
         cosines, sines = kernels.rotary_table(positions, frequencies)
         if self._scale != 1.0:
             return cosines * self._scale, sines * self._scale
         return cosines, sines
 
-    def reach_of_prompt(self, _prompt: int, most: int) -> int:
-        """The reach of a prompt's tokens.  most: how many tokens the row may come to have"""
-        return most
+    def reach_of_prompt(self, _prompt: int, maximum: int) -> int:
+        """The reach of a prompt's tokens.  maximum: how many tokens the row may come to have"""
+        return maximum
 
-    def reach_of_next(self, _positions: Tensor, most: Tensor | None) -> Tensor | None:
+    def reach_of_next(self, _positions: Tensor, maximum: Tensor | None) -> Tensor | None:
         """The reach of the tokens that a decode step adds at positions [B]."""
-        return most
+        return maximum
 
-    def _of_rows(self, _reach: Tensor) -> Tensor:
+    def _of_rows(self, _max_positions: Tensor) -> Tensor:
         return self._frequencies
 
 
@@ -69,8 +69,8 @@ class LongRotary(Rotary):
         super().__init__(short, device, scale)
         self._long, self._original = long.float().to(device), original
 
-    def _of_rows(self, reach: Tensor) -> Tensor:
-        return torch.where((reach > self._original)[:, None], self._long, self._frequencies)
+    def _of_rows(self, max_positions: Tensor) -> Tensor:
+        return torch.where((max_positions > self._original)[:, None], self._long, self._frequencies)
 
 
 class DynamicRotary(Rotary):
@@ -90,14 +90,14 @@ class DynamicRotary(Rotary):
         super().__init__(plain_frequencies(size, base), device, scale)
         self._size, self._base, self._factor, self._original = size, base, factor, original
 
-    def reach_of_prompt(self, prompt: int, _most: int) -> int:
+    def reach_of_prompt(self, prompt: int, _maximum: int) -> int:
         return prompt
 
-    def reach_of_next(self, positions: Tensor, _most: Tensor | None) -> Tensor | None:
+    def reach_of_next(self, positions: Tensor, _maximum: Tensor | None) -> Tensor | None:
         return positions + 1
 
-    def _of_rows(self, reach: Tensor) -> Tensor:
-        longer = (reach / self._original).double().clamp(min=1)
+    def _of_rows(self, max_positions: Tensor) -> Tensor:
+        longer = (max_positions / self._original).double().clamp(min=1)
         growth = (self._factor * longer - (self._factor - 1)) ** (self._size / (self._size - 2))
         base = (self._base * growth)[:, None]
         return (base ** -_exponents(self._size).to(base.device)).float()
@@ -129,8 +129,8 @@ def table_of(config: ModelConfig, layer: int) -> int:
         return -1
     if isinstance(config, GPTConfig) and (base := config.layer_base(layer)) is not None:
         return _bases(config).index(base)
-    own_base = getattr(config, "rotary_local_base", None) is not None
-    return int(own_base and config.window(layer) > 0)
+    local_base = getattr(config, "rotary_local_base", None) is not None
+    return int(local_base and config.window(layer) > 0)
 
 
 def _bases(config: GPTConfig) -> list[float]:
@@ -143,13 +143,13 @@ def rotary_tables(
     models: Sequence[Rotary | None],
     kernels: Ops,
     positions: Tensor,
-    reach: Tensor | None = None,
+    max_positions: Tensor | None = None,
 ) -> RotaryTables:
     """Return the tables of positions [N]; see Rotary.tables."""
     return tuple(
         None
         if rotary is None
-        else rotary.tables(kernels, positions, reach if rotary.of_row else None)
+        else rotary.tables(kernels, positions, max_positions if rotary.of_row else None)
         for rotary in models
     )
 
@@ -191,8 +191,8 @@ def _llama3(frequencies: Tensor, factor: float, original: int, low: float, high:
     in between.
     """
     turns = original * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / factor
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return unscaled * frequencies + (1 - unscaled) * frequencies / factor
 
 
 def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> RelativeBias:
@@ -202,10 +202,10 @@ def relative_bias(table: Tensor, max_distance: int, *, bidirectional: bool) -> R
     before it count
     """
     buckets = table.shape[1]
-    reach = max(max_distance, buckets)  # every distance from here on is in the last bucket
-    distances = torch.arange(-reach, reach + 1, device=table.device)
-    places = distance_buckets(distances, buckets, max_distance, bidirectional=bidirectional)
-    return RelativeBias(table.float()[:, places].contiguous())
+    max_bucketed = max(max_distance, buckets)  # every distance from here on is in the last bucket
+    distances = torch.arange(-max_bucketed, max_bucketed + 1, device=table.device)
+    bucket_indices = distance_buckets(distances, buckets, max_distance, bidirectional=bidirectional)
+    return RelativeBias(table.float()[:, bucket_indices].contiguous())
 
 
 def distance_buckets(
@@ -236,5 +236,5 @@ def alibi_slopes(num_heads: int) -> list[float]:
     """
     power = 1 << (num_heads.bit_length() - 1)
     first = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    rest = [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
-    return first + rest
+    slopes = [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return first + slopes

@@ -70,8 +70,8 @@ SNAPSHOTS_PER_ROW = 4
 
 def plan_snapshots(slots: int, row_bytes: int, memory: int) -> int:
     """How many copies of rows' states there is room for."""
-    room = int(memory * SNAPSHOT_SHARE) // max(row_bytes, 1)
-    return max(1, min(SNAPSHOTS_PER_ROW * slots, room))
+    capacity = int(memory * SNAPSHOT_SHARE) // max(row_bytes, 1)
+    return max(1, min(SNAPSHOTS_PER_ROW * slots, capacity))
 
 
 class RowStatePool:
@@ -92,19 +92,19 @@ class RowStatePool:
         self.snapshots = snapshots
         self.pools: list[Tensor] = []
         self.layers: dict[int, tuple[Tensor, ...]] = {}
-        found: dict[int, dict[int, Tensor]] = {}
+        result: dict[int, dict[int, Tensor]] = {}
         kinds: dict[tuple[int, RowState], list[int]] = {}
-        for layer, own in states.items():
-            for place, state in enumerate(own.row):
-                kinds.setdefault((place, state), []).append(layer)
-        for (place, state), layers in kinds.items():
+        for layer, local in states.items():
+            for index, state in enumerate(local.row):
+                kinds.setdefault((index, state), []).append(layer)
+        for (index, state), layers in kinds.items():
             shape = (len(layers), slots + 1 + snapshots, *state.shape)
             pool = torch.zeros(shape, dtype=state.dtype or dtype, device=device)
             self.pools.append(pool)
             for layer, view in zip(layers, pool, strict=True):
-                found.setdefault(layer, {})[place] = view
+                result.setdefault(layer, {})[index] = view
         self.layers = {
-            layer: tuple(own[place] for place in sorted(own)) for layer, own in found.items()
+            layer: tuple(local[index] for index in sorted(local)) for layer, local in result.items()
         }
 
     def copy(self, copies: Sequence[StateCopy]) -> None:

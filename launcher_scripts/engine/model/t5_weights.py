@@ -71,11 +71,11 @@ class T5WeightLoader(WeightLoader):
 
     def _decoder_layers(self) -> dict[int, LayerWeights]:
         layers = self._own(self.config.num_decoder_layers)
-        own = self._biases("decoder", "layer.0.SelfAttention", layers, False)
+        biases = self._biases("decoder", "layer.0.SelfAttention", layers, False)
         source: Biases = dict.fromkeys(layers)
         if self.config.cross_attention_relative_bias:
             source = self._biases("decoder", "layer.1.EncDecAttention", layers, True)
-        return {layer: self._decoder_layer(layer, own[layer], source[layer]) for layer in layers}
+        return {layer: self._decoder_layer(layer, biases[layer], source[layer]) for layer in layers}
 
     def _encoder_layer(self, layer: int, relative: RelativeBias | None) -> LayerWeights:
         stem = "encoder.block.*.layer.0"
@@ -125,9 +125,9 @@ class T5WeightLoader(WeightLoader):
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
 
-    def _mlp(self, side: str, place: int, layer: int) -> MLPWeights:
-        """place: among the sublayers"""
-        stem = f"{side}.block.*.layer.{place}"
+    def _mlp(self, side: str, index: int, layer: int) -> MLPWeights:
+        """index: among the sublayers"""
+        stem = f"{side}.block.*.layer.{index}"
         norm, inner = self._norm(f"{stem}.layer_norm", layer), f"{stem}.DenseReluDense"
         return MLPWeights(
             in_proj=self._linear(f"{inner}.wi", layer, norm),
@@ -155,7 +155,7 @@ class T5WeightLoader(WeightLoader):
             biases = dict.fromkeys(layers, bias("0"))
         if not config.relative_bias_layer_scaling:
             return biases
-        return {layer: RelativeBias(each.table * (layer + 1)) for layer, each in biases.items()}
+        return {layer: RelativeBias(bias.table * (layer + 1)) for layer, bias in biases.items()}
 
     def _output(self, embedding: Embedding | None) -> Linear:
         """The head with the last norm, whose gain takes the logits' scale, and the logits' bias."""
@@ -224,14 +224,14 @@ class BartWeightLoader(WeightLoader):
 
     def _decoder_layer(self, layer: int) -> LayerWeights:
         stem = "decoder.layers.*"
-        own, source = f"{stem}.self_attn", f"{stem}.encoder_attn"
-        before, after = self._norms(f"{own}_layer_norm", layer)
+        self_attention, source = f"{stem}.self_attn", f"{stem}.encoder_attn"
+        before, after = self._norms(f"{self_attention}_layer_norm", layer)
         before_source, after_source = self._norms(f"{source}_layer_norm", layer)
         keys_and_values = [f"{source}.{part}_proj" for part in "kv"]
         return LayerWeights.of(
             AttentionWeights(
-                in_proj=self._linear(f"{own}.qkv", layer, before),
-                out_proj=self._linear(f"{own}.out_proj", layer),
+                in_proj=self._linear(f"{self_attention}.qkv", layer, before),
+                out_proj=self._linear(f"{self_attention}.out_proj", layer),
                 norm=after,
             ),
             CrossAttentionWeights(

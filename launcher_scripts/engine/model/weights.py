@@ -213,7 +213,7 @@ class LayerWeights:
 
     def _first(self, kind: type[Kind]) -> Kind:
         """The branch of a kind that the layer has."""
-        return next(each for each in self.sublayers if isinstance(each, kind))
+        return next(sublayer for sublayer in self.sublayers if isinstance(sublayer, kind))
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,8 @@ class ModelWeights:
 
     def bytes(self) -> int:
         """Device bytes of the tables and matrices."""
-        found = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
-        return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+        tensors = {id(tensor): tensor for tensor in self._matrices() if tensor is not None}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def _matrices(self) -> Iterator[Tensor | None]:
         if self.head is not None:
@@ -324,8 +324,8 @@ class WeightLoader(ABC):
         if not self._parts.ia3_num_tasks:
             return None
         parts = [self._tensor(f"{stem}.ia3.weight", self.dtype, layer) for stem in stems]
-        whole = torch.cat([parts[0].new_ones(parts[0].shape[0], ones), *parts], dim=1)
-        return torch.cat([whole, torch.ones_like(whole[:1])])
+        factors = torch.cat([parts[0].new_ones(parts[0].shape[0], ones), *parts], dim=1)
+        return torch.cat([factors, torch.ones_like(factors[:1])])
 
     def _adapter(self, stem: str, layer: int) -> Adapter | None:
         if not self._parts.adapter_size:
@@ -406,11 +406,11 @@ class WeightLoader(ABC):
     def _table(self, name: str) -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""
         spec = self._specs[name]
-        whole = self._read(spec, None)
+        full = self._read(spec, None)
         rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
         first = self.tp_rank * rows
-        part = whole[first : first + rows]
-        table = torch.zeros(rows, *whole.shape[1:], dtype=self.dtype, device=self.device)
+        part = full[first : first + rows]
+        table = torch.zeros(rows, *full.shape[1:], dtype=self.dtype, device=self.device)
         table[: part.shape[0]] = _tensor(part, self.dtype, self.device)
         return table
 

@@ -97,8 +97,8 @@ class RendezvousFile:
             except OSError as error:
                 reasons.append(f"{folder}: {error.strerror or error}")
         if not self._files:
-            what = "no folder to tell the other nodes where rank 0 is: " + "; ".join(reasons)
-            raise ServerError(problem(what, change=ADVICE))
+            message = "no folder to tell the other nodes where rank 0 is: " + "; ".join(reasons)
+            raise ServerError(problem(message, change=ADVICE))
 
     def withdraw(self) -> None:
         for path in self._files:
@@ -256,7 +256,7 @@ def connect(addresses: Sequence[str], port: int, token: bytes, timeout: float) -
 
     Raises ServerError with what each of them said.
     """
-    said = []
+    reasons = []
     deadline = time.monotonic() + timeout
     for address in addresses:
         left = max(0.5, (deadline - time.monotonic()) / 2)
@@ -264,24 +264,24 @@ def connect(addresses: Sequence[str], port: int, token: bytes, timeout: float) -
             connection = socket.create_connection((address, port), left)
             return Link(connection, token, accepting=False)
         except (OSError, EOFError, ServerError) as error:
-            said.append(f"{address}:{port}: {str(error) or 'it proved nothing'}")
-    raise ServerError(f"no connection to rank 0: {'; '.join(said)}")
+            reasons.append(f"{address}:{port}: {str(error) or 'it proved nothing'}")
+    raise ServerError(f"no connection to rank 0: {'; '.join(reasons)}")
 
 
 def _prove(connection: Connection, token: bytes, accepting: bool) -> None:
-    own = secrets.token_bytes(_CHALLENGE_BYTES)
-    connection.send_bytes(own)
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    connection.send_bytes(challenge)
     other = connection.recv_bytes(_CHALLENGE_BYTES)
     if len(other) != _CHALLENGE_BYTES:
         raise ServerError("the other end does not speak as the processes of an engine do")
-    challenges = own + other if accepting else other + own
-    ours, theirs = (
+    challenges = challenge + other if accepting else other + challenge
+    local_proof, remote_proof = (
         hmac.digest(token, role + challenges, "sha256")
         for role in ((b"accepting", b"connecting") if accepting else (b"connecting", b"accepting"))
     )
     if not accepting:  # the end that connects proves itself first
-        connection.send_bytes(ours)
-    if not hmac.compare_digest(connection.recv_bytes(len(theirs)), theirs):
+        connection.send_bytes(local_proof)
+    if not hmac.compare_digest(connection.recv_bytes(len(remote_proof)), remote_proof):
         raise ServerError("the other end does not know this engine's token")
     if accepting:
-        connection.send_bytes(ours)
+        connection.send_bytes(local_proof)

@@ -68,8 +68,8 @@ class RankProcess:
         self._activity = Activity(self._process.pid)
         # The token is in nobody's command line or environment.
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError), self._process.stdin as told:
-                told.write(json.dumps(asdict(order)).encode())
+            with suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(json.dumps(asdict(order)).encode())
 
     @property
     def pid(self) -> int:
@@ -187,19 +187,19 @@ class Rank(Peer):
 
         working: seconds more without a sign of life while its process here gets on
         """
-        found = self._trouble(stall_timeout, working)
-        return None if found is None else f"{self.label} {found} while {self.heartbeat.doing()}"
+        failure = self._trouble(stall_timeout, working)
+        return None if failure is None else f"{self.label} {failure} while {self.heartbeat.doing()}"
 
     def _trouble(self, stall_timeout: float, working: float) -> str | None:
         if self.process is not None:
-            trouble = self.process.trouble()
-            if trouble is None:
+            failure = self.process.trouble()
+            if failure is None:
                 self._trouble_since = None
             else:
                 self._trouble_since = self._trouble_since or time.monotonic()
-                said_all = self.link is None or self.closed_for() > 0
-                if said_all or time.monotonic() - self._trouble_since > GRACE_SECONDS:
-                    return trouble
+                has_sent_all = self.link is None or self.closed_for() > 0
+                if has_sent_all or time.monotonic() - self._trouble_since > GRACE_SECONDS:
+                    return failure
         if self.closed_for() > GRACE_SECONDS:
             return "closed its connection"
         if self.link is None:

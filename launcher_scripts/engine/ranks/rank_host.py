@@ -67,7 +67,7 @@ class RankHost:
 
     def run(self) -> str | None:
         """Host the ranks until the model's engine ends: None in order, else the reason."""
-        told, heard = 0.0, time.monotonic()
+        reported_at, heard = 0.0, time.monotonic()
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link, selectors.EVENT_READ)
@@ -78,9 +78,9 @@ class RankHost:
                     if time.monotonic() - heard > LEADER_SILENCE:
                         raise EOFError(f"no sign of life for {LEADER_SILENCE:g} s")
                     self._look_after_ranks()
-                    if time.monotonic() - told > HEARTBEAT_SECONDS:
+                    if time.monotonic() - reported_at > HEARTBEAT_SECONDS:
                         self._link.send(Heartbeat())
-                        told = time.monotonic()
+                        reported_at = time.monotonic()
         except (EOFError, OSError, ServerError) as error:
             self._finish(f"the connection to rank 0 ended: {error}")
         finally:
@@ -120,15 +120,15 @@ class RankHost:
     def _look_after_ranks(self) -> None:
         """Tell rank 0, once, of each rank that has ended or is suspended."""
         for process in self._ranks:
-            trouble = process.trouble()
-            if trouble is None:
+            failure = process.trouble()
+            if failure is None:
                 self._suspended.pop(process.rank, None)
                 continue
             since = self._suspended.setdefault(process.rank, time.monotonic())
             lost = process.ended() or time.monotonic() - since > SUSPENDED_SECONDS
             if lost and process.rank not in self._reported:
                 self._reported.add(process.rank)
-                self._link.send(RankLost(process.rank, trouble))
+                self._link.send(RankLost(process.rank, failure))
 
     def _finish(self, reason: str | None) -> None:
         if not self._ended:
@@ -141,9 +141,9 @@ class RankHost:
             if not process.wait(max(0.0, deadline - time.monotonic())):
                 process.kill()
 
-    def _say(self, what: str) -> None:
+    def _say(self, event: str) -> None:
         where = f"node {self._node_rank.node} of {self._node_rank.nodes} ({node_name(os.environ)})"
-        print(f"{where}: {what}", flush=True)
+        print(f"{where}: {event}", flush=True)
 
 
 class _Hosting:
@@ -171,12 +171,12 @@ class NodeHost:
     """
 
     def __init__(
-        self, node_rank: NodeRank, folders: Sequence[Path], *, restarts: int = 0, patience: float
+        self, node_rank: NodeRank, folders: Sequence[Path], *, restarts: int = 0, timeout: float
     ) -> None:
         self._node_rank = node_rank
         self._folders = folders
         self._restarts = restarts
-        self._patience = patience
+        self._patience = timeout
         self._known: set[str] = set()
         self._hosted: list[_Hosting] = []
         self._refusals: dict[str, str] = {}
@@ -248,7 +248,7 @@ class NodeHost:
     def _nobody(self) -> str:
         """Why nothing is hosted."""
         looked = ", ".join(map(str, self._folders))
-        what = (
+        message = (
             f"node {self._node_rank.node} found no rank 0 within {self._patience:g} s in {looked}"
         )
-        return problem(what, got=list(self._refusals.values()) or "nothing", change=ADVICE)
+        return problem(message, got=list(self._refusals.values()) or "nothing", change=ADVICE)

@@ -327,24 +327,24 @@ class WorkerGroup:
         # Asked while patient, too: a device's time at a step is counted from when the step before
         # was seen to end.
         try:
-            own = self._progress.heartbeat()
+            local_heartbeat = self._progress.heartbeat()
         except ServerError as error:
             return f"rank 0: {error}"
         if patient:
             return None
         for host in self._hosts.values():
-            trouble = host.trouble()
-            if trouble is not None:
-                return trouble
+            failure = host.trouble()
+            if failure is not None:
+                return failure
         for rank in self._ranks.values():
-            trouble = rank.trouble(self._settings.stall_timeout, self._working)
-            if trouble is not None:
-                return trouble
-        known = {0: own, **{r.rank: r.heartbeat for r in self._ranks.values()}}
-        stuck = self._watchdog.stuck(known, self._sent, time.monotonic() - self._sent_at)
+            failure = rank.trouble(self._settings.stall_timeout, self._working)
+            if failure is not None:
+                return failure
+        heartbeats = {0: local_heartbeat, **{r.rank: r.heartbeat for r in self._ranks.values()}}
+        stuck = self._watchdog.stuck(heartbeats, self._sent, time.monotonic() - self._sent_at)
         names = [self._ranks[number].label if number else "rank 0" for number in stuck]
-        found = [f"{name} {what}" for name, what in zip(names, stuck.values(), strict=True)]
-        return "; ".join(found) or None
+        reasons = [f"{name} {reason}" for name, reason in zip(names, stuck.values(), strict=True)]
+        return "; ".join(reasons) or None
 
 
 NAMING_SECONDS = 3.0

@@ -50,23 +50,26 @@ class DraftModel:
                 starts=tuple(
                     _reading(rows[proposal.slot], proposal) for proposal in plan.proposals
                 ),
-                prefill=tuple(PrefillPart(each.slot, each.past, len(each.ids)) for each in longer),
-                decode=tuple(each.slot for each in single),
-                longest=max((each.past + 1 for each in single), default=0),
+                prefill=tuple(
+                    PrefillPart(proposal.slot, proposal.past, len(proposal.ids))
+                    for proposal in longer
+                ),
+                decode=tuple(proposal.slot for proposal in single),
+                longest=max((proposal.past + 1 for proposal in single), default=0),
                 copies=plan.copies,
             )
         ).settle()
-        asked = [proposal for proposal in plan.proposals if proposal.count]
-        if not asked:
+        pending = [proposal for proposal in plan.proposals if proposal.count]
+        if not pending:
             return None
-        slots = indices([each.slot for each in asked], self._states.device)
+        slots = indices([proposal.slot for proposal in pending], self._states.device)
         tokens = [self._states.token[slots]]
-        for place in range(1, max(each.count for each in asked)):
-            going_on = [each for each in asked if each.count > place]
+        for index in range(1, max(proposal.count for proposal in pending)):
+            going_on = [proposal for proposal in pending if proposal.count > index]
             self._launch(
                 Plan(
-                    decode=tuple(each.slot for each in going_on),
-                    longest=max(each.past + len(each.ids) for each in going_on) + place,
+                    decode=tuple(proposal.slot for proposal in going_on),
+                    longest=max(proposal.past + len(proposal.ids) for proposal in going_on) + index,
                 )
             ).settle()
             tokens.append(self._states.token[slots])
@@ -111,8 +114,8 @@ class Drafts:
         proposed: [proposals, n], the tokens of those drafts that have some proposed
         """
         pairs = list(zip(rows, drafts, strict=True))
-        most = max(draft.tokens for draft in drafts)
-        ids = torch.tensor([_filled(draft.ids, most) for draft in drafts])
+        max_len = max(draft.tokens for draft in drafts)
+        ids = torch.tensor([_filled(draft.ids, max_len) for draft in drafts])
         ids = ids.to(self._device, non_blocking=True)
         if proposed is not None:
             waiting = [at for at, draft in enumerate(drafts) if draft.proposed]
@@ -120,16 +123,16 @@ class Drafts:
         logits = self._prefill.logits(
             [_after(row, draft) for row, draft in pairs],
             [PrefillPart(draft.slot, draft.past, draft.tokens) for draft in drafts],
-            ids.flatten()[indices(_places(drafts, most), self._device)],
+            ids.flatten()[indices(_places(drafts, max_len), self._device)],
         )
         past = indices([draft.past for draft in drafts], self._device)
         columns: list[TokenCopy] = []
-        chosen = self._chosen(logits, pairs, past, most, columns)
-        right = (chosen[:, :-1] == ids[:, 1:]).cumprod(1).sum(1)  # how many of the draft's tokens
+        sampled = self._chosen(logits, pairs, past, max_len, columns)
+        right = (sampled[:, :-1] == ids[:, 1:]).cumprod(1).sum(1)  # how many of the draft's tokens
         right = right.minimum(indices([draft.foretold for draft in drafts], self._device))
         result.drafts = DraftCopy(columns, right)
         slots = indices([draft.slot for draft in drafts], self._device)
-        self._states.token.index_copy_(0, slots, chosen.gather(1, right[:, None])[:, 0])
+        self._states.token.index_copy_(0, slots, sampled.gather(1, right[:, None])[:, 0])
         self._states.set_length(slots, past + 1 + right)
         self._prefill.settle_drafts(1 + right)
 
@@ -138,7 +141,7 @@ class Drafts:
         logits: Tensor | None,
         pairs: Sequence[tuple[RowStart, Draft]],
         past: Tensor,
-        most: int,
+        max_len: int,
         columns: list[TokenCopy],
     ) -> Tensor:
         """The tokens behind those of the drafts, int64 [R, most]; shorter drafts' last ones again.
@@ -149,15 +152,15 @@ class Drafts:
         slots = [draft.slot for _, draft in pairs]
         counts = [draft.tokens for _, draft in pairs]
         first = [sum(counts[:at]) for at in range(len(counts))]
-        chosen = []
-        for place in range(most):
-            behind = [at + min(place, count - 1) for at, count in zip(first, counts, strict=True)]
-            own = None if logits is None else logits[indices(behind, self._device)]
-            self._states.set_length(batch.slots, past + 1 + place)
-            sampled = self._choice.choose(own, batch)
+        selected = []
+        for index in range(max_len):
+            offsets = [at + min(index, count - 1) for at, count in zip(first, counts, strict=True)]
+            logits_here = None if logits is None else logits[indices(offsets, self._device)]
+            self._states.set_length(batch.slots, past + 1 + index)
+            sampled = self._choice.choose(logits_here, batch)
             columns.append(TokenCopy(slots, sampled, batch.scored_rows))
-            chosen.append(sampled.tokens)
-        return torch.stack(chosen, 1)
+            selected.append(sampled.tokens)
+        return torch.stack(selected, 1)
 
 
 def _after(row: RowStart, draft: Draft) -> RowStart:
@@ -166,9 +169,11 @@ def _after(row: RowStart, draft: Draft) -> RowStart:
     return replace(row, ids=tuple(ids), past=draft.past, stride=row.stride - draft.past)
 
 
-def _places(drafts: Sequence[Draft], most: int) -> list[int]:
-    """Return the indices of the drafts' tokens in rows of `most`, one after the other."""
-    return [most * at + place for at, draft in enumerate(drafts) for place in range(draft.tokens)]
+def _places(drafts: Sequence[Draft], max_len: int) -> list[int]:
+    """Return the indices of the drafts' tokens in rows of `max_len`, one after the other."""
+    return [
+        max_len * at + index for at, draft in enumerate(drafts) for index in range(draft.tokens)
+    ]
 
 
 def _filled(ids: Sequence[int], count: int) -> list[int]:

@@ -20,19 +20,19 @@ MIN_CONTEXT = 256
 MIN_REORDER = 16
 
 
-def row_buckets(most: int) -> list[int]:
-    """The batch sizes of steps where there are `most` rows at most."""
-    return [*(size for size in ROW_BUCKETS if size < most), most]
+def row_buckets(maximum: int) -> list[int]:
+    """The batch sizes of steps where there are `maximum` rows at most."""
+    return [*(size for size in ROW_BUCKETS if size < maximum), maximum]
 
 
-def bucket_rows(rows: int, most: int) -> int:
+def bucket_rows(rows: int, maximum: int) -> int:
     """The batch size a step of `rows` rows is padded to."""
-    return next(size for size in row_buckets(most) if rows <= size)
+    return next(size for size in row_buckets(maximum) if rows <= size)
 
 
-def bucket_tokens(tokens: int, smallest: int = MIN_CONTEXT) -> int:
+def bucket_tokens(tokens: int, minimum: int = MIN_CONTEXT) -> int:
     """The context length a step's kernels are chosen for: a power of four times the smallest."""
-    bucket = smallest
+    bucket = minimum
     while bucket < tokens:
         bucket *= 4
     return bucket
@@ -46,17 +46,17 @@ def token_buckets(longest: int) -> list[int]:
     return buckets
 
 
-def step_shapes(longest: Bounds, most_rows: int) -> list[StepShape]:
+def step_shapes(longest: Bounds, max_rows: int) -> list[StepShape]:
     """All shapes of the decode steps of a model whose rows are as long as `longest`, short contexts
     first, those of each choice in its order, few rows before many."""
     if not longest.own:
         return []
     return [
-        StepShape(rows, own, source, choice)
-        for own in token_buckets(longest.own)
+        StepShape(rows, bucket, source, choice)
+        for bucket in token_buckets(longest.own)
         for source in token_buckets(longest.source)
         for choice in Choice
-        for rows in row_buckets(most_rows)
+        for rows in row_buckets(max_rows)
     ]
 
 
@@ -98,9 +98,9 @@ class GraphCache:
         """See StepGraphs."""
         recorded = self._recorded.get(key)
         if recorded is None:
-            own = slots.clone() if slots.is_cuda else slots.cuda()
-            self._recorded[key] = _Recorded(None, own, None, None)
-            return function(own)
+            device_slots = slots.clone() if slots.is_cuda else slots.cuda()
+            self._recorded[key] = _Recorded(None, device_slots, None, None)
+            return function(device_slots)
         if recorded.source is not slots:
             recorded.slots.copy_(slots, non_blocking=True)
             recorded.source = slots
@@ -152,11 +152,11 @@ class Recording:
     def __init__(
         self,
         shapes: Iterable[StepShape],
-        take: Callable[[Plan], object],
+        on_plan: Callable[[Plan], object],
         memory: Callable[[], tuple[int, int]],
     ) -> None:
         self._left = deque(shapes)
-        self._take = take
+        self._take = on_plan
         self._memory = memory
         self._done = 0
         self._seconds = 0.0

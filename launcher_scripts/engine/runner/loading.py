@@ -54,8 +54,8 @@ class Timeline:
     def __init__(self) -> None:
         self._events: list[tuple[str, float]] = []
 
-    def note(self, what: str) -> None:
-        self._events.append((what, round(time.time(), 3)))
+    def note(self, event: str) -> None:
+        self._events.append((event, round(time.time(), 3)))
 
     @property
     def events(self) -> list[tuple[str, float]]:
@@ -266,18 +266,18 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=FAMILIES,
             )
         )
-    wanted = settings.parallelism
-    if checkpoint.tp_size != wanted.tp_size:
+    parallelism = settings.parallelism
+    if checkpoint.tp_size != parallelism.tp_size:
         raise ConfigError(
             f"the checkpoint in {checkpoint.folder} is split for tensor_para_size "
-            f"{checkpoint.tp_size}; got {wanted.tp_size}; change tensor_para_size in "
+            f"{checkpoint.tp_size}; got {parallelism.tp_size}; change tensor_para_size in "
             f"config.pbtxt, or export again"
         )
     checkpoint = replace(checkpoint, config=served_part(checkpoint.config, settings.model_type))
     depth = engine_family(checkpoint.config).depth(checkpoint.config)
-    if wanted.pp_size > depth:
+    if parallelism.pp_size > depth:
         raise ConfigError(
-            f"pipeline_para_size {wanted.pp_size} exceeds the model's "
+            f"pipeline_para_size {parallelism.pp_size} exceeds the model's "
             f"{depth} layers; change pipeline_para_size in config.pbtxt"
         )
     return checkpoint
@@ -374,10 +374,10 @@ def assemble_runner(
     if settings.enable_custom_all_reduce:
         communicator.use_peer_memory()
     family, both = engine_family(config), [weights] if draft is None else [weights, draft]
-    wanted = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
+    max_tokens = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
     ranks = 1 if device.type == "cuda" else settings.ranks_per_node
     rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
-    states = [_states(each.config, settings, communicator) for each in both]
+    states = [_states(model.config, settings, communicator) for model in both]
     memory = available_memory(device, MEMORY_SHARE[device.type] / ranks)
     row_bytes = bytes_per_row(states[0].values(), DTYPES[settings.data_type])
     snapshots = 0
@@ -385,24 +385,26 @@ def assemble_runner(
         snapshots = communicator.minimum(plan_snapshots(rows, row_bytes, memory))
     capacity = communicator.minimum(
         plan_capacity(
-            wanted,
-            sum(bytes_per_token(each.values(), dtype) for each in states),
+            max_tokens,
+            sum(bytes_per_token(state.values(), dtype) for state in states),
             memory - (rows + 1 + snapshots) * row_bytes,
         )
     )
     if capacity < 2:
-        what = " and the draft model's" if draft else ""
-        raise ServerError(f"no memory is left for keys and values beside the model's{what} weights")
+        suffix = " and the draft model's" if draft else ""
+        raise ServerError(
+            f"no memory is left for keys and values beside the model's{suffix} weights"
+        )
     if device.type == "cuda" and settings.parallelism.world_size > 1:
         watch_steps(communicator.progress, config, settings.parallelism, settings.nodes)
 
-    def runner_of(own: Any, draft_runner: Runner | None) -> Runner:
+    def runner_of(weights: Any, draft_runner: Runner | None) -> Runner:
         by = launches or Launches.on(device, communicator.progress)
-        kept = _states(own.config, settings, communicator)
-        row_states = RowStatePool(kept, rows, snapshots, DTYPES[settings.data_type], device)
-        arrivals = rows * family.heads(own.config, communicator.tp_size).num_heads
-        cache = KVCache(kept, capacity, dtype, device, row_states, arrivals)
-        network = Network(own, cache, by.kernels, communicator, device)
+        retained = _states(weights.config, settings, communicator)
+        row_states = RowStatePool(retained, rows, snapshots, DTYPES[settings.data_type], device)
+        arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
+        cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
+        network = Network(weights, cache, by.kernels, communicator, device)
         return Runner(
             network,
             communicator,

@@ -139,14 +139,14 @@ class Prefill:
         such passes need is compiled."""
         if self._graphs is None:
             return []
-        found = [
-            (prompt_bucket(1, 1, rows), own)
-            for own in token_buckets(longest)
+        shapes = [
+            (prompt_bucket(1, 1, rows), bucket)
+            for bucket in token_buckets(longest)
             for rows in row_buckets(self._states.padding_slot)
         ]
         return [
-            StepShape(sizes.rows, own, 0, Choice.GREEDY, sizes.tokens, sizes.decoding)
-            for sizes, own in found
+            StepShape(sizes.rows, bucket, 0, Choice.GREEDY, sizes.tokens, sizes.decoding)
+            for sizes, bucket in shapes
             if sizes is not None
         ]
 
@@ -206,12 +206,12 @@ class Prefill:
         batch = SamplingBatch(rows, self._device)
         packed = prompts.packed(self._device, self._nowhere, sizes)
         longest = _bucketed(prompts.longest)
-        made = graphs.run(*self._recorded(packed, sizes, prompts.spans, longest, batch.choice))
+        outputs = graphs.run(*self._recorded(packed, sizes, prompts.spans, longest, batch.choice))
         if not rows:
             return
-        if isinstance(made, Tensor):
-            made = self._choice.chosen(made[: len(rows)], batch)
-        self._choice.give(result, [row.slot for row in rows], made, batch)
+        if isinstance(outputs, Tensor):
+            outputs = self._choice.chosen(outputs[: len(rows)], batch)
+        self._choice.give(result, [row.slot for row in rows], outputs, batch)
 
     def _hidden(self, prompts: PackedPrompts, sizes: Sizes, *, drafts: bool = False) -> Tensor:
         """The hidden states [tokens, hidden] behind a pass that is launched kernel by kernel.
@@ -280,11 +280,11 @@ class Prefill:
         longest = max(len(row.ids) for row in rows.values())
         result.beams += self._beams.step(logits, batches, longest, reorder=0)
 
-    def _logits_at(self, hidden: Tensor, places: list[int]) -> Tensor | None:
+    def _logits_at(self, hidden: Tensor, positions: list[int]) -> Tensor | None:
         """[len(places), vocab] on the last stage."""
         if not self._communicator.is_last_stage:
             return None
-        return self._network.logits(hidden[indices(places, self._device)])
+        return self._network.logits(hidden[indices(positions, self._device)])
 
     def prompt_of(self, row: RowStart) -> Prompt | None:
         """The row's prompt table where it is needed, on the first stage."""

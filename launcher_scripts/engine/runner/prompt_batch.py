@@ -55,8 +55,8 @@ def prompt_bucket(tokens: int, rows: int, decoding: int = 0) -> Sizes | None:
     filled = next((size for size in TOKEN_BUCKETS if tokens + decoding <= size), None)
     if filled is None:
         return None
-    places = max(several_rows(filled), bucket_rows(rows, filled)) if rows > 1 else 1
-    return bucket_sizes(filled - decoding, places)._replace(decoding=decoding)
+    num_rows = max(several_rows(filled), bucket_rows(rows, filled)) if rows > 1 else 1
+    return bucket_sizes(filled - decoding, num_rows)._replace(decoding=decoding)
 
 
 def several_rows(tokens: int) -> int:
@@ -126,18 +126,18 @@ class PackedPrompts:
         tiles = len(self.spans.pieces())
         return Sizes(self.tokens, tiles, len(self.parts), len(self.decoding), self._has_lora)
 
-    def bucket(self, most_rows: int) -> Sizes | None:
+    def bucket(self, max_rows: int) -> Sizes | None:
         """The sizes that it is filled up to; None where it is larger than all.
 
-        most_rows: of those that decode
+        max_rows: of those that decode
         """
-        decoding = self.padded(most_rows).decoding
+        decoding = self.padded(max_rows).decoding
         sizes = prompt_bucket(self.tokens, len(self.parts), decoding)
         return sizes and sizes._replace(lora=self._has_lora)
 
-    def padded(self, most_rows: int) -> Sizes:
-        """The sizes where rows that decode alone are filled up; most_rows: of those."""
-        decoding = bucket_rows(len(self.decoding), most_rows) if self.decoding else 0
+    def padded(self, max_rows: int) -> Sizes:
+        """The sizes where rows that decode alone are filled up; max_rows: of those."""
+        decoding = bucket_rows(len(self.decoding), max_rows) if self.decoding else 0
         return self.sizes._replace(decoding=decoding)
 
     def to_device(self, device: torch.device, nowhere: Nowhere, sizes: Sizes | None) -> Tensor:
@@ -154,16 +154,20 @@ class PackedPrompts:
             sizes = self.sizes
         else:
             pieces += filling_pieces(self.tokens, sizes.tokens)
-        places = [np.arange(part.past, part.past + part.count) for part in self.parts]
+        indices = [np.arange(part.past, part.past + part.count) for part in self.parts]
         ids = [
             token
             for row, part in self._pairs
             for token in row.ids[part.past - row.past : part.past - row.past + part.count]
         ]
         positions = [
-            place + row.dropped for place, (row, _) in zip(places, self._pairs, strict=True)
+            range_of_row + row.dropped
+            for range_of_row, (row, _) in zip(indices, self._pairs, strict=True)
         ]
-        slots = [place + row.start for place, (row, _) in zip(places, self._pairs, strict=True)]
+        slots = [
+            range_of_row + row.start
+            for range_of_row, (row, _) in zip(indices, self._pairs, strict=True)
+        ]
         ending = sizes.decoding + sizes.rows
         packed = _filled_up(
             (ids, sizes.tokens, 0),
@@ -188,7 +192,7 @@ class PackedPrompts:
     def places(self, first: int) -> list[int]:
         """Return the indices of the last tokens of these rows in a pass whose prompts begin at
         `first`."""
-        return [*range(len(self.decoding)), *(first + place for place in self.complete)]
+        return [*range(len(self.decoding)), *(first + index for index in self.complete)]
 
     def _lora_adapters(self) -> list[int]:
         """Return the adapter of each token of the prompts."""
@@ -198,8 +202,8 @@ class PackedPrompts:
 def filling_pieces(first: int, end: int) -> list[tuple[int, int, int, int]]:
     """Pieces of the tokens from `first` on, which only fill a step up."""
     return [
-        (place, -min(QUERIES_PER_TILE, end - place), 0, 0)
-        for place in range(first, end, QUERIES_PER_TILE)
+        (start, -min(QUERIES_PER_TILE, end - start), 0, 0)
+        for start in range(first, end, QUERIES_PER_TILE)
     ]
 
 
@@ -209,8 +213,10 @@ def unpacked(
     """The parts of `to_device`'s vector, as views."""
     tokens, tiles, rows, decoding, lora = sizes
     ending = decoding + rows
-    ids, positions, slots, pieces, row_slots, lengths, beside, last, ended, adapters = packed.split(
-        [tokens, tokens, tokens, 4 * tiles, rows, rows, decoding, ending, ending, lora * tokens]
+    ids, positions, slots, pieces, row_slots, lengths, siblings, last, finished, adapters = (
+        packed.split(
+            [tokens, tokens, tokens, 4 * tiles, rows, rows, decoding, ending, ending, lora * tokens]
+        )
     )
     spans = VarlenBatch(spans.spans, pieces.view(-1, 4))
     return PromptBatch(
@@ -220,9 +226,9 @@ def unpacked(
         spans,
         row_slots,
         lengths,
-        beside,
+        siblings,
         last,
-        ended,
+        finished,
         chunks,
         adapters if lora else None,
     )
@@ -231,11 +237,11 @@ def unpacked(
 def _filled_up(*columns: tuple[Sequence[int] | Integers, int, int]) -> Tensor:
     """Values one after the other, each of the columns as long as its size and filled up by what
     stands behind that."""
-    whole = np.empty(sum(size for _, size, _ in columns), dtype=np.int64)
-    place = 0
-    for values, size, rest in columns:
-        end = place + len(values)
-        whole[place:end] = values
-        place += size
-        whole[end:place] = rest
-    return torch.from_numpy(whole)
+    buffer = np.empty(sum(size for _, size, _ in columns), dtype=np.int64)
+    offset = 0
+    for values, size, padding in columns:
+        end = offset + len(values)
+        buffer[offset:end] = values
+        offset += size
+        buffer[end:offset] = padding
+    return torch.from_numpy(buffer)

@@ -95,15 +95,15 @@ class DecodeBatches:
             beams = beam_batches([self._rows[slot] for slot in plan.beams], self._device)
             count = len(plain) + sum(batch.slots.shape[0] for batch in beams)
             alike = len(beams) == 1 and beams[0].kernels_key is not None
-            alone = alike and not plain and not self._fixed
-            padding = self._padding(count, beams[0].shape.width if alone else 1)
+            is_plain = alike and not plain and not self._fixed
+            padding = self._padding(count, beams[0].shape.width if is_plain else 1)
             parts = [
                 indices(plan.decode, self._device),
                 *(batch.slots for batch in beams),
                 indices([self._padding_slot] * padding, self._device),
             ]
             sampling = SamplingBatch(plain, self._device, self._least) if plain else None
-            self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams, alone))
+            self._mixed = (key, MixedBatch(torch.cat(parts), sampling, beams, is_plain))
         return self._mixed[1]
 
     def _padding(self, rows: int, width: int = 1) -> int:
@@ -205,8 +205,8 @@ class Runner:
             self._batches.forget()
         if plan.places:
             self.states.relocate(plan.places)
-            for place in plan.places:
-                self._rows[place.slot] = replace(self._rows[place.slot], start=place.start)
+            for move in plan.places:
+                self._rows[move.slot] = replace(self._rows[move.slot], start=move.start)
         if plan.masks:
             self.states.set_masks(plan.masks)
         proposed = None
@@ -243,8 +243,13 @@ class Runner:
         """
         if self.draft is None:
             return self._shapes_to_record()
-        drafting = [each for each in self.draft.shapes_to_record() if each.choice == Choice.GREEDY]
-        return [*self._shapes_to_record(), *(replace(each, draft_model=True) for each in drafting)]
+        drafting = [
+            shape for shape in self.draft.shapes_to_record() if shape.choice == Choice.GREEDY
+        ]
+        return [
+            *self._shapes_to_record(),
+            *(replace(shape, draft_model=True) for shape in drafting),
+        ]
 
     def _shapes_to_record(self) -> list[StepShape]:
         if self._graphs is None:
@@ -257,9 +262,9 @@ class Runner:
         prompts = self._prefill.shapes_to_record()
         if self._deterministic:
             return [*self._with_lora(prompt for prompt in prompts if prompt.rows == 1), *steps]
-        first, rest = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
+        first, later = prompts[:FIRST_PROMPTS], prompts[FIRST_PROMPTS:]
         mixed = self._prefill.mixed_shapes_to_record(self._longest.own)
-        return self._with_lora([*first, *steps, *mixed, *rest])
+        return self._with_lora([*first, *steps, *mixed, *later])
 
     def _with_lora(self, shapes: Iterable[StepShape]) -> list[StepShape]:
         """Return shapes with adapters, too, if the model has any."""
@@ -289,9 +294,9 @@ class Runner:
         self._settle(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for each in (self, self.draft):
-            if each is not None and each._graphs is not None:
-                each._graphs.clear()
+        for runner in (self, self.draft):
+            if runner is not None and runner._graphs is not None:
+                runner._graphs.clear()
         self.communicator.close()
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
@@ -308,9 +313,9 @@ class Runner:
                 result.encoded.append(EncodedRow(row.slot, hidden[index].cpu(), attentions))
 
     def _encoded(self, rows: Sequence[RowStart]) -> Encoded:
-        asked = any(row.request.return_attentions for row in rows)
+        with_attentions = any(row.request.return_attentions for row in rows)
         step = self.decoder.encode_step
-        if step is not None and not asked and all(row.prompt is None for row in rows):
+        if step is not None and not with_attentions and all(row.prompt is None for row in rows):
             sources = [(row.source, row.source_start) for row in rows]
             padding = self.decoder.cache.scratch
             return Encoded(step.run(sources, padding, self.device, self._graphs))
@@ -319,7 +324,7 @@ class Runner:
             Chunk(row.start, 0, 0, len(row.source), self._prefill.prompt_of(row), row.ia3_task)
             for row in rows
         )
-        return self.decoder.encode(indices(ids, self.device), chunks, attentions=asked)
+        return self.decoder.encode(indices(ids, self.device), chunks, attentions=with_attentions)
 
     def _decode(self, slots: tuple[int, ...], bounds: Bounds, result: StepResult) -> None:
         batch = self._batches.plain(slots)
@@ -334,8 +339,8 @@ class Runner:
         self, graphs: StepGraphs, batch: SamplingBatch, bounds: Bounds
     ) -> Sampled | None:
         """The step as a CUDA graph: if it is not, recorded when its shape comes a second time."""
-        made = graphs.run(*self._recorded(batch.host_slots, bounds, batch.choice))
-        return self._choice.chosen(made, batch) if batch.choice == Choice.EAGER else made
+        outputs = graphs.run(*self._recorded(batch.host_slots, bounds, batch.choice))
+        return self._choice.chosen(outputs, batch) if batch.choice == Choice.EAGER else outputs
 
     def _recorded(
         self, slots: Tensor, bounds: Bounds, choice: Choice
@@ -377,11 +382,11 @@ class Runner:
             logits = self._graphs.run(*self._recorded(mixed.slots, bounds, Choice.EAGER))
         plain = len(plan.decode)
         if mixed.plain is not None:
-            own = None if logits is None else logits[:plain]
-            sampled = self._choice.chosen(own, mixed.plain)
+            plain_logits = None if logits is None else logits[:plain]
+            sampled = self._choice.chosen(plain_logits, mixed.plain)
             self._choice.give(result, plan.decode, sampled, mixed.plain)
-        rest = None if logits is None else logits[plain:]
-        result.beams += self.beams.step(rest, mixed.beams, plan.longest, plan.reorder)
+        beam_logits = None if logits is None else logits[plain:]
+        result.beams += self.beams.step(beam_logits, mixed.beams, plan.longest, plan.reorder)
 
     def _beams_on_graph(
         self, graphs: StepGraphs, mixed: MixedBatch, bounds: Bounds, reorder: int
@@ -426,8 +431,8 @@ class Runner:
             start, length = start + outside, length - outside
         source = None
         if bounds.source:
-            found = states.source_start[slots], states.source_length[slots]
-            source = SourceRows(*found, bounds.source)
+            sources = states.source_start[slots], states.source_length[slots]
+            source = SourceRows(*sources, bounds.source)
         rows = Rows(
             start,
             length,

@@ -108,14 +108,14 @@ def poisson_arrivals(
     """
     random = np.random.default_rng(seed)
     times: list[float] = []
-    now, counted = 0.0, 0
+    now, num_requests = 0.0, 0
     while True:
         now += float(random.exponential(1 / rate))
         if seconds is not None and now >= warmup + seconds:
             return times
         times.append(now)
-        counted += now >= warmup
-        if requests is not None and counted == requests:
+        num_requests += now >= warmup
+        if requests is not None and num_requests == requests:
             return times
 
 
@@ -125,19 +125,19 @@ def trace_requests(path: Path, settings: LoadSettings, prompts: Prompts) -> tupl
     if not rows:
         raise _trace_error(path, "has no request")
     start = rows[0][0]
-    found: list[LoadRequest] = []
-    counted = 0
+    requests: list[LoadRequest] = []
+    num_requests = 0
     for index, (timestamp, input_len, output_len) in enumerate(rows):
         at = (timestamp - start) / MILLISECONDS
         if settings.seconds is not None and at >= settings.warmup + settings.seconds:
             break
-        if settings.requests is not None and counted == settings.requests:
+        if settings.requests is not None and num_requests == settings.requests:
             break
-        counted += at >= settings.warmup
-        found.append(LoadRequest(prompts.ids(index, input_len), output_len, at))
-    if not counted:
+        num_requests += at >= settings.warmup
+        requests.append(LoadRequest(prompts.ids(index, input_len), output_len, at))
+    if not num_requests:
         raise _trace_error(path, f"has no request after the warm-up of {settings.warmup:g} s")
-    return tuple(found)
+    return tuple(requests)
 
 
 def _trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
@@ -154,8 +154,8 @@ def _trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
         yield values
 
 
-def _trace_error(path: Path, what: str) -> ConfigError:
-    return ConfigError(problem(f"the trace {path} {what}", change="evaluate.load.trace_file"))
+def _trace_error(path: Path, message: str) -> ConfigError:
+    return ConfigError(problem(f"the trace {path} {message}", change="evaluate.load.trace_file"))
 
 
 def _json_lines(path: Path, key: str) -> Iterator[tuple[int, Any]]:
@@ -257,14 +257,14 @@ class DriverResult:
     lags: tuple[float, ...]
 
 
-async def drive(plan: Plan, ask: Ask) -> DriverResult:
+async def drive(plan: Plan, send: Ask) -> DriverResult:
     """Do the plan; ends when every request is answered, has failed or has timed out."""
     loop = asyncio.get_running_loop()
     lags: list[float] = []
     sampler = asyncio.create_task(_sample_lags(lags))
     start, computed = loop.time(), time.thread_time()
     try:
-        work = _closed(plan, ask, start) if plan.clients else _open(plan, ask, start)
+        work = _closed(plan, send, start) if plan.clients else _open(plan, send, start)
         answers = await work
     finally:
         sampler.cancel()
@@ -274,47 +274,47 @@ async def drive(plan: Plan, ask: Ask) -> DriverResult:
     return DriverResult(tuple(answers), start + plan.warmup, busy, tuple(lags))
 
 
-async def _closed(plan: Plan, ask: Ask, start: float) -> Sequence[Answer]:
+async def _closed(plan: Plan, send: Ask, start: float) -> Sequence[Answer]:
     loop = asyncio.get_running_loop()
     requests = itertools.cycle(plan.requests)
-    begin, answers, counted = start + plan.warmup, [], 0
+    begin, answers, num_sent = start + plan.warmup, [], 0
 
     async def client() -> None:
-        nonlocal counted
+        nonlocal num_sent
         while True:
             now = loop.time()
             counts = now >= begin
             if counts and plan.count is not None:
-                if counted == plan.count:
+                if num_sent == plan.count:
                     return
-                counted += 1
+                num_sent += 1
             if plan.seconds is not None and now >= begin + plan.seconds:
                 return
-            answers.append(await _asked(ask, next(requests), now, counts, plan.timeout))
+            answers.append(await _asked(send, next(requests), now, counts, plan.timeout))
 
     await asyncio.gather(*(client() for _ in range(plan.clients)))
     return answers
 
 
-async def _open(plan: Plan, ask: Ask, start: float) -> Sequence[Answer]:
+async def _open(plan: Plan, send: Ask, start: float) -> Sequence[Answer]:
     loop = asyncio.get_running_loop()
     tasks = []
     for request in plan.requests:
         await asyncio.sleep(start + request.at - loop.time())
         counts = request.at >= plan.warmup
-        asked = _asked(ask, request, start + request.at, counts, plan.timeout)
-        tasks.append(asyncio.create_task(asked))
+        task = _asked(send, request, start + request.at, counts, plan.timeout)
+        tasks.append(asyncio.create_task(task))
     return await asyncio.gather(*tasks)
 
 
 async def _asked(
-    ask: Ask, request: LoadRequest, asked: float, counts: bool, timeout: float
+    send: Ask, request: LoadRequest, sent_at: float, counts: bool, timeout: float
 ) -> Answer:
     loop = asyncio.get_running_loop()
     responses: list[tuple[float, int]] = []
 
     async def read() -> None:
-        async with aclosing(ask(request)) as stream:
+        async with aclosing(send(request)) as stream:
             async for tokens in stream:
                 if tokens > (responses[-1][1] if responses else 0):
                     responses.append((loop.time(), tokens))
@@ -327,7 +327,7 @@ async def _asked(
     except Exception as failure:  # of whichever transport: the other requests go on
         error = f"{type(failure).__name__}: {failure}"
     return Answer(
-        asked,
+        sent_at,
         loop.time(),
         len(request.prompt_ids),
         request.output_len,
@@ -347,4 +347,6 @@ async def _sample_lags(lags: list[float]) -> None:
 
 def lag_p99(driven: Sequence[DriverResult]) -> float:
     """The lag of the slowest process, in seconds."""
-    return max((float(np.percentile(each.lags, 99)) for each in driven if each.lags), default=0.0)
+    return max(
+        (float(np.percentile(result.lags, 99)) for result in driven if result.lags), default=0.0
+    )

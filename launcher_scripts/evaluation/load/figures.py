@@ -72,17 +72,17 @@ def run_figures(
     seconds:  how long it counts; None: to the last answer
     streamed: whether tokens were sent as they came; the times of whole answers' tokens are unknown
     """
-    begin = min(each.begin for each in driven)
-    answers = [answer for each in driven for answer in each.answers]
-    counted = [answer for answer in answers if answer.counts]
-    last = max((answer.ended for answer in counted), default=begin)
+    begin = min(result.begin for result in driven)
+    answers = [answer for result in driven for answer in result.answers]
+    measured = [answer for answer in answers if answer.counts]
+    last = max((answer.ended for answer in measured), default=begin)
     end = last if seconds is None else begin + seconds
     duration = max(end - begin, 1e-9)
-    answered = [answer for answer in counted if answer.error is None and answer.responses]
-    inside = [a for a in answers if a.error is None and a.responses and begin <= a.ended <= end]
-    timeline = _timeline(answers, inside, begin, duration)
-    tokens = sum(each["tokens"] for each in timeline)
-    good = [answer for answer in inside if within(answer, bounds)]
+    answered = [answer for answer in measured if answer.error is None and answer.responses]
+    completed = [a for a in answers if a.error is None and a.responses and begin <= a.ended <= end]
+    timeline = _timeline(answers, completed, begin, duration)
+    tokens = sum(result["tokens"] for result in timeline)
+    good = [answer for answer in completed if within(answer, bounds)]
     gaps = [gap for answer in answered for gap in token_gaps(answer)]
     return LoadRun(
         path,
@@ -91,11 +91,11 @@ def run_figures(
         load.rate,
         generator,
         round(duration, 6),
-        len(counted),
-        sum(answer.error is not None for answer in counted),
-        sum(answer.prompt_tokens for answer in counted),
+        len(measured),
+        sum(answer.error is not None for answer in measured),
+        sum(answer.prompt_tokens for answer in measured),
         tokens,
-        len(inside) / duration,
+        len(completed) / duration,
         tokens / duration,
         len(good) / duration if bounds.asked else None,
         percentiles([first_token(a) for a in answered]) if streamed else None,
@@ -105,7 +105,7 @@ def run_figures(
         tuple(timeline),
         {
             "processes": len(driven),
-            "busy": round(max(each.busy for each in driven), 3),
+            "busy": round(max(result.busy for result in driven), 3),
             "lag_p99_ms": round(lag_p99(driven) * 1e3, 3),
         },
     )
@@ -150,19 +150,21 @@ def percentiles(seconds: Sequence[float]) -> Percentiles | None:
     if not len(seconds):
         return None
     values = np.asarray(seconds) * 1e3
-    found = {f"p{each}": float(np.percentile(values, each)) for each in (50, 90, 99)}
-    return {name: round(value, 3) for name, value in {**found, "mean": values.mean()}.items()}
+    result = {
+        f"p{percentile}": float(np.percentile(values, percentile)) for percentile in (50, 90, 99)
+    }
+    return {name: round(value, 3) for name, value in {**result, "mean": values.mean()}.items()}
 
 
 def _timeline(
-    answers: Sequence[Answer], ended: Sequence[Answer], begin: float, duration: float
+    answers: Sequence[Answer], finished: Sequence[Answer], begin: float, duration: float
 ) -> list[dict[str, int]]:
     """Answers and tokens that came in each second of the run; the last one may be a part."""
     rows: list[dict[str, Any]] = [
         {"second": second, "requests": 0, "tokens": 0}
         for second in range(math.ceil(round(duration, 6)))
     ]
-    for answer in ended:
+    for answer in finished:
         rows[_second(answer.ended - begin, rows)]["requests"] += 1
     for answer in answers:
         before = 0
@@ -201,7 +203,7 @@ class Saturation:
     text: str
 
 
-def find_saturation(measure: Measure, start: Load, most_runs: int) -> Saturation:
+def find_saturation(measure: Measure, start: Load, max_runs: int) -> Saturation:
     """Double the load until the server does not carry it, then bisect.
 
     A load is carried when its run is valid, 90 % of its answers keep the bounds and, in an open
@@ -209,33 +211,33 @@ def find_saturation(measure: Measure, start: Load, most_runs: int) -> Saturation
     more clients bring less than 5 % more tokens per second.
     """
     carried: LoadRun | None = None
-    refused: LoadRun | None = None
+    rejected: LoadRun | None = None
     load: Load | None = start
     path = why = ""
-    for _ in range(most_runs):
+    for _ in range(max_runs):
         if load is None:
             break
         run = measure(load)
-        path, found = run.path, _objection(run)
-        flat = None if carried is None or found else _flat(run, carried)
-        if found or flat:
-            refused, why = run, found or flat or ""
+        path, objection = run.path, _objection(run)
+        flat = None if carried is None or objection else _flat(run, carried)
+        if objection or flat:
+            rejected, why = run, objection or flat or ""
         else:
             carried = run
-        load = None if flat else _next(carried, refused)
-    return _saturation(path, carried, refused, why)
+        load = None if flat else _next(carried, rejected)
+    return _saturation(path, carried, rejected, why)
 
 
-def _next(carried: LoadRun | None, refused: LoadRun | None) -> Load | None:
+def _next(carried: LoadRun | None, rejected: LoadRun | None) -> Load | None:
     """The load to try now; None where the two are close enough."""
-    if refused is None:
+    if rejected is None:
         return None if carried is None else _scaled(carried.load, 2.0)
     if carried is None:
-        smaller = _scaled(refused.load, 0.5)
-        return None if smaller == refused.load else smaller
-    low, high = _size(carried.load), _size(refused.load)
+        smaller = _scaled(rejected.load, 0.5)
+        return None if smaller == rejected.load else smaller
+    low, high = _size(carried.load), _size(rejected.load)
     middle = (low + high) / 2
-    if refused.clients is None:
+    if rejected.clients is None:
         return None if high / low <= CLOSE else Load(rate=middle)
     near = high - low <= 1 or high / low <= CLOSE
     return None if near else Load(clients=int(middle))
@@ -275,12 +277,12 @@ def _flat(run: LoadRun, carried: LoadRun) -> str | None:
 
 
 def _saturation(
-    path: str, carried: LoadRun | None, refused: LoadRun | None, why: str
+    path: str, carried: LoadRun | None, rejected: LoadRun | None, why: str
 ) -> Saturation:
-    many = "" if refused is None else refused.load.text
+    many = "" if rejected is None else rejected.load.text
     if carried is None:
         return Saturation(path, 0.0, 0.0, None, None, f"not even {many} can be carried: {why}")
-    if refused is None:
+    if rejected is None:
         text = f"more than {carried.load.text}: the last of the runs was carried, too"
     else:
         text = f"{carried.load.text}; {many} are too many: {why}"
@@ -302,14 +304,15 @@ LAG_MS = 10.0
 
 
 def invalid_reasons(
-    run: LoadRun, driven: Sequence[DriverResult], taken: tuple[int, int] | None
+    run: LoadRun, driven: Sequence[DriverResult], num_received: tuple[int, int] | None
 ) -> tuple[str, ...]:
     """Sentences; none for a valid run.
 
-    taken: how many requests the servers had taken before and after it; None where they no longer
+    num_received: number of requests that the servers had received before and after it; None if
+    they no longer
            say so
     """
-    answers = [answer for each in driven for answer in each.answers]
+    answers = [answer for result in driven for answer in result.answers]
     failed = [answer for answer in answers if answer.error is not None]
     answered = [answer for answer in answers if answer.error is None]
     short = [answer for answer in answered if 0 < answer.tokens < answer.output_len]
@@ -328,11 +331,11 @@ def invalid_reasons(
             f"{_of(short, answers)} were answered with fewer tokens than asked for; the first: "
             f"{first.tokens} of {first.output_len}"
         )
-    return (*reasons, *_client_reasons(run, driven), *_server_reasons(taken, len(answered)))
+    return (*reasons, *_client_reasons(run, driven), *_server_reasons(num_received, len(answered)))
 
 
 def _client_reasons(run: LoadRun, driven: Sequence[DriverResult]) -> list[str]:
-    busy = max((each.busy for each in driven), default=0.0)
+    busy = max((result.busy for result in driven), default=0.0)
     timed = run.first_token_ms or run.latency_ms
     lag, bound = lag_p99(driven) * 1e3, max(LAG_MS, LAG_SHARE * timed["p50"] if timed else 0.0)
     remedy = "more evaluate.load.processes, or a client machine of its own"
@@ -346,10 +349,10 @@ def _client_reasons(run: LoadRun, driven: Sequence[DriverResult]) -> list[str]:
     return []
 
 
-def _server_reasons(taken: tuple[int, int] | None, answered: int) -> list[str]:
-    if taken is None:
+def _server_reasons(num_received: tuple[int, int] | None, answered: int) -> list[str]:
+    if num_received is None:
         return ["the server does not answer any more"]
-    before, after = taken
+    before, after = num_received
     if after - before < answered:
         return [
             f"the server restarted during the run: it has taken {after} requests since it began, "

@@ -66,9 +66,9 @@ def run_plan(target: Target, plan: Plan, processes: int) -> list[DriverResult]:
     context = multiprocessing.get_context("spawn")  # a fork would share gRPC's threads
     barrier = context.Barrier(len(plans))
     started = []
-    for each in plans:
+    for item in plans:
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (target, each, barrier, sender)
+        arguments = (target, item, barrier, sender)
         process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         sender.close()
@@ -102,8 +102,8 @@ _LAST_WORDS = 2000
 
 def find_guidellm() -> str:
     """Its command, beside this Python or on the PATH. Raises ConfigError without one."""
-    beside = shutil.which("guidellm", path=str(Path(sys.executable).parent))
-    result = beside or shutil.which("guidellm")
+    sibling = shutil.which("guidellm", path=str(Path(sys.executable).parent))
+    result = sibling or shutil.which("guidellm")
     if result is None:
         raise ConfigError(
             problem(
@@ -197,16 +197,18 @@ def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverR
 
     Raises ServerError for times that lie further apart than the `limit` seconds of its command.
     """
-    found = [each for kind in ("successful", "errored") for each in benchmark["requests"][kind]]
-    answers = [_answer(each, plan) for each in found]
+    requests = [
+        request for kind in ("successful", "errored") for request in benchmark["requests"][kind]
+    ]
+    answers = [_answer(request, plan) for request in requests]
     begin = min((answer.asked for answer in answers), default=0.0) + plan.warmup
     end = max((answer.ended for answer in answers), default=0.0)
     if not 0 <= end - begin + plan.warmup <= limit:
         raise ServerError(f"guidellm reports requests from {begin:.3f} s to {end:.3f} s")
-    counted = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
-    times = [each["info"]["timings"] for each in found]
+    measured = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
+    times = [request["info"]["timings"] for request in requests]
     lags = tuple(max(0.0, time["request_start"] - time["targeted_start"]) for time in times)
-    return DriverResult(counted, begin, 0.0, () if plan.clients else lags)
+    return DriverResult(measured, begin, 0.0, () if plan.clients else lags)
 
 
 def _answer(request: Mapping[str, Any], plan: Plan) -> Answer:
@@ -216,15 +218,15 @@ def _answer(request: Mapping[str, Any], plan: Plan) -> Answer:
     if tokens and first is not None and last is not None:
         steps = max(tokens - 1, 1)
         responses = tuple(
-            (last if tokens == 1 else first + (last - first) * place / steps, place + 1)
-            for place in range(tokens)
+            (last if tokens == 1 else first + (last - first) * index / steps, index + 1)
+            for index in range(tokens)
         )
-    wanted = json.loads(request["request_args"])["body"]["max_tokens"]
+    requested = json.loads(request["request_args"])["body"]["max_tokens"]
     return Answer(
         times["request_start"] if plan.clients else times["targeted_start"],
         times["request_end"],
         int(request["prompt_tokens"] or 0),
-        int(wanted),
+        int(requested),
         responses,
         error=request["info"]["error"],
     )
@@ -258,8 +260,8 @@ class LoadTest:
         if "gateway" in load.paths and load.generator == "guidellm":
             find_guidellm()
         # Before anything is asked: a trace that cannot be read is found now.
-        for each in self.loads():
-            self._plan(each)
+        for item in self.loads():
+            self._plan(item)
 
     def loads(self) -> Iterator[Load]:
         """Iterate over the loads of one path."""
@@ -297,7 +299,7 @@ class LoadTest:
             )
         before = self._client.requests_taken()
         generator, driven = self._driven(path, load)
-        taken = self._taken_since(before)
+        num_received = self._taken_since(before)
         figures = run_figures(
             path,
             load,
@@ -307,7 +309,7 @@ class LoadTest:
             streamed=self._targets[path].stream and self._client.streams,
             generator=generator,
         )
-        reasons = invalid_reasons(figures, driven, taken)
+        reasons = invalid_reasons(figures, driven, num_received)
         run = replace(figures, valid=not reasons, invalid_reasons=reasons)
         self.runs.append(run)
         self._noted(run)
@@ -342,8 +344,8 @@ def make_targets(
     targets = {}
     for path in load.paths:
         key = "openai" if path == "gateway" else path
-        found = [each[key] for each in ready if key in each]
-        addresses = [load.gateway] if path == "gateway" and load.gateway else found
+        result = [item[key] for item in ready if key in item]
+        addresses = [load.gateway] if path == "gateway" and load.gateway else result
         if not addresses:
             raise ConfigError(
                 problem(

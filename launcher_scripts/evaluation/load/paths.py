@@ -70,19 +70,19 @@ class _HttpPath:
         """Iterate over the objects of the complete events in each read."""
         async with self._session.post(url, json=body) as response:
             await _check(response)
-            rest = b""
+            unparsed = b""
             async for data in response.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                found = [
+                *lines, unparsed = (unparsed + data).split(b"\n")
+                objects = [
                     json.loads(line[6:])
                     for line in lines
                     if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]")
                 ]
-                for event in found:
+                for event in objects:
                     if "error" in event:
                         raise Refused(str(event["error"]))
-                if found:
-                    yield found
+                if objects:
+                    yield objects
 
     async def _whole(self, url: str, body: Any) -> Any:
         async with self._session.post(url, json=body) as response:

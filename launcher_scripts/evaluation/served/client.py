@@ -52,13 +52,13 @@ class Client:
         self.model_name = model_name
         self._servers = [
             RemoteServer(
-                each,
+                item,
                 protocol=protocol,
                 request_timeout=request_timeout,
                 timeout_key="evaluate.request_timeout",
                 tls=tls,
             )
-            for each in address.split(",")
+            for item in address.split(",")
         ]
         self._first = self._servers[0]  # they serve the same repository
         self._in_flight = [0] * len(self._servers)
@@ -91,9 +91,9 @@ class Client:
         """
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        chosen = self._least_busy()
-        self._sent[chosen] += 1
-        return row_outputs(rows, self._servers[chosen].infer(self.model_name, tensors, names))
+        server = self._least_busy()
+        self._sent[server] += 1
+        return row_outputs(rows, self._servers[server].infer(self.model_name, tensors, names))
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8
@@ -159,20 +159,23 @@ class Client:
             "QUERY": np.array([[text.encode()]], dtype=object),
             "REQUEST_OUTPUT_LEN": np.ones((1, 1), dtype=np.uint32),
         }
-        made = self._first.infer(name, tensors, ("INPUT_ID", "REQUEST_INPUT_LEN"))
-        return [int(each) for each in made["INPUT_ID"][0, : int(made["REQUEST_INPUT_LEN"][0, 0])]]
+        outputs = self._first.infer(name, tensors, ("INPUT_ID", "REQUEST_INPUT_LEN"))
+        return [
+            int(token_id)
+            for token_id in outputs["INPUT_ID"][0, : int(outputs["REQUEST_INPUT_LEN"][0, 0])]
+        ]
 
     def precision(self, weight_data_type: str) -> str:
         """The coarsest of the types that the model is stored, computed and cached in.
 
         weight_data_type: of its files
         """
-        said = self.parameters
-        computed = said.get("data_type") or "fp32"
-        if kv_cache_dtype_of(said.get("kv_cache_dtype"), "{}") == "fp8":
+        parameters = self.parameters
+        computed = parameters.get("data_type") or "fp32"
+        if kv_cache_dtype_of(parameters.get("kv_cache_dtype"), "{}") == "fp8":
             return "fp8"
-        mode = int(said.get("int8_mode") or 0)
-        if quantization := quantization_of(mode, said.get("quantization"), "{}"):
+        mode = int(parameters.get("int8_mode") or 0)
+        if quantization := quantization_of(mode, parameters.get("quantization"), "{}"):
             return quantization
         return max(weight_data_type, computed, key=("fp32", "fp16", "bf16").index)
 
@@ -210,16 +213,16 @@ class Client:
     def _submit(self, rows: Sequence[GenerateRequest]) -> Callable[[], list[GenerateOutput]]:
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        chosen = self._least_busy()
-        answer = self._servers[chosen].submit(self.model_name, tensors, names)
-        self._sent[chosen] += 1
-        self._in_flight[chosen] += 1
+        server = self._least_busy()
+        answer = self._servers[server].submit(self.model_name, tensors, names)
+        self._sent[server] += 1
+        self._in_flight[server] += 1
 
         def outputs() -> list[GenerateOutput]:
             try:
                 return row_outputs(rows, answer())
             finally:
-                self._in_flight[chosen] -= 1
+                self._in_flight[server] -= 1
 
         return outputs
 
@@ -266,11 +269,11 @@ def _for_streams(ready: dict[str, Any], settings: EvaluateSettings) -> dict[str,
     with _client(ready, settings, settings.request_timeout) as client:
         if not client.streams:
             return ready
-    _, found = _read_ready_files(replace(settings, protocol="grpc"))
-    if found is None:
+    _, result = _read_ready_files(replace(settings, protocol="grpc"))
+    if result is None:
         return ready
-    with _client(found, settings, PROBE_SECONDS) as probe:
-        return found if probe.is_ready() else ready
+    with _client(result, settings, PROBE_SECONDS) as probe:
+        return result if probe.is_ready() else ready
 
 
 def _client(ready: dict[str, Any], settings: EvaluateSettings, request_timeout: float) -> Client:
@@ -290,15 +293,15 @@ def _addresses(ready: dict[str, Any]) -> str:
 
 def _read_ready_files(settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
     """Return the first server's data with all addresses; or why there is nothing to use yet."""
-    found = []
+    contents = []
     for path in replica_files(Path(settings.ready_file), settings.replicas):
         reason, ready = _read_ready_file(path, settings)
         if ready is None:
             return reason, None
-        found.append(ready)
+        contents.append(ready)
     if settings.replicas:
-        found[0]["replicas"] = [ready[found[0]["protocol"]] for ready in found]
-    return "", found[0]
+        contents[0]["replicas"] = [ready[contents[0]["protocol"]] for ready in contents]
+    return "", contents[0]
 
 
 def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[str, Any] | None]:
@@ -313,10 +316,10 @@ def _read_ready_file(path: Path, settings: EvaluateSettings) -> tuple[str, dict[
             return f"{path} gives no {settings.protocol} address", None
         if settings.model_name not in ready.get("models", [settings.model_name]):
             return f"{path} names models {ready['models']}, not {settings.model_name}", None
-        wanted = settings.server_job_folder
+        job_folder = settings.server_job_folder
         folder = ready.get("job", {}).get("folder")
-        if wanted is not None and not is_same_path(folder or "", wanted):
-            return f"{path} is of the server of {folder}, not of {wanted}", None
+        if job_folder is not None and not is_same_path(folder or "", job_folder):
+            return f"{path} is of the server of {folder}, not of {job_folder}", None
         age = seconds_silent(ready)
         if age is not None and age > STALE_SECONDS:
             return f"{path} was last renewed {age:.0f} s ago: its server was killed", None

@@ -92,8 +92,8 @@ def request_tensors(
             tensors[name] = np.array(numbers, dtype=np.int32)[:, None]
     if any(row.prompt_embedding is not None for row in rows):
         require("request_prompt_embedding")
-        own = prompt_tensors(rows)
-        tensors.update({name: array for name, array in own.items() if name in contract.known})
+        local = prompt_tensors(rows)
+        tensors.update({name: array for name, array in local.items() if name in contract.known})
     return tensors
 
 
@@ -110,9 +110,9 @@ def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
 
     The embeddings keep their type, which must be the one the model computes in.
     """
-    own = [row.prompt_embedding for row in rows if row.prompt_embedding is not None]
-    longest = max(len(table) for table in own)
-    embeddings = np.zeros((len(rows), longest, own[0].shape[1]), dtype=own[0].dtype)
+    local = [row.prompt_embedding for row in rows if row.prompt_embedding is not None]
+    longest = max(len(table) for table in local)
+    embeddings = np.zeros((len(rows), longest, local[0].shape[1]), dtype=local[0].dtype)
     lengths = np.zeros((len(rows), 1), dtype=np.uint32)
     types = np.zeros((len(rows), 1), dtype=np.uint32)
     for index, row in enumerate(rows):
@@ -137,8 +137,8 @@ def _require(contract: Contract, model_type: str, tensor: str) -> None:
 def _column(tensor: Tensor, values: Sequence[Any]) -> NDArray[Any]:
     """One value per row, [B, 1]."""
     if any(value is None for value in values):
-        what = f"either all rows of a request say {tensor.name} or none"
-        raise RequestError(problem(what, got=list(values)))
+        message = f"either all rows of a request say {tensor.name} or none"
+        raise RequestError(problem(message, got=list(values)))
     return np.array(values, dtype=NUMPY_TYPES[tensor.dtype])[:, None]
 
 
@@ -164,8 +164,8 @@ def bias_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
     ids = np.full((len(rows), longest), -1, dtype=np.int32)
     values = np.zeros((len(rows), longest), dtype=np.float32)
     for index, row in enumerate(rows):
-        for place, (token, value) in enumerate(row.logit_bias):
-            ids[index, place], values[index, place] = token, value
+        for position, (token, value) in enumerate(row.logit_bias):
+            ids[index, position], values[index, position] = token, value
     return {"logit_bias_ids": ids, "logit_bias_values": values}
 
 
@@ -258,19 +258,19 @@ def row_outputs(
 def _log_probs(
     tensors: Mapping[str, NDArray[Any]],
     fields: Mapping[str, str],
-    place: tuple[int, ...],
+    index: tuple[int, ...],
     tokens: int,
     count: int,
 ) -> ModelLogProbs | None:
-    """Return the log-probabilities of the first `tokens` tokens at `place`, with the `count` most
+    """Return the log-probabilities of the first `tokens` tokens at `index`, with the `count` most
     likely; None below 0."""
     if count < 0:
         return None
-    own, ranks, *tops = (
-        tensors[name][place][:tokens] for name in list(fields)[: _tensors_of(count)]
+    local, ranks, *tops = (
+        tensors[name][index][:tokens] for name in list(fields)[: _tensors_of(count)]
     )
-    ids, values = tops or (np.zeros((len(own), 0)),) * 2
-    return ModelLogProbs(own, ranks, ids[:, :count], values[:, :count])
+    ids, values = tops or (np.zeros((len(local), 0)),) * 2
+    return ModelLogProbs(local, ranks, ids[:, :count], values[:, :count])
 
 
 def _beam(

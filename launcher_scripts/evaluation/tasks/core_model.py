@@ -96,7 +96,7 @@ class CoreModel(Reference):
     """Computes logits."""
 
     def __init__(
-        self, said: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.float32]]]
+        self, options: Mapping[str, Any], tensors: Iterable[tuple[str, NDArray[np.float32]]]
     ) -> None:
         """Raises NoReferenceError without the core, and where it does not compute the model;
         ConfigError for what it refuses.
@@ -111,18 +111,18 @@ class CoreModel(Reference):
             raise NoReferenceError(
                 problem(f"the reference needs the package {error.name}")
             ) from error
-        if reasons := unsupported_reasons(said):
+        if reasons := unsupported_reasons(options):
             raise NoReferenceError(f"the core alone does not compute it: {', '.join(reasons)}")
         self._torch = torch
         self.name = f"Megatron-LM core {megatron.core.__version__}, float32"
         state = {_local_name(name): values for name, values in tensors}
-        if said.get("layernorm_zero_centered_gamma"):
+        if options.get("layernorm_zero_centered_gamma"):
             state = {
                 name: values + 1 if name.endswith("norm.weight") else values
                 for name, values in state.items()
             }
         with _on_cpu():
-            self._model = _build(said, len(state[TABLE])).eval()
+            self._model = _build(options, len(state[TABLE])).eval()
             self._model.load_state_dict(
                 {name: torch.from_numpy(values) for name, values in state.items()}, strict=False
             )
@@ -146,28 +146,28 @@ class CoreModel(Reference):
         torch = self._torch
         tokens = torch.tensor([list(ids)])
         with _on_cpu(), torch.no_grad():
-            found = self._model(tokens, torch.arange(len(ids))[None], None)[0]
-        logits: NDArray[np.float32] = found.float().numpy()
+            result = self._model(tokens, torch.arange(len(ids))[None], None)[0]
+        logits: NDArray[np.float32] = result.float().numpy()
         return logits
 
 
-def unsupported_reasons(said: Mapping[str, Any]) -> list[str]:
+def unsupported_reasons(options: Mapping[str, Any]) -> list[str]:
     """Return the changes of a tool outside of the core's own model."""
     changed = [
-        f"{name} {said[name]}"
-        for name, usual in SCALING.items()
-        if said.get(name) not in (None, usual)
+        f"{name} {options[name]}"
+        for name, default in SCALING.items()
+        if options.get(name) not in (None, default)
     ]
-    return changed + (["a class of Gemma"] if "Gemma" in str(said.get("_target_")) else [])
+    return changed + (["a class of Gemma"] if "Gemma" in str(options.get("_target_")) else [])
 
 
 def _local_name(name: str) -> str:
-    for theirs, ours in _NAMES:
-        name = name.replace(theirs, ours)
+    for core_name, local_name in _NAMES:
+        name = name.replace(core_name, local_name)
     return name
 
 
-def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
+def _build(options: Mapping[str, Any], vocab_size: int) -> Any:
     """The core's model, its weights of any value."""
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
@@ -183,10 +183,12 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
         "squared_relu": squared_relu,
         "quick_gelu": quick_gelu,
     }
-    experts = said.get("num_moe_experts") or said.get("num_experts")  # the second is Megatron-LM's
+    experts = options.get("num_moe_experts") or options.get(
+        "num_experts"
+    )  # the second is Megatron-LM's
     names = FIELDS + (EXPERT_FIELDS if experts else ())
-    fields = {name: said[name] for name in names if said.get(name) is not None}
-    name = str(said.get("activation_func") or "gelu")
+    fields = {name: options[name] for name in names if options.get(name) is not None}
+    name = str(options.get("activation_func") or "gelu")
     if name == "openai_gelu":
         # The fused kernel's form. Elsewhere the fused kernels differ by the order of sums alone.
         name, fields["bias_activation_fusion"] = "gelu", True
@@ -196,16 +198,16 @@ def _build(said: Mapping[str, Any], vocab_size: int) -> Any:
         **fields, **UNFUSED, num_moe_experts=experts or None, activation_func=activations[name]
     )
     for name in YARN_FIELDS:
-        if name in said:
-            setattr(config, name, said[name])
+        if name in options:
+            setattr(config, name, options[name])
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )
-    more = {name: said[name] for name in MODEL_FIELDS if said.get(name) is not None}
-    length = int(said.get("max_position_embeddings") or said.get("seq_length") or 0)
+    more = {name: options[name] for name in MODEL_FIELDS if options.get(name) is not None}
+    length = int(options.get("max_position_embeddings") or options.get("seq_length") or 0)
     # Megatron-LM's models have the core's factor, whatever its arguments say.
-    if said.get("scale_factor") is not None:
-        more["rope_scaling_factor"] = said["scale_factor"]
+    if options.get("scale_factor") is not None:
+        more["rope_scaling_factor"] = options["scale_factor"]
     return GPTModel(config, spec, vocab_size=vocab_size, max_sequence_length=length, **more)
 
 
@@ -235,8 +237,8 @@ def _on_cpu() -> Iterator[None]:
         ):
             yield
     except Exception as error:  # the core raises everything there is
-        what = f"the core cannot compute the model: {type(error).__name__}: {error}"
-        raise ConfigError(what) from error
+        message = f"the core cannot compute the model: {type(error).__name__}: {error}"
+        raise ConfigError(message) from error
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

@@ -59,14 +59,23 @@ def compared(served: States, reference: States) -> dict[str, float]:
     largest_difference:  between two elements
     relative_difference: the norm of all differences over the norm of the reference
     """
-    ours, theirs = served.astype(np.float64), reference.astype(np.float64)  # [T, hidden]
-    norms = np.linalg.norm(ours, axis=-1) * np.linalg.norm(theirs, axis=-1)  # [T]
-    cosines = (ours * theirs).sum(axis=-1) / np.maximum(norms, np.finfo(np.float64).tiny)
-    differences = ours - theirs
+    served_states, reference_states = (
+        served.astype(np.float64),
+        reference.astype(np.float64),
+    )  # [T, hidden]
+    norms = np.linalg.norm(served_states, axis=-1) * np.linalg.norm(
+        reference_states, axis=-1
+    )  # [T]
+    cosines = (served_states * reference_states).sum(axis=-1) / np.maximum(
+        norms, np.finfo(np.float64).tiny
+    )
+    differences = served_states - reference_states
     return {
         "cosine_similarity": float(cosines.min()),
         "largest_difference": float(np.abs(differences).max()),
-        "relative_difference": float(np.linalg.norm(differences) / np.linalg.norm(theirs)),
+        "relative_difference": float(
+            np.linalg.norm(differences) / np.linalg.norm(reference_states)
+        ),
     }
 
 
@@ -76,7 +85,7 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     def mean(name: str, meaning: str) -> Metric:
         return average([item[name] for item in items], False, meaning)
 
-    largest = max(item["largest_difference"] for item in items)
+    max_difference = max(item["largest_difference"] for item in items)
     return {
         "cosine_similarity": mean(
             "cosine_similarity", "mean over the texts of the smallest cosine of a token's states"
@@ -85,12 +94,12 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
             "relative_difference", "mean over the texts of |served - reference| / |reference|"
         ),
         "largest_difference": Metric(
-            largest, None, None, False, "largest difference of an element of a state"
+            max_difference, None, None, False, "largest difference of an element of a state"
         ),
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
     from launcher_scripts.evaluation.tasks.transformers_model import TransformersEncoder
 
@@ -99,7 +108,7 @@ def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallbac
     fields = [{"text": text} for text in texts]
     rows = [
         replace(
-            row_of(asked, prompt, settings.generation, ()),
+            row_of(model, prompt, settings.generation, ()),
             output_len=0,
             decoder_input_ids=(),
             return_hidden_state=True,
@@ -111,12 +120,12 @@ def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallbac
         """The agreement of PART texts, and of the next ones, from a part's number on."""
         for begin in range(first * PART, len(rows), PART):
             part, served = rows[begin : begin + PART], []
-            for states in asked.model.hidden_states(part, settings.batch_size):
+            for states in model.model.hidden_states(part, settings.batch_size):
                 served.append(states)
                 progress(begin + len(served), len(rows))
-            yield [_agreement(*each, reference.states) for each in zip(part, served, strict=True)]
+            yield [_agreement(*pair, reference.states) for pair in zip(part, served, strict=True)]
 
-    agreements = itertools.chain.from_iterable(asked.continued(parts))
+    agreements = itertools.chain.from_iterable(model.continued(parts))
     items: list[dict[str, Any]] = [
         {"index": index, "text": text, "tokens": len(row.input_ids), **agreement}
         for index, (row, text, agreement) in enumerate(zip(rows, texts, agreements, strict=True))
@@ -129,7 +138,7 @@ def _agreement(
 ) -> dict[str, float]:
     expected = states_of(row)
     if expected.shape != served.shape:
-        what = "the served model and the reference have states of other sizes"
+        label = "the served model and the reference have states of other sizes"
         sizes = f"{served.shape} and {expected.shape}"
-        raise ConfigError(problem(what, got=sizes, change=REFERENCE_KEY))
+        raise ConfigError(problem(label, got=sizes, change=REFERENCE_KEY))
     return compared(served, expected)

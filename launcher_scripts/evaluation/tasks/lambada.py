@@ -85,9 +85,9 @@ def encode_pair(
     As lm-evaluation-harness does it: blanks at the context's end move to the target, both are
     encoded as one text, and the target's tokens are those after as many as the context alone has.
     """
-    kept = context.rstrip()
-    whole = tuple(encode(context + target))
-    return whole, len(whole) - len(encode(kept))
+    stripped = context.rstrip()
+    ids = tuple(encode(context + target))
+    return ids, len(ids) - len(encode(stripped))
 
 
 def make_items(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> list[Item]:
@@ -196,17 +196,17 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run(settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
     texts = read_texts(Path(settings.data_file), settings.limit)
-    passages = fitting(make_items(texts, asked.tokenizer.encode), learned_positions(asked.folder))
+    passages = fitting(make_items(texts, model.tokenizer.encode), learned_positions(model.folder))
     items: list[dict[str, Any]] = []
 
-    def ask(first: int) -> Iterator[dict[str, Any]]:
+    def send(first: int) -> Iterator[dict[str, Any]]:
         left = passages[first:]
-        return measure(left, asked.model.score(rows_to_score(left), settings.batch_size))
+        return measure(left, model.model.score(rows_to_score(left), settings.batch_size))
 
-    for item in asked.continued(ask):
+    for item in model.continued(send):
         items.append(item)
         progress(len(items), len(passages))
     return TaskResult(summarise(items), items)

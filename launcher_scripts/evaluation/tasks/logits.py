@@ -46,8 +46,8 @@ class RowComparison:
     @property
     def first_divergence(self) -> int | None:
         """The first position at which another token is the likeliest; None: nowhere."""
-        places = np.flatnonzero(~self.same)
-        return int(places[0]) if len(places) else None
+        positions = np.flatnonzero(~self.same)
+        return int(positions[0]) if len(positions) else None
 
     def plain(self) -> dict[str, list[Any]]:
         """As values of JSON."""
@@ -58,7 +58,7 @@ class RowComparison:
         """Restore a comparison from the output of `plain`."""
         types: dict[str, Any] = {"same": np.bool_, "chosen": np.int64}
         arrays: dict[str, Any] = {
-            name: np.array(each, types.get(name, np.float64)) for name, each in values.items()
+            name: np.array(column, types.get(name, np.float64)) for name, column in values.items()
         }
         return cls(**arrays)
 
@@ -99,22 +99,25 @@ def compare_logits(
     Columns that one of them alone has are padding of its vocabulary and do not count.
     """
     width = min(served.shape[-1], reference.shape[-1])
-    ours = np.asarray(served[:, :width], dtype=np.float64)
-    theirs = np.asarray(reference[:, :width], dtype=np.float64)
-    chosen, same = theirs.argmax(axis=-1), ours.argmax(axis=-1) == theirs.argmax(axis=-1)
-    p, q = _log_softmax(theirs), _log_softmax(ours)
+    served_logits = np.asarray(served[:, :width], dtype=np.float64)
+    reference_logits = np.asarray(reference[:, :width], dtype=np.float64)
+    best, same = (
+        reference_logits.argmax(axis=-1),
+        served_logits.argmax(axis=-1) == reference_logits.argmax(axis=-1),
+    )
+    p, q = _log_softmax(reference_logits), _log_softmax(served_logits)
     kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
-    theirs = theirs - theirs.mean(axis=-1, keepdims=True)
-    ours = ours - ours.mean(axis=-1, keepdims=True)
+    reference_logits = reference_logits - reference_logits.mean(axis=-1, keepdims=True)
+    served_logits = served_logits - served_logits.mean(axis=-1, keepdims=True)
     return RowComparison(
         kl,
         same,
-        chosen,
+        best,
         _of_next(ids, q),
         _of_next(ids, p),
-        (theirs * theirs).sum(axis=-1),
-        (theirs * ours).sum(axis=-1),
-        (ours * ours).sum(axis=-1),
+        (reference_logits * reference_logits).sum(axis=-1),
+        (reference_logits * served_logits).sum(axis=-1),
+        (served_logits * served_logits).sum(axis=-1),
     )
 
 

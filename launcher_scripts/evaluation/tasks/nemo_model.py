@@ -43,9 +43,9 @@ class NemoModel(Reference, Model):
             from pytorch_lightning import Trainer
             from pytorch_lightning.plugins.environments import LightningEnvironment
         except ImportError as error:
-            what = f"this Python has no NeMo with Megatron's GPT: {error}"
+            message = f"this Python has no NeMo with Megatron's GPT: {error}"
             change = "the Python that runs this (docs/nemo-toolkit.md)"
-            raise ConfigError(problem(what, change=change)) from error
+            raise ConfigError(problem(message, change=change)) from error
         self._torch = torch
         try:
             trainer = Trainer(
@@ -62,8 +62,8 @@ class NemoModel(Reference, Model):
             ).eval()
             trainer.strategy.setup_environment()
         except Exception as error:  # NeMo, Lightning and Megatron raise everything there is
-            what = f"NeMo cannot restore {path}: {type(error).__name__}: {error}"
-            raise ConfigError(what) from error
+            message = f"NeMo cannot restore {path}: {type(error).__name__}: {error}"
+            raise ConfigError(message) from error
         self._device = next(self._model.parameters()).device
         self._end_id = self._model.tokenizer.eos_id
         self.versions = {"nemo_toolkit": nemo.__version__, "torch": torch.__version__}

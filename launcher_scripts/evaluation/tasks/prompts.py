@@ -26,58 +26,58 @@ class Prompt:
 
 
 def row_of(
-    asked: EvaluatedModel, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
+    model: EvaluatedModel, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
 ) -> GenerateRequest:
     """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
-    ids = tuple(asked.tokenizer.encode(prompt.text))
+    ids = tuple(model.tokenizer.encode(prompt.text))
     if settings.max_input_len is not None:
-        around = len(asked.special.around(()))
-        room = max(0, settings.max_input_len - around - len(virtual))
-        kept = len(asked.tokenizer.encode(prompt.ending)) if prompt.ending else 0
-        ids = shortened(ids, room, kept)
+        num_special = len(model.special.around(()))
+        max_tokens = max(0, settings.max_input_len - num_special - len(virtual))
+        num_suffix = len(model.tokenizer.encode(prompt.ending)) if prompt.ending else 0
+        ids = shortened(ids, max_tokens, num_suffix)
     return GenerateRequest(
-        (*virtual, *asked.special.around(ids)),
+        (*virtual, *model.special.around(ids)),
         settings.output_len,
         SamplingParameters(beam_width=settings.beam_width, len_penalty=settings.len_penalty),
         prompt_task=settings.prompt_task,
         ia3_task=settings.ia3_task,
         lora_adapter=settings.lora_adapter,
-        decoder_input_ids=asked.special.decoder,
+        decoder_input_ids=model.special.decoder,
     )
 
 
-def shortened(ids: tuple[int, ...], room: int, kept: int) -> tuple[int, ...]:
-    """At most `room` of the ids; what is cut off stands before the last `kept`."""
-    if len(ids) <= room:
+def shortened(ids: tuple[int, ...], max_tokens: int, num_suffix: int) -> tuple[int, ...]:
+    """At most `max_tokens` of the ids; what is cut off stands before the last `num_suffix`."""
+    if len(ids) <= max_tokens:
         return ids
-    kept = min(kept, room)
-    return (*ids[: room - kept], *ids[len(ids) - kept :])
+    num_suffix = min(num_suffix, max_tokens)
+    return (*ids[: max_tokens - num_suffix], *ids[len(ids) - num_suffix :])
 
 
 def answers(
-    asked: EvaluatedModel,
+    model: EvaluatedModel,
     prompts: Sequence[Prompt],
     settings: TaskSettings,
     progress: ProgressCallback,
 ) -> list[str]:
     """Generate a continuation of every prompt."""
     task = settings.generation.prompt_task
-    virtual = () if task is None else read_virtual_tokens(asked.folder, task)
-    rows = [row_of(asked, prompt, settings.generation, virtual) for prompt in prompts]
+    virtual = () if task is None else read_virtual_tokens(model.folder, task)
+    rows = [row_of(model, prompt, settings.generation, virtual) for prompt in prompts]
     texts: list[str] = []
 
-    def ask(first: int) -> Iterator[str]:
-        for output in asked.model.generate_each(rows[first:], settings.batch_size):
-            yield asked.tokenizer.decode(output.output_ids).strip()
+    def send(first: int) -> Iterator[str]:
+        for output in model.model.generate_each(rows[first:], settings.batch_size):
+            yield model.tokenizer.decode(output.output_ids).strip()
 
     try:
-        for text in asked.continued(ask):
+        for text in model.continued(send):
             texts.append(text)
             progress(len(texts), len(rows))
     except ServerError as error:
         index = len(texts)
-        asked_for = f"{settings.name}'s item {index} ({len(rows[index].input_ids)} tokens)"
-        raise ServerError(f"no answer to {asked_for}: {error}") from error
+        item_text = f"{settings.name}'s item {index} ({len(rows[index].input_ids)} tokens)"
+        raise ServerError(f"no answer to {item_text}: {error}") from error
     return texts
 
 
@@ -89,7 +89,7 @@ def filled(template: str, fields: Mapping[str, str], key: str) -> str:
             problem("the template names fields that items do not have", got=unknown)
             + f"; choices: {', '.join(fields)}; change {key}"
         )
-    return _FIELD.sub(lambda found: fields[found[1]], template)
+    return _FIELD.sub(lambda match: fields[match[1]], template)
 
 
 def prompts_of(
@@ -99,12 +99,12 @@ def prompts_of(
 
     longest: the field that is shortened where max_input_len asks for it
     """
-    given = settings.generation.template
-    template = default if given is None else given
+    template_text = settings.generation.template
+    template = default if template_text is None else template_text
     key = f"evaluate.tasks.{settings.name}.generation.template"
-    _, there, behind = template.rpartition(f"{{{longest}}}")
+    _, has_field, ending = template.rpartition(f"{{{longest}}}")
     return [
-        Prompt(filled(template, fields, key), filled(behind, fields, key) if there else "")
+        Prompt(filled(template, fields, key), filled(ending, fields, key) if has_field else "")
         for fields in items
     ]
 
@@ -118,11 +118,11 @@ def read_virtual_tokens(folder: Path, task: int) -> tuple[int, ...]:
     section = config[f"task_{task}"] if config.has_section(f"task_{task}") else {}
     starts = [part[start_key] for part in config.values() if start_key in part]
     if "prompt_length" not in section or not starts:
-        known = [name for name in config.sections() if name.startswith("task_")]
+        task_sections = [name for name in config.sections() if name.startswith("task_")]
         raise ConfigError(
             problem(
                 f"{folder / 'config.ini'} has no learned prompt task_{task}",
-                choices=known,
+                choices=task_sections,
                 change="evaluate.tasks.<task>.generation.prompt_task (null: the model as it is), "
                 "evaluate.tokenizer_dir",
             )

@@ -73,14 +73,14 @@ def read_boolq(settings: TaskSettings) -> list[YesNoQuestion]:
     for number, line in numbered(lines, settings.limit):
         try:
             entry = json.loads(line)
-            given = str(entry["answer"]).lower()
+            answer = str(entry["answer"]).lower()
             passage, question = str(entry["passage"]), str(entry["question"])
         except (ValueError, KeyError, TypeError):
             problems.add(f"line {number} needs passage, question and answer", got=line[:60])
             continue
-        if given not in ANSWERS:
-            problems.add(f"the answer of line {number} is neither true nor false", got=given)
-        questions.append(YesNoQuestion(passage, question, given == "true"))
+        if answer not in ANSWERS:
+            problems.add(f"the answer of line {number} is neither true nor false", got=answer)
+        questions.append(YesNoQuestion(passage, question, answer == "true"))
     require_items(questions, problems)
     return questions
 
@@ -103,14 +103,14 @@ def summarise_boolq(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 
 def run_boolq(
-    settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
 ) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_boolq(settings)
     prompts = prompts_of(
         settings, BOOLQ_TEMPLATE, (question.fields for question in questions), "passage"
     )
-    generated = answers(asked, prompts, settings, progress)
+    generated = answers(model, prompts, settings, progress)
     items = [
         {
             "index": index,
@@ -226,14 +226,14 @@ def summarise_squad(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 
 def run_squad(
-    settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
 ) -> TaskResult:
     """Answer the questions of settings.data_file."""
     questions = read_squad(settings)
     prompts = prompts_of(
         settings, SQUAD_TEMPLATE, (question.fields for question in questions), "context"
     )
-    generated = answers(asked, prompts, settings, progress)
+    generated = answers(model, prompts, settings, progress)
     pairs = zip(questions, generated, strict=True)
     items = [judge(index, question, text) for index, (question, text) in enumerate(pairs)]
     return TaskResult(summarise_squad(items), items)

@@ -82,12 +82,12 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
 
 
 def run_summarization(
-    settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
 ) -> TaskResult:
     """Summarise the articles of settings.data_file."""
     articles = read_articles(settings)
     predictions = answers(
-        asked, prompts_of(settings, SUMMARY_TEMPLATE, articles, "article"), settings, progress
+        model, prompts_of(settings, SUMMARY_TEMPLATE, articles, "article"), settings, progress
     )
     items = [
         {
@@ -142,14 +142,14 @@ def corpus_scores(predictions: Sequence[str], targets: Sequence[str]) -> dict[st
 
 
 def run_translation(
-    settings: TaskSettings, asked: EvaluatedModel, progress: ProgressCallback
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
 ) -> TaskResult:
     """Translate settings.data_file and compare with settings.generation.target_file."""
     sources, targets = read_pairs(settings)
     prompts = prompts_of(
         settings, TRANSLATION_TEMPLATE, ({"source": source} for source in sources), "source"
     )
-    predictions = answers(asked, prompts, settings, progress)
+    predictions = answers(model, prompts, settings, progress)
     rows = zip(sources, targets, predictions, strict=True)
     return TaskResult(
         corpus_scores(predictions, targets),

@@ -65,7 +65,7 @@ class Interval:
         value = change(self.value)
         return replace(self, value=value, low=low, high=high, grown=lambda n: ends(self.grown(n)))
 
-    def items_to_decide(self, limit: float, least: int = 1) -> int | None:
+    def items_to_decide(self, limit: float, minimum: int = 1) -> int | None:
         """Return the number of items that leave `limit` outside the interval; None if no number
         does."""
 
@@ -73,9 +73,9 @@ class Interval:
             low, high = self.grown(items)
             return not low < limit < high
 
-        counts = range(max(self.items, least), _ENOUGH)
-        place = bisect.bisect_left(counts, True, key=decides)
-        return counts[place] if place < len(counts) else None
+        counts = range(max(self.items, minimum), _ENOUGH)
+        index = bisect.bisect_left(counts, True, key=decides)
+        return counts[index] if index < len(counts) else None
 
 
 def share(successes: int, items: int) -> Interval:
@@ -114,14 +114,14 @@ def paired_share(only_first: int, only_second: int, items: int) -> Interval:
         return excess / math.sqrt(variance)
 
     def end(side: int, n: int) -> float:
-        inside, outside = value, float(side)
+        inner, outside = value, float(side)
         for _ in range(60):
-            middle = (inside + outside) / 2
+            middle = (inner + outside) / 2
             if abs(score(middle, n)) <= Z:
-                inside = middle
+                inner = middle
             else:
                 outside = middle
-        return inside
+        return inner
 
     def ends(n: int) -> Ends:
         return end(-1, n), end(1, n)
@@ -284,8 +284,8 @@ class Model(Protocol):
 
         Raises ConfigError for a model that gives none.
         """
-        what = f"{type(self).__name__} gives no states of its encoder"
-        raise ConfigError(problem(what, change=REFERENCE_KEY))
+        message = f"{type(self).__name__} gives no states of its encoder"
+        raise ConfigError(problem(message, change=REFERENCE_KEY))
 
 
 class NoReferenceError(ConfigError):
@@ -313,17 +313,17 @@ class Reference(ABC):
         return map(self.logits, rows)
 
 
-def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **asked: bool) -> None:
+def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **features: bool) -> None:
     """Reject models with adapters: the served model cannot be compared with `who` then.
 
-    asked: what else of the rows it does not know
+    features: what else of the rows it does not know
     """
-    wrong = [name for name, there in asked.items() if there]
+    wrong = [name for name, is_used in features.items() if is_used]
     for name in ("prompt_task", "ia3_task", "lora_adapter"):
         wrong += [name] if any(getattr(row, name) is not None for row in rows) else []
     if wrong:
-        what = f"{who} is not a reference for this"
-        raise ConfigError(problem(what, got=wrong, change=REFERENCE_KEY))
+        message = f"{who} is not a reference for this"
+        raise ConfigError(problem(message, got=wrong, change=REFERENCE_KEY))
 
 
 # Called with the number of items done and the number of all.
@@ -334,9 +334,9 @@ ProgressCallback = Callable[[int, int], None]
 Continue = Callable[[Callable[[int], Iterator[Any]]], Iterator[Any]]
 
 
-def from_the_first(ask: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
+def from_the_first(send: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
     """All results, of which none is there yet."""
-    return ask(0)
+    return send(0)
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,14 @@ class TransformersModel(Reference, Model):
         self._encodes = bool(self._model.config.is_encoder_decoder)
         if self._model.config.model_type == "marian":  # it is banned where texts are generated
             self._model.final_logits_bias[:, self._model.config.pad_token_id] = NEVER
-        given = self._model.generation_config
-        ends = given.eos_token_id
+        values = self._model.generation_config
+        ends = values.eos_token_id
         self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
         # The folder's own penalties, lengths and forced tokens are not what the server is asked.
         self._model.generation_config = transformers.GenerationConfig(
-            bos_token_id=given.bos_token_id,
+            bos_token_id=values.bos_token_id,
             eos_token_id=ends,
-            decoder_start_token_id=given.decoder_start_token_id,
+            decoder_start_token_id=values.decoder_start_token_id,
         )
         self.name = f"transformers {transformers.__version__}, float32: {folder}"
 
@@ -70,8 +70,8 @@ class TransformersModel(Reference, Model):
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
         more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
         with self._torch.inference_mode():
-            found = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
-        logits: NDArray[np.float32] = found.numpy()
+            result = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
+        logits: NDArray[np.float32] = result.numpy()
         return logits
 
     def round_weights(self, data_type: str) -> None:
@@ -88,18 +88,18 @@ class TransformersModel(Reference, Model):
         Nothing for a model that does not keep them in one place with one set of parameters.
         """
         body = self._model.base_model
-        own, config = getattr(body, "rotary_emb", None), body.config
-        given = getattr(config, "rope_parameters", None)
-        if own is None or not isinstance(given, dict) or "rope_theta" not in given:
+        rotary, config = getattr(body, "rotary_emb", None), body.config
+        parameters = getattr(config, "rope_parameters", None)
+        if rotary is None or not isinstance(parameters, dict) or "rope_theta" not in parameters:
             return
         try:
-            for changes in _other_rotary(given):
+            for changes in _other_rotary(parameters):
                 config.rope_parameters = changes
                 with contextlib.suppress(KeyError, ValueError, TypeError):
-                    body.rotary_emb = type(own)(config)
+                    body.rotary_emb = type(rotary)(config)
                     yield _rotary_text(changes), self.logits(ids)
         finally:
-            config.rope_parameters, body.rotary_emb = given, own
+            config.rope_parameters, body.rotary_emb = parameters, rotary
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
         refuse_tuned(rows, "transformers", decoders_that_begin_otherwise=_differ(rows))
@@ -109,13 +109,17 @@ class TransformersModel(Reference, Model):
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             # A decoder goes on where its prompt ends, so its padding comes first.
-            own = (
+            arguments = (
                 slice(0, len(row.input_ids)) if self._encodes else slice(-len(row.input_ids), None)
             )
-            ids[index, own] = torch.tensor(row.input_ids)
-            mask[index, own] = 1
-        begun = rows[0].decoder_input_ids
-        more = {"decoder_input_ids": torch.tensor([begun] * len(rows))} if begun else {}
+            ids[index, arguments] = torch.tensor(row.input_ids)
+            mask[index, arguments] = 1
+        decoder_start = rows[0].decoder_input_ids
+        more = (
+            {"decoder_input_ids": torch.tensor([decoder_start] * len(rows))}
+            if decoder_start
+            else {}
+        )
         with torch.inference_mode():
             answers = self._model.generate(
                 ids,
@@ -126,7 +130,7 @@ class TransformersModel(Reference, Model):
                 **beam_arguments(rows),
                 pad_token_id=self._end_ids[0] if self._end_ids else 0,
             )
-        start = max(1, len(begun)) if self._encodes else longest
+        start = max(1, len(decoder_start)) if self._encodes else longest
         for row, answer in zip(rows, answers.tolist(), strict=True):
             yield GenerateOutput(self._ended(answer[start : start + row.output_len]))
 
@@ -149,8 +153,8 @@ class TransformersEncoder:
         refuse_tuned([row], "transformers")
         ids = self._torch.tensor([row.input_ids])
         with self._torch.inference_mode():
-            found = self._model(ids).last_hidden_state[0]
-        states: States = found.numpy()
+            result = self._model(ids).last_hidden_state[0]
+        states: States = result.numpy()
         return states
 
 
@@ -179,26 +183,28 @@ def _load(folder: Path, kind_of: Callable[[Any], Any]) -> Any:
         if loading["missing_keys"]:
             raise ValueError(f"it lacks {sorted(loading['missing_keys'])[0]} and others")
     except Exception as error:  # transformers lets those of every library below through
-        what = f"transformers cannot load {folder}: {type(error).__name__}: {error}"
-        raise ConfigError(problem(what, change=REFERENCE_KEY)) from error
+        label = f"transformers cannot load {folder}: {type(error).__name__}: {error}"
+        raise ConfigError(problem(label, change=REFERENCE_KEY)) from error
     return model.eval()
 
 
-def _other_rotary(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _other_rotary(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Parameters as rope_parameters has them: other scalings, factors and bases."""
-    rest = {key: value for key, value in given.items() if key == "partial_rotary_factor"}
-    theta = given["rope_theta"]
-    plain = {**rest, "rope_type": "default", "rope_theta": theta}
-    factor = given.get("factor")
-    if given["rope_type"] != "default":
+    common = {key: value for key, value in parameters.items() if key == "partial_rotary_factor"}
+    theta = parameters["rope_theta"]
+    plain = {**common, "rope_type": "default", "rope_theta": theta}
+    factor = parameters.get("factor")
+    if parameters["rope_type"] != "default":
         yield plain
-        yield from ({**given, "factor": factor * part} for part in (0.5, 2.0, 0.25, 4.0) if factor)
+        yield from (
+            {**parameters, "factor": factor * part} for part in (0.5, 2.0, 0.25, 4.0) if factor
+        )
     for other in (2.0, 4.0, 8.0, 16.0, 32.0, factor):
         if other:
             yield {**plain, "rope_type": "linear", "factor": other}
     for base in (1e4, 2e4, 5e4, 1e5, 5e5, 1e6, 2 * theta, theta / 2, 10 * theta, theta / 10):
         if base != theta:
-            yield {**given, "rope_theta": base}
+            yield {**parameters, "rope_theta": base}
 
 
 def _rotary_text(parameters: dict[str, Any]) -> str:
@@ -216,13 +222,13 @@ class TransformersText:
             _read_pieces_with_own_code()
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of whatever library the tokenizer needs
-            what = f"transformers cannot load the tokenizer of {folder}: {error}"
-            raise ConfigError(problem(what, change="evaluate.twin.runner")) from error
+            message = f"transformers cannot load the tokenizer of {folder}: {error}"
+            raise ConfigError(problem(message, change="evaluate.twin.runner")) from error
         self.has_chat_template = bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str, *, around: bool = True) -> list[int]:
-        """The ids of a text; around: with the tokens that the model was trained to see there."""
-        return list(self._tokenizer(text, add_special_tokens=around).input_ids)
+    def encode(self, text: str, *, with_special: bool = True) -> list[int]:
+        """The ids of a text; with_special: with the tokens that the model was trained to see."""
+        return list(self._tokenizer(text, add_special_tokens=with_special).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
@@ -263,8 +269,10 @@ def _read_pieces_with_own_code() -> None:
         try:
             importlib.import_module(name)
         except runtime.VersionError:
-            own = importlib.import_module("transformers.utils.sentencepiece_model_pb2_new")
-            sys.modules[name] = package.sentencepiece_model_pb2 = own
+            protobuf_module = importlib.import_module(
+                "transformers.utils.sentencepiece_model_pb2_new"
+            )
+            sys.modules[name] = package.sentencepiece_model_pb2 = protobuf_module
 
 
 def beam_arguments(rows: Sequence[GenerateRequest]) -> dict[str, Any]:

@@ -112,34 +112,34 @@ def diagnose(
     limit, errors = LIMITS[precision], [position.error for position in positions]
     if max(errors) <= limit:
         return []
-    shown = [
+    listed = [
         {"first": position.first, "last": position.last, "error": position.error}
         for position in positions
     ]
-    said: dict[str, Any] = {"limit": limit, "precision": precision, "positions": shown}
-    scaled = _scaled(fit(rows), limit, said)
+    details: dict[str, Any] = {"limit": limit, "precision": precision, "positions": listed}
+    scaled = _scaled(fit(rows), limit, details)
     if scaled is not None:
         return [scaled]
     worst = sample()
     opened = _opened(worst, reference, limit, inspection.start_id)
     if opened is not None:
         return [opened]
-    found = [*_weights(inspection), *_settings(inspection, said)]
-    if not found and errors[0] <= limit:
-        found = [*_rotary(worst, limit, inspection, said)]
-    return found or [_unexplained(said)]
+    findings = [*_weights(inspection), *_settings(inspection, details)]
+    if not findings and errors[0] <= limit:
+        findings = [*_rotary(worst, limit, inspection, details)]
+    return findings or [_unexplained(details)]
 
 
-def _scaled(found: Fit, limit: float, said: dict[str, Any]) -> Finding | None:
-    away = abs(found.scale - 1)
-    if away <= max(_MIN_SCALE, _RESIDUALS * found.residual) or found.residual > limit:
+def _scaled(result: Fit, limit: float, details: dict[str, Any]) -> Finding | None:
+    away = abs(result.scale - 1)
+    if away <= max(_MIN_SCALE, _RESIDUALS * result.residual) or result.residual > limit:
         return None
     return Finding(
         SCALED_LOGITS,
-        f"The served logits are the original's times {found.scale:.4g}; beside that factor they "
-        f"differ by {found.residual:.2g} of their size. Look for a temperature or a multiplier "
+        f"The served logits are the original's times {result.scale:.4g}; beside that factor they "
+        f"differ by {result.residual:.2g} of their size. Look for a temperature or a multiplier "
         "(logits_scale in config.ini) that is applied twice or not at all.",
-        {**said, "scale": found.scale, "residual": found.residual},
+        {**details, "scale": result.scale, "residual": result.residual},
     )
 
 
@@ -153,9 +153,9 @@ def _opened(
     cases = [(ADDED_BOS, "adds an opening token to", ids, (start_id, *ids), logits)]
     if ids[0] == start_id:
         cases.append((LOST_BOS, "drops the opening token of", ids[1:], ids[1:], logits[1:]))
-    for name, verb, compared, asked, served in cases:
-        theirs = reference.logits(asked)[-len(compared) :]
-        error = fit([compare_logits(compared, served, theirs)]).error
+    for name, verb, compared, requested, served in cases:
+        scores = reference.logits(requested)[-len(compared) :]
+        error = fit([compare_logits(compared, served, scores)]).error
         if error <= limit:
             return Finding(
                 name,
@@ -169,8 +169,8 @@ def _opened(
 
 def _weights(inspection: Inspection) -> list[Finding]:
     altered = list(inspection.weights()) if inspection.weights is not None else []
-    swapped = [each for each in altered if each.holds is not None]
-    rest = [each for each in altered if each.holds is None]
+    swapped = [tensor for tensor in altered if tensor.holds is not None]
+    unplaced = [tensor for tensor in altered if tensor.holds is None]
     result = []
     if swapped:
         first = swapped[0]
@@ -180,23 +180,24 @@ def _weights(inspection: Inspection) -> list[Finding]:
                 f"{len(swapped)} weight files hold what belongs into another: {first.file} "
                 f"(rank {first.rank} of {first.tensor}) has the content of {first.holds}. Export "
                 "again, and find out what renamed them.",
-                {"files": [vars(each) for each in swapped[:_SHOWN]], "altered": len(altered)},
+                {"files": [vars(tensor) for tensor in swapped[:_SHOWN]], "altered": len(altered)},
             )
         )
-    if rest:
-        first = rest[0]
+    if unplaced:
+        first = unplaced[0]
         result.append(
             Finding(
                 OTHER,
-                f"{len(rest)} weight files are not what the original's tensors give: {first.file} "
+                f"{len(unplaced)} weight files are not what the original's tensors give: "
+                f"{first.file} "
                 f"(rank {first.rank} of {first.tensor}) is the first. Export again.",
-                {"files": [vars(each) for each in rest[:_SHOWN]], "altered": len(altered)},
+                {"files": [vars(tensor) for tensor in unplaced[:_SHOWN]], "altered": len(altered)},
             )
         )
     return result
 
 
-def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
+def _settings(inspection: Inspection, details: dict[str, Any]) -> list[Finding]:
     different = dict(inspection.settings()) if inspection.settings is not None else {}
     rotary = {name: values for name, values in different.items() if name.startswith("rotary_")}
     result = []
@@ -207,22 +208,22 @@ def _settings(inspection: Inspection, said: dict[str, Any]) -> list[Finding]:
         if not values:
             continue
         listed = ", ".join(
-            f"{key} {ours} (original: {theirs})" for key, (ours, theirs) in values.items()
+            f"{key} {served} (original: {original})" for key, (served, original) in values.items()
         )
-        what = "rotary positions" if name == ROPE_SCALING else "hyperparameters"
+        label = "rotary positions" if name == ROPE_SCALING else "hyperparameters"
         result.append(
             Finding(
                 name,
-                f"The served model has other {what} than its original: {listed}. Correct "
+                f"The served model has other {label} than its original: {listed}. Correct "
                 "config.ini, or export again.",
-                {**said, "settings": {key: list(pair) for key, pair in values.items()}},
+                {**details, "settings": {key: list(pair) for key, pair in values.items()}},
             )
         )
     return result
 
 
 def _rotary(
-    sample: Sample, limit: float, inspection: Inspection, said: dict[str, Any]
+    sample: Sample, limit: float, inspection: Inspection, details: dict[str, Any]
 ) -> Iterator[Finding]:
     """Test if other rotary positions explain it: by computing them, else by how it begins.
 
@@ -240,7 +241,7 @@ def _rotary(
             ROPE_SCALING,
             f"The served model computes what the original does with {nearest}. Correct the "
             "rotary settings of config.ini, or export again.",
-            {**said, "explained_by": nearest, "error": error},
+            {**details, "explained_by": nearest, "error": error},
         )
         return
     yield Finding(
@@ -248,15 +249,15 @@ def _rotary(
         "The logits agree at the first position and part from the second on, as they do with "
         "wrong rotary positions, though none that were tried give the served ones. Compare the "
         "rotary settings of config.ini with the original's, then its attention.",
-        {**said, "explained_by": None, "nearest": nearest, "error": error},
+        {**details, "explained_by": None, "nearest": nearest, "error": error},
     )
 
 
-def _unexplained(said: dict[str, Any]) -> Finding:
+def _unexplained(details: dict[str, Any]) -> Finding:
     return Finding(
         OTHER,
         "The served model computes other logits than its original, and neither a factor, its "
         "opening token, nor what could be read of its weights and settings explains it. Export "
         "again with export.model.verify=True.",
-        said,
+        details,
     )

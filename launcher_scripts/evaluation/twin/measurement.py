@@ -137,7 +137,7 @@ class Reading:
 
 def measure_twins(
     settings: TwinSettings,
-    twins: Twins,
+    comparison: Twins,
     texts: Sequence[str],
     source: str,
     progress: ProgressCallback,
@@ -146,13 +146,13 @@ def measure_twins(
 
     source: what the original is
     """
-    reading = _reading(settings, twins, texts)
+    reading = _reading(settings, comparison, texts)
     rows, items, compared = reading.rows, [], []
-    asked = twins.continued(lambda first: _answers(settings, twins, rows[first:]))
-    for index, (row, answer) in enumerate(zip(rows, asked, strict=True)):
-        whole = RowComparison.of(answer["compared"])
-        compared.append(whole.part(0, len(row.compared)))
-        items.append(_item(index, row, compared[-1], whole, answer["continuation"]))
+    answered = comparison.continued(lambda first: _answers(settings, comparison, rows[first:]))
+    for index, (row, answer) in enumerate(zip(rows, answered, strict=True)):
+        full = RowComparison.of(answer["compared"])
+        compared.append(full.part(0, len(row.compared)))
+        items.append(_item(index, row, compared[-1], full, answer["continuation"]))
         progress(index + 1, len(rows))
     if not rows:
         raise ConfigError(problem("there is no text to compare", change=DATA_KEY))
@@ -160,19 +160,19 @@ def measure_twins(
     findings = reading.findings + diagnose(
         compared,
         positions,
-        lambda: _sample(twins, rows[int(np.argmax([item["kl"] for item in items]))]),
-        twins.reference,
-        twins.precision,
-        twins.inspection,
+        lambda: _sample(comparison, rows[int(np.argmax([item["kl"] for item in items]))]),
+        comparison.reference,
+        comparison.precision,
+        comparison.inspection,
     )
     metrics = _metrics(items, compared)
     if reading.own:
-        metrics["text_difference"] = _text_difference(settings, twins, reading.own)
-    return TwinResult(source, twins.reference.name, metrics, positions, findings, items)
+        metrics["text_difference"] = _text_difference(settings, comparison, reading.own)
+    return TwinResult(source, comparison.reference.name, metrics, positions, findings, items)
 
 
-def _reading(settings: TwinSettings, twins: Twins, texts: Sequence[str]) -> Reading:
-    side = twins.original or twins.served
+def _reading(settings: TwinSettings, comparison: Twins, texts: Sequence[str]) -> Reading:
+    side = comparison.original or comparison.served
     if side is None:
         raise ConfigError(
             problem(
@@ -180,61 +180,63 @@ def _reading(settings: TwinSettings, twins: Twins, texts: Sequence[str]) -> Read
                 change="evaluate.tokenizer_dir",
             )
         )
-    room = _room(settings, twins)
-    parts = [_halves(text) if twins.encodes else (text, "") for text in texts]
+    max_tokens = _room(settings, comparison)
+    parts = [_halves(text) if comparison.encodes else (text, "") for text in texts]
     first = [text for text, _ in parts]
 
     def row(ids: Sequence[int], answer: str) -> Row:
-        if not twins.encodes:
-            return Row(tuple(ids)[:room])
-        start = (twins.served or side).decoder_ids
-        return Row(tuple(ids)[:room], (*start, *side.tokenizer.encode(answer))[:room])
+        if not comparison.encodes:
+            return Row(tuple(ids)[:max_tokens])
+        start = (comparison.served or side).decoder_ids
+        return Row(tuple(ids)[:max_tokens], (*start, *side.tokenizer.encode(answer))[:max_tokens])
 
-    theirs = [side.encode(text) for text in first]
-    rows = [row(ids, answer) for ids, (_, answer) in zip(theirs, parts, strict=True)]
-    if twins.served is None or twins.original is None:
+    original_ids = [side.encode(text) for text in first]
+    rows = [row(ids, answer) for ids, (_, answer) in zip(original_ids, parts, strict=True)]
+    if comparison.served is None or comparison.original is None:
         return Reading(rows, [], [])
-    ours = [twins.served.encode(text) for text in first]
-    own = [row(ids, answer) for ids, (_, answer) in zip(ours, parts, strict=True)]
-    found = text_findings(first, ours, theirs)
-    vocabulary = vocabulary_finding(twins.served.tokenizer, twins.original.tokenizer)
+    served_ids = [comparison.served.encode(text) for text in first]
+    local = [row(ids, answer) for ids, (_, answer) in zip(served_ids, parts, strict=True)]
+    findings = text_findings(first, served_ids, original_ids)
+    vocabulary = vocabulary_finding(comparison.served.tokenizer, comparison.original.tokenizer)
     if vocabulary is not None:
-        found = [*(each for each in found if each.name != TOKENIZER), vocabulary]
-    chat = chat_finding(twins.served.render, twins.original.render)
-    found += [] if chat is None else [chat]
-    pairs = zip(own, rows, strict=True)
-    return Reading(rows, [(a, b) for a, b in pairs if a != b], found)
+        findings = [*(finding for finding in findings if finding.name != TOKENIZER), vocabulary]
+    chat = chat_finding(comparison.served.render, comparison.original.render)
+    findings += [] if chat is None else [chat]
+    pairs = zip(local, rows, strict=True)
+    return Reading(rows, [(a, b) for a, b in pairs if a != b], findings)
 
 
-def _room(settings: TwinSettings, twins: Twins) -> int:
+def _room(settings: TwinSettings, comparison: Twins) -> int:
     """Tokens of a text that fit, with its continuation, into the model."""
-    if twins.positions is None:
+    if comparison.positions is None:
         return settings.max_tokens
-    room = min(settings.max_tokens, twins.positions - settings.continuation)
-    if room < 2:
+    max_tokens = min(settings.max_tokens, comparison.positions - settings.continuation)
+    if max_tokens < 2:
         raise ConfigError(
             problem(
-                f"a model of {twins.positions} positions has no room for a text",
+                f"a model of {comparison.positions} positions has no room for a text",
                 got=settings.continuation,
                 change="evaluate.twin.continuation",
             )
         )
-    return room
+    return max_tokens
 
 
 def _text_difference(
-    settings: TwinSettings, twins: Twins, pairs: Sequence[tuple[Row, Row]]
+    settings: TwinSettings, comparison: Twins, pairs: Sequence[tuple[Row, Row]]
 ) -> Metric:
     """Measure the effect of different tokenization on a few texts."""
     pairs = pairs[:_PRICED]
-    asked = (_request(own, 0) for own, _ in pairs)
+    requests = (_request(served_row, 0) for served_row, _ in pairs)
     differences = []
-    for (own, row), answer in zip(
-        pairs, twins.model.generate_each(asked, settings.batch_size), strict=True
+    for (local, row), answer in zip(
+        pairs, comparison.model.generate_each(requests, settings.batch_size), strict=True
     ):
-        served = next_log_probs(own.compared, np.asarray(answer.context_logits))
-        theirs = next_log_probs(row.compared, twins.reference.logits(row.ids, row.decoder_ids))
-        differences.append(float(served.mean() - theirs.mean()))
+        served = next_log_probs(local.compared, np.asarray(answer.context_logits))
+        log_probs = next_log_probs(
+            row.compared, comparison.reference.logits(row.ids, row.decoder_ids)
+        )
+        differences.append(float(served.mean() - log_probs.mean()))
     return average(
         differences,
         False,
@@ -249,32 +251,36 @@ def _halves(text: str) -> tuple[str, str]:
     return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
 
 
-def _answers(settings: TwinSettings, twins: Twins, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _answers(
+    settings: TwinSettings, comparison: Twins, rows: Sequence[Row]
+) -> Iterator[dict[str, Any]]:
     """Iterate over the rows' greedy continuations, and RowComparison.plain of both together."""
     size = settings.batch_size
     for batch in (rows[first : first + size] for first in range(0, len(rows), size)):
         added: list[tuple[int, ...]] = [()] * len(batch)
         if settings.continuation:
             requests = (_request(row, settings.continuation) for row in batch)
-            outputs = twins.model.generate_each(requests, size)
+            outputs = comparison.model.generate_each(requests, size)
             added = [tuple(map(int, output.output_ids)) for output in outputs]
-        whole = [row.followed_by(ids) for row, ids in zip(batch, added, strict=True)]
-        served = _logits(twins, whole, size)
-        for row, ids, logits in zip(whole, added, served, strict=True):
-            theirs = twins.reference.logits(row.ids, row.decoder_ids)
-            _check_logits(row, theirs, twins.reference.name)
-            compared = compare_logits(row.compared, logits, theirs)
+        full_rows = [row.followed_by(ids) for row, ids in zip(batch, added, strict=True)]
+        served = _logits(comparison, full_rows, size)
+        for row, ids, logits in zip(full_rows, added, served, strict=True):
+            reference = comparison.reference.logits(row.ids, row.decoder_ids)
+            _check_logits(row, reference, comparison.reference.name)
+            compared = compare_logits(row.compared, logits, reference)
             yield {"continuation": ids, "compared": compared.plain()}
 
 
-def _sample(twins: Twins, row: Row) -> Sample:
-    (logits,) = _logits(twins, [row], 1)
+def _sample(comparison: Twins, row: Row) -> Sample:
+    (logits,) = _logits(comparison, [row], 1)
     return Sample(row.ids, row.decoder_ids, logits)
 
 
-def _logits(twins: Twins, rows: Sequence[Row], in_flight: int) -> Iterator[NDArray[np.float32]]:
+def _logits(
+    comparison: Twins, rows: Sequence[Row], in_flight: int
+) -> Iterator[NDArray[np.float32]]:
     """The served model's of every row, [S, vocab]."""
-    answers = twins.model.generate_each((_request(row, 0) for row in rows), in_flight)
+    answers = comparison.model.generate_each((_request(row, 0) for row in rows), in_flight)
     for row, answer in zip(rows, answers, strict=True):
         logits = np.asarray(answer.context_logits)
         _check_logits(row, logits, "the served model")
@@ -306,24 +312,24 @@ def _request(row: Row, output_len: int) -> GenerateRequest:
 def _item(
     index: int,
     row: Row,
-    own: RowComparison,
-    whole: RowComparison,
+    local: RowComparison,
+    full: RowComparison,
     continuation: Sequence[int],
 ) -> dict[str, Any]:
-    """own: over the text; whole: over the text and what the served model generated after it."""
+    """local: over the text; full: over the text and what the served model generated after it."""
     first = len(row.compared) - 1
-    chosen = whole.chosen[first : first + len(continuation)]
-    parted = (n for n, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b)
+    best = full.chosen[first : first + len(continuation)]
+    parted = (n for n, (a, b) in enumerate(zip(best, continuation, strict=True)) if a != b)
     return {
         "index": index,
         "tokens": len(row.compared),
-        "log_likelihood": own.log_likelihood,
-        "reference_log_likelihood": own.reference_log_likelihood,
-        "difference": own.log_likelihood - own.reference_log_likelihood,
-        "top1": float(own.same.mean()),
-        "kl": float(own.kl.mean()),
-        "kl_max": float(own.kl.max()),
-        "first_divergence": own.first_divergence,
+        "log_likelihood": local.log_likelihood,
+        "reference_log_likelihood": local.reference_log_likelihood,
+        "difference": local.log_likelihood - local.reference_log_likelihood,
+        "top1": float(local.same.mean()),
+        "kl": float(local.kl.mean()),
+        "kl_max": float(local.kl.max()),
+        "first_divergence": local.first_divergence,
         "continuation_tokens": len(continuation),
         "continuation_divergence": next(parted, None),
     }

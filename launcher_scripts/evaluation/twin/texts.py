@@ -56,59 +56,69 @@ def text_findings(
     Another beginning or end is told apart from another vocabulary.
     """
     different = [
-        (text, list(ours), list(theirs))
-        for text, ours, theirs in zip(texts, served, original, strict=True)
-        if list(ours) != list(theirs)
+        (text, list(served_ids), list(original_ids))
+        for text, served_ids, original_ids in zip(texts, served, original, strict=True)
+        if list(served_ids) != list(original_ids)
     ]
     if not different:
         return []
-    counted: dict[str, Any] = {"texts": len(texts), "different": len(different)}
-    lost = {_lead(theirs, ours) for _, ours, theirs in different}
-    added = {_lead(ours, theirs) for _, ours, theirs in different}
+    counts: dict[str, Any] = {"texts": len(texts), "different": len(different)}
+    lost = {_lead(original_ids, served_ids) for _, served_ids, original_ids in different}
+    added = {_lead(served_ids, original_ids) for _, served_ids, original_ids in different}
     if len(lost) == 1 and None not in lost:
         (ids,) = lost
-        return [_bos(LOST_BOS, ids or (), counted)]
+        return [_bos(LOST_BOS, ids or (), counts)]
     if len(added) == 1 and None not in added:
         (ids,) = added
-        return [_bos(ADDED_BOS, ids or (), counted)]
-    ends = {(_tail(ours, theirs), _tail(theirs, ours)) for _, ours, theirs in different}
+        return [_bos(ADDED_BOS, ids or (), counts)]
+    ends = {
+        (_tail(served_ids, original_ids), _tail(original_ids, served_ids))
+        for _, served_ids, original_ids in different
+    }
     if len(ends) == 1 and ends != {(None, None)}:
         ((more, less),) = ends
-        said = "has tokens after a text that the original does not have" if more else "lacks tokens"
+        message = (
+            "has tokens after a text that the original does not have" if more else "lacks tokens"
+        )
         return [
             Finding(
                 OTHER,
-                f"The served preprocessing {said} after every text: {list(more or less or ())}. "
+                f"The served preprocessing {message} after every text: {list(more or less or ())}. "
                 "Export the tokenizer's files again, or correct closing_id in the "
                 "preprocessing model's config.pbtxt.",
-                {**counted, "closing_ids": list(more or less or ())},
+                {**counts, "closing_ids": list(more or less or ())},
             )
         ]
-    examples = [_example(*each) for each in different[:3]]
+    examples = [_example(*item) for item in different[:3]]
     return [
         Finding(
             TOKENIZER,
             f"The served tokenizer makes other tokens of {len(different)} of {len(texts)} texts. "
             "Export with the original's tokenizer (export.model.tokenizer).",
-            {**counted, "examples": examples},
+            {**counts, "examples": examples},
         )
     ]
 
 
 def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None:
     """Test if the ids stand for other tokens; None if they do not."""
-    most = max(served.vocab_size, original.vocab_size)
-    ids = [each for each in range(most) if served.token_bytes(each) != original.token_bytes(each)]
+    vocab_size = max(served.vocab_size, original.vocab_size)
+    ids = [
+        token_id
+        for token_id in range(vocab_size)
+        if served.token_bytes(token_id) != original.token_bytes(token_id)
+    ]
     if not ids:
         return None
     examples = [
-        {"id": each, "served": _shown(served, each), "original": _shown(original, each)}
-        for each in ids[:_SHOWN]
+        {"id": token_id, "served": _shown(served, token_id), "original": _shown(original, token_id)}
+        for token_id in ids[:_SHOWN]
     ]
     sizes = [served.vocab_size, original.vocab_size]
     return Finding(
         TOKENIZER,
-        f"{len(ids)} of {most} ids are other tokens in the served vocabulary, id {ids[0]} first. "
+        f"{len(ids)} of {vocab_size} ids are other tokens in the served vocabulary, id {ids[0]} "
+        "first. "
         "Export with the original's tokenizer (export.model.tokenizer).",
         {"ids": ids[:1000], "different": len(ids), "examples": examples, "vocab_sizes": sizes},
     )
@@ -128,26 +138,29 @@ def chat_finding(served: Render | None, original: Render | None) -> Finding | No
             "chat_template.jinja or tokenizer_config.json beside the served model's tokenizer.",
         )
     for conversation in CONVERSATIONS:
-        ours, theirs = _rendered(served, conversation), _rendered(original, conversation)
-        if ours != theirs:
-            place = _first_difference(ours, theirs)
+        served_text, original_text = (
+            _rendered(served, conversation),
+            _rendered(original, conversation),
+        )
+        if served_text != original_text:
+            index = _first_difference(served_text, original_text)
             return Finding(
                 CHAT_TEMPLATE,
-                f"The chat templates write other text from character {place} on. Put the "
+                f"The chat templates write other text from character {index} on. Put the "
                 "original's chat template beside the served model's tokenizer.",
-                {"first_difference": place, "served": ours, "original": theirs},
+                {"first_difference": index, "served": served_text, "original": original_text},
             )
     return None
 
 
-def _bos(name: str, ids: Sequence[int], counted: dict[str, Any]) -> Finding:
-    verb, rest = ("lacks", "was trained with") if name == LOST_BOS else ("has", "does not have")
+def _bos(name: str, ids: Sequence[int], counts: dict[str, Any]) -> Finding:
+    verb, reason = ("lacks", "was trained with") if name == LOST_BOS else ("has", "does not have")
     return Finding(
         name,
-        f"Every served prompt {verb} the opening tokens {list(ids)} that the original {rest}. "
+        f"Every served prompt {verb} the opening tokens {list(ids)} that the original {reason}. "
         "Correct opening_id in the preprocessing model's config.pbtxt, or the tokenizer's files "
         "beside the checkpoint, and export again.",
-        {**counted, "opening_ids": list(ids)},
+        {**counts, "opening_ids": list(ids)},
     )
 
 
@@ -163,15 +176,20 @@ def _tail(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
     return tuple(longer[-more:]) if more > 0 and longer[:-more] == shorter else None
 
 
-def _example(text: str, ours: list[int], theirs: list[int]) -> dict[str, Any]:
-    place = _first_difference(ours, theirs)
-    around = slice(max(0, place - 2), place + _SHOWN)
-    return {"text": text[:200], "place": place, "served": ours[around], "original": theirs[around]}
+def _example(text: str, served_ids: list[int], original_ids: list[int]) -> dict[str, Any]:
+    index = _first_difference(served_ids, original_ids)
+    window = slice(max(0, index - 2), index + _SHOWN)
+    return {
+        "text": text[:200],
+        "place": index,
+        "served": served_ids[window],
+        "original": original_ids[window],
+    }
 
 
-def _first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _shown(tokenizer: Tokenizer, token_id: int) -> str:

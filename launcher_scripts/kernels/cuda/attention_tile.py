@@ -48,21 +48,21 @@ def bonus_of(
     RELATIVE: tl.constexpr,
 ):
     """Return the bias of a score by its key's distance; -inf from `last` on."""
-    inside = tokens < last
+    mask = tokens < last
     bonus = tl.zeros(tokens.shape, tl.float32)
     if ALIBI:
         bonus += slope * (tokens - (length - 1)).to(tl.float32)
     if RELATIVE:
-        bonus += tl.load(bias + reached(tokens - pos, reach), mask=inside, other=0.0)
-    return tl.where(inside, bonus, -float("inf"))
+        bonus += tl.load(bias + reached(tokens - pos, reach), mask=mask, other=0.0)
+    return tl.where(mask, bonus, -float("inf"))
 
 
 @triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(scores / SOFTCAP); 0: the scores."""
     if SOFTCAP > 0:
-        rest = tl.exp(-2 / SOFTCAP * tl.abs(scores))  # never overflows
-        size = SOFTCAP * (1 - rest) / (1 + rest)
+        decay = tl.exp(-2 / SOFTCAP * tl.abs(scores))  # never overflows
+        size = SOFTCAP * (1 - decay) / (1 + decay)
         scores = tl.where(scores < 0, -size, size)
     return scores
 
@@ -125,9 +125,9 @@ def part_of(old, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def store_head(target, place, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_head(target, position, values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     features = tl.arange(0, BLOCK)
-    where = target + place * SIZE + features
+    where = target + position * SIZE + features
     tl.store(where, values.to(target.dtype.element_ty), mask=features < SIZE)
 
 
@@ -148,7 +148,7 @@ def merge_parts(
     The loads bypass L1, which may hold old values of other programs' parts.
     """
     features = tl.arange(0, BLOCK)
-    held = features < SIZE
+    mask = features < SIZE
     splits = tl.arange(0, SPLIT_BLOCK)
     present = splits < parts
     part = group * SPLITS + splits
@@ -157,7 +157,7 @@ def merge_parts(
     share = tl.exp(m - tl.max(m, 0))
     acc = tl.load(
         partial + part[:, None] * SIZE + features[None, :],
-        mask=present[:, None] & held[None, :],
+        mask=present[:, None] & mask[None, :],
         other=0.0,
         cache_modifier=".cg",
     )
@@ -192,7 +192,7 @@ def merge_if_last(
 @triton.jit
 def newest_token(
     cache,
-    place,
+    offset,
     new,
     stride,
     rotary,
@@ -210,17 +210,17 @@ def newest_token(
     """
     keys, values = cache
     new_key, new_value = new
-    features = tl.arange(0, place.shape[0])
-    held = features < SIZE
+    features = tl.arange(0, offset.shape[0])
+    mask = features < SIZE
     if STORE:
         kind: tl.constexpr = keys.dtype.element_ty
-        key = kept(apply_rotary(new_key, features, held, stride, rotary, PARTS, HALF), kind)
-        value = kept(summed(new_value + features, stride, held, PARTS), kind)
-        tl.store(keys + place, key, mask=held & stores)
-        tl.store(values + place, value, mask=held & stores)
+        key = kept(apply_rotary(new_key, features, mask, stride, rotary, PARTS, HALF), kind)
+        value = kept(summed(new_value + features, stride, mask, PARTS), kind)
+        tl.store(keys + offset, key, mask=mask & stores)
+        tl.store(values + offset, value, mask=mask & stores)
     else:
-        key = tl.load(keys + place, mask=held, other=0.0)
-        value = tl.load(values + place, mask=held, other=0.0)
+        key = tl.load(keys + offset, mask=mask, other=0.0)
+        value = tl.load(values + offset, mask=mask, other=0.0)
     return key.to(tl.float32), value.to(tl.float32)
 
 
@@ -241,8 +241,8 @@ def _gains(
     if ALIBI:
         gains = gains + slope[:, None] * (tokens - (length - 1)).to(tl.float32)[None, :]
     if RELATIVE:
-        place = reached(tokens - pos, reach)
-        gains = gains + tl.load(bias[:, None] + place[None, :])
+        offset = reached(tokens - pos, reach)
+        gains = gains + tl.load(bias[:, None] + offset[None, :])
     return gains
 
 
@@ -337,45 +337,45 @@ def attend_grouped(
     members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
     heads = group * GROUP + tl.minimum(members, GROUP - 1)
     slope = tl.load(slopes + heads) if ALIBI else 0.0
-    own_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
+    group_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
     if USE_PDL:
         prefetch_both(keys, values, pool + first * SIZE, (last - first) * SIZE, PREFETCH * BLOCK)
         gdc_wait()
     width: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
-    asked, stride = query + row * width, tl.num_programs(0) * width
-    held = (features < SIZE)[None, :] & (members < GROUP)[:, None]
-    source, rotary = asked + heads[:, None] * SIZE, (cosines, sines, pos)
-    exact = apply_rotary(source, features[None, :], held, stride, rotary, PARTS, HALF)
+    queries, stride = query + row * width, tl.num_programs(0) * width
+    mask = (features < SIZE)[None, :] & (members < GROUP)[:, None]
+    source, rotary = queries + heads[:, None] * SIZE, (cosines, sines, pos)
+    exact = apply_rotary(source, features[None, :], mask, stride, rotary, PARTS, HALF)
     rounded = for_products(exact, keys.dtype.element_ty, out.dtype.element_ty)
     total = tl.zeros([MEMBERS], tl.float32)
     m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
-        place = pool + old.to(tl.int64) * SIZE + features
-        new = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
+        offset = pool + old.to(tl.int64) * SIZE + features
+        new = queries + (HEADS + group) * SIZE, queries + (HEADS + HEADS // GROUP + group) * SIZE
         key, value = newest_token(
-            (keys, values), place, new, stride, rotary, STORE, PARTS, SIZE, HALF
+            (keys, values), offset, new, stride, rotary, STORE, PARTS, SIZE, HALF
         )
         m = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
         if RELATIVE:
-            m += tl.load(own_bias + reached(old - pos, reach))
+            m += tl.load(group_bias + reached(old - pos, reach))
         total += 1.0
         acc += value[None, :]
     if SINKS and split == 0:
         m, total, acc = add_sink(m, total, acc, tl.load(sinks + heads))
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
-        gains = _gains(tokens, slope, length, own_bias, pos, reach, last, ALIBI, RELATIVE)
+        gains = _gains(tokens, slope, length, group_bias, pos, reach, last, ALIBI, RELATIVE)
         key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
         m, total, acc = _add_tokens(
             m, total, acc, key, value, rounded, scale, gains, SOFTCAP, PRECISION, PTX
         )
-    place = row * HEADS + heads
+    offset = row * HEADS + heads
     if SPLITS == 1:
-        target = out + place[:, None] * SIZE + features[None, :]
-        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=held)
+        target = out + offset[:, None] * SIZE + features[None, :]
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        part = place * SPLITS + split
-        tl.store(partial + part[:, None] * SIZE + features[None, :], acc, mask=held)
+        part = offset * SPLITS + split
+        tl.store(partial + part[:, None] * SIZE + features[None, :], acc, mask=mask)
         tl.store(weights + part * 2, m, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
         merge_if_last(

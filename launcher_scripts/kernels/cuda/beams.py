@@ -70,17 +70,17 @@ def find_likeliest(
 
 
 @triton.jit
-def _log_sum(sums, row, inside, parts, PARTS: tl.constexpr):
+def _log_sum(sums, row, in_bounds, parts, PARTS: tl.constexpr):
     """Logarithm of the sum of exponentials of the rows [W]."""
     part = tl.arange(0, PARTS)
     at = (row[:, None] * parts + part[None, :]) * 2
-    mask = inside[:, None] & (part < parts)[None, :]
+    mask = in_bounds[:, None] & (part < parts)[None, :]
     tops = tl.load(sums + at, mask=mask, other=-float("inf"))
     wholes = tl.load(sums + at + 1, mask=mask, other=0.0)
     top = tl.max(tops, 1)
     top = tl.where(top > -float("inf"), top, 0.0)
-    whole = tl.sum(wholes * tl.exp(tops - top[:, None]), 1)
-    return top + tl.log(tl.where(inside, whole, 1.0))
+    total = tl.sum(wholes * tl.exp(tops - top[:, None]), 1)
+    return top + tl.log(tl.where(in_bounds, total, 1.0))
 
 
 @triton.jit
@@ -88,9 +88,9 @@ def _go_on(order, slots, beam_score, token_of, parents, search, WIDTH: tl.conste
     """Make the first WIDTH that do not end the next hypotheses; behind them come those that end."""
     listed, parent, token, ends, ranking = order
     goes = tl.where(listed, 1 - ends, 0)
-    ended = tl.where(listed, ends, 0)
-    behind = tl.sum(goes, 0) + tl.cumsum(ended, 0) - ended
-    target = search * WIDTH + tl.where(ends > 0, behind, tl.cumsum(goes, 0) - goes)
+    is_end = tl.where(listed, ends, 0)
+    ends_before = tl.sum(goes, 0) + tl.cumsum(is_end, 0) - is_end
+    target = search * WIDTH + tl.where(ends > 0, ends_before, tl.cumsum(goes, 0) - goes)
     goes_on = listed & (target < (search + 1) * WIDTH)
     slot = tl.load(slots + target, mask=goes_on, other=0)
     tl.store(token_of + slot, token, mask=goes_on)
@@ -127,19 +127,19 @@ def rank_search(
         gdc_wait()
     search = tl.program_id(0).to(tl.int64)
     hypothesis = tl.arange(0, ROWS)
-    own = hypothesis < WIDTH
+    is_row = hypothesis < WIDTH
     row = search * WIDTH + hypothesis
-    log_sum = _log_sum(sums, row, own, parts, PARTS)
-    slot = tl.load(slots + row, mask=own, other=0)
-    before = tl.load(beam_score + slot, mask=own, other=0.0)
-    place = tl.arange(0, PLACES)
+    log_sum = _log_sum(sums, row, is_row, parts, PARTS)
+    slot = tl.load(slots + row, mask=is_row, other=0)
+    before = tl.load(beam_score + slot, mask=is_row, other=0.0)
+    lanes = tl.arange(0, PLACES)
     size = parts * COUNT
-    at = row[:, None] * size + place[None, :]
-    inside = own[:, None] & (place < size)[None, :]
-    logit = tl.load(found + at, mask=inside, other=-float("inf"))
-    left = inside & (tl.load(tokens + at, mask=inside, other=NOWHERE) != NOWHERE)
+    at = row[:, None] * size + lanes[None, :]
+    mask = is_row[:, None] & (lanes < size)[None, :]
+    logit = tl.load(found + at, mask=mask, other=-float("inf"))
+    left = mask & (tl.load(tokens + at, mask=mask, other=NOWHERE) != NOWHERE)
     total = before[:, None] + (logit - log_sum[:, None])
-    number = hypothesis[:, None] * PLACES + place[None, :]
+    number = hypothesis[:, None] * PLACES + lanes[None, :]
 
     rank = tl.arange(0, ORDER)
     parent = tl.zeros([ORDER], tl.int64)
@@ -153,16 +153,16 @@ def rank_search(
         left = left & (number != first)
         first = tl.where(first == NOWHERE, 0, first)  # where scores are no numbers
         which = first // PLACES
-        taken = (search * WIDTH + which) * size + first % PLACES
-        chosen = tl.load(tokens + taken).to(tl.int64)
+        source_index = (search * WIDTH + which) * size + first % PLACES
+        next_ids = tl.load(tokens + source_index).to(tl.int64)
         end = tl.load(end_id + tl.load(slots + search * WIDTH + which))
         sum_of = tl.sum(tl.where(hypothesis == which, log_sum, 0.0), 0)
         here = rank == n
         parent = tl.where(here, which.to(tl.int64), parent)
-        token = tl.where(here, chosen, token)
-        ends = tl.where(here, (chosen == end).to(tl.int32), ends)
+        token = tl.where(here, next_ids, token)
+        ends = tl.where(here, (next_ids == end).to(tl.int32), ends)
         ranking = tl.where(here, best, ranking)
-        log_prob = tl.where(here, tl.load(found + taken) - sum_of, log_prob)
+        log_prob = tl.where(here, tl.load(found + source_index) - sum_of, log_prob)
 
     listed = rank < KEPT
     out = search * KEPT + rank
@@ -196,15 +196,15 @@ def rank_beams(
         return reference_sampling.rank_beams(
             logits, allowed, slots, columns, shape, completed, bonus
         )
-    count, kept, device = shape.siblings, shape.kept, logits.device
+    count, width, device = shape.siblings, shape.kept, logits.device
     parts, searches = triton.cdiv(size, BLOCK), rows // shape.width
-    found = torch.empty(rows, parts, count, device=device)
+    maxima = torch.empty(rows, parts, count, device=device)
     tokens = torch.empty(rows, parts, count, dtype=torch.int32, device=device)
     sums = torch.empty(rows, parts, 2, device=device)
     launcher(find_likeliest, (rows, parts))(
         logits,
         allowed,
-        found,
+        maxima,
         tokens,
         sums,
         logits.stride(0),
@@ -216,11 +216,11 @@ def rank_beams(
         num_warps=1,
         **pdl_options(logits),
     )
-    choices = torch.empty(3, searches, kept, dtype=torch.int64, device=device)
-    scores = torch.empty(3, searches, kept, device=device)
+    choices = torch.empty(3, searches, width, dtype=torch.int64, device=device)
+    scores = torch.empty(3, searches, width, device=device)
     parents = torch.empty_like(slots)
     launcher(rank_search, (searches,))(
-        found,
+        maxima,
         tokens,
         sums,
         slots,
@@ -233,11 +233,11 @@ def rank_beams(
         parts,
         WIDTH=shape.width,
         COUNT=count,
-        KEPT=kept,
+        KEPT=width,
         ROWS=triton.next_power_of_2(shape.width),
         PARTS=triton.next_power_of_2(parts),
         PLACES=triton.next_power_of_2(parts * count),
-        ORDER=triton.next_power_of_2(kept),
+        ORDER=triton.next_power_of_2(width),
         num_warps=8,
         **pdl_options(logits),
     )
@@ -270,23 +270,23 @@ def copy_hypotheses(
     head = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, AT_ONCE * ROWS)
     back = tl.program_id(2) * AT_ONCE + lane // ROWS
-    own = (lane % ROWS < WIDTH) & (back < count)
+    local = (lane % ROWS < WIDTH) & (back < count)
     row = tl.program_id(1) * WIDTH + lane % ROWS
-    slot = tl.load(slots + row, mask=own, other=0)
-    parent = tl.load(parents + row, mask=own, other=0)
-    place = tl.load(length + slot, mask=own, other=0) - 1 - back
-    own = own & (place >= tl.load(prompt_length + slot, mask=own, other=0))
-    source = tl.load(start + parent, mask=own, other=0) + place
-    target = tl.load(start + slot, mask=own, other=0) + place
-    own = own & (source != target)
+    slot = tl.load(slots + row, mask=local, other=0)
+    parent = tl.load(parents + row, mask=local, other=0)
+    position = tl.load(length + slot, mask=local, other=0) - 1 - back
+    local = local & (position >= tl.load(prompt_length + slot, mask=local, other=0))
+    source = tl.load(start + parent, mask=local, other=0) + position
+    target = tl.load(start + slot, mask=local, other=0) + position
+    local = local & (source != target)
     channel = tl.arange(0, HEAD)
-    mask = own[:, None] & (channel < SIZE)[None, :]
+    mask = local[:, None] & (channel < SIZE)[None, :]
     at = pool + head * tokens * SIZE
     read = tl.load(at + source[:, None] * SIZE + channel[None, :], mask=mask)
-    written = tl.load(ids + source, mask=own & (HAS_IDS and head == 0))
+    written = tl.load(ids + source, mask=local & (HAS_IDS and head == 0))
     tl.debug_barrier()
     tl.store(at + target[:, None] * SIZE + channel[None, :], read, mask=mask)
-    tl.store(ids + target, written, mask=own & (HAS_IDS and head == 0))
+    tl.store(ids + target, written, mask=local & (HAS_IDS and head == 0))
 
 
 def reorder_beams(

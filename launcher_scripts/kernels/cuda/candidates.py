@@ -62,12 +62,12 @@ def find_maxima(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    max_value = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(part * BLOCK, size, parts * BLOCK):
         ids = first + tl.arange(0, BLOCK)
         values = tl.load(logits + row * stride + ids, mask=ids < size, other=-float("inf"))
-        largest = tl.maximum(largest, values)
-    tl.store(maxima + row * MAX_PARTS + part, tl.max(largest, 0))
+        max_value = tl.maximum(max_value, values)
+    tl.store(maxima + row * MAX_PARTS + part, tl.max(max_value, 0))
     if part == 0:
         tl.store(sums + row * FIELDS + tl.arange(0, FIELDS), 0)
 
@@ -75,14 +75,14 @@ def find_maxima(
 @triton.jit
 def temperature_factor(temperature, slot):
     """Return the factor of the logits of the row in a slot."""
-    own = tl.load(temperature + slot)
-    factor = tl.where(own == 1.0, 1.0, tl.div_rn(1.0, own + EPSILON))
+    value = tl.load(temperature + slot)
+    factor = tl.where(value == 1.0, 1.0, tl.div_rn(1.0, value + EPSILON))
     return tl.maximum(factor, SMALLEST)
 
 
 @triton.jit
-def scores_at(logits, ids, inside, factor):
-    values = tl.load(logits + ids, mask=inside, other=-float("inf")) * factor
+def scores_at(logits, ids, mask, factor):
+    values = tl.load(logits + ids, mask=mask, other=-float("inf")) * factor
     return tl.minimum(values, LARGEST) + 0.0  # -0.0 becomes 0.0
 
 
@@ -95,11 +95,11 @@ def top_score(maxima, row, parts, factor):
 
 
 @triton.jit
-def shares_of(scores, top, least):
+def shares_of(scores, top, minimum):
     """In units: the shares, and those that are at least so much of the largest one."""
     shares = tl.exp(scores - top)
     weights = (shares * UNITS).to(tl.int64)
-    return weights, tl.where(shares >= least, weights, 0)
+    return weights, tl.where(shares >= minimum, weights, 0)
 
 
 @triton.jit
@@ -109,27 +109,27 @@ def sums_within(view, bounds, COUNT: tl.constexpr, size, part, parts):
 
     view: see candidates.py; its upper bound does not matter
     """
-    row_logits, factor, top, above, _upto, least = view
+    row_logits, factor, top, above, _upto, minimum = view
     sums = tl.zeros([COUNT, LANES], tl.int64)
-    whole = tl.zeros([LANES], tl.int64)
+    total = tl.zeros([LANES], tl.int64)
     for first in range(part * (TIMES * LANES), size, parts * (TIMES * LANES)):
         for time in tl.static_range(TIMES):
             ids = first + time * LANES + tl.arange(0, LANES)
             scores = scores_at(row_logits, ids, ids < size, factor)
-            weights, kept = shares_of(scores, top, least)
+            weights, in_view = shares_of(scores, top, minimum)
             below = top - scores
-            one = tl.where(below > above, (kept << COUNT_BITS) + 1, 0)
+            one = tl.where(below > above, (in_view << COUNT_BITS) + 1, 0)
             within = below[None, :] <= bounds[:, None]
             sums += tl.where(within, one[None, :], 0)
-            whole += weights
+            total += weights
     counts = (sums & COUNT_MASK).to(tl.int32)
-    return tl.sum(sums >> COUNT_BITS, 1), tl.sum(counts, 1), tl.sum(whole, 0)
+    return tl.sum(sums >> COUNT_BITS, 1), tl.sum(counts, 1), tl.sum(total, 0)
 
 
 @triton.jit
-def level_of(own, LEVEL: tl.constexpr):
+def level_of(row_sums, LEVEL: tl.constexpr):
     """Return the offset of a row's sums of a level of finer bounds; these levels count from 1."""
-    return own + 2 * BOUNDS + 2 * FINER_BOUNDS * (LEVEL - 1)
+    return row_sums + 2 * BOUNDS + 2 * FINER_BOUNDS * (LEVEL - 1)
 
 
 @triton.jit
@@ -150,14 +150,14 @@ NOWHERE = tl.constexpr(-(2**63))  # in the order, behind all tokens
 @triton.jit
 def collect(view, listed, found, size, part, parts, BLOCK: tl.constexpr):
     """Add the candidates of a part of a row to its list.  found: how many were added"""
-    row_logits, factor, top, above, upto, _least = view
+    row_logits, factor, top, above, upto, _minimum = view
     for first in range(part * BLOCK, size, parts * BLOCK):
         ids = first + tl.arange(0, BLOCK)
         below = top - scores_at(row_logits, ids, ids < size, factor)
-        inside = (below > above) & (below <= upto)
+        mask = (below > above) & (below <= upto)
         one = tl.full([BLOCK], 1, tl.int64)
-        at = tl.atomic_add(found + tl.zeros([BLOCK], tl.int32), one, mask=inside, sem="relaxed")
-        tl.store(listed + at, ids, mask=inside & (at < CANDIDATES))
+        at = tl.atomic_add(found + tl.zeros([BLOCK], tl.int32), one, mask=mask, sem="relaxed")
+        tl.store(listed + at, ids, mask=mask & (at < CANDIDATES))
 
 
 @triton.jit
@@ -172,25 +172,25 @@ def order_of(scores, ids):
 def extent(view):
     """Bounds on the places of all candidates in the order, with room for rounding."""
     top, above, upto = view[2], view[3], view[4]
-    room = tl.abs(top) * 1e-6
+    tolerance = tl.abs(top) * 1e-6
     first_id = tl.zeros([], tl.int32)
-    low = order_of(top - upto * 1.001 - room, first_id + 0x7FFFFFFF)
-    high = order_of(top - tl.maximum(above, 0.0) * 0.999 + room, first_id)
+    low = order_of(top - upto * 1.001 - tolerance, first_id + 0x7FFFFFFF)
+    high = order_of(top - tl.maximum(above, 0.0) * 0.999 + tolerance, first_id)
     return low, high + 1
 
 
 @triton.jit
 def _block(view, source, at):
     """The source at some numbers: ids, scores, places in the order, and which are candidates."""
-    row_logits, factor, top, above, upto, _least = view
+    row_logits, factor, top, above, upto, _minimum = view
     listed, length, is_list = source
-    inside = at < length
-    ids = tl.load(listed + at, mask=inside & is_list, other=0)
+    mask = at < length
+    ids = tl.load(listed + at, mask=mask & is_list, other=0)
     ids = tl.where(is_list, ids, at)
-    scores = scores_at(row_logits, ids, inside, factor)
+    scores = scores_at(row_logits, ids, mask, factor)
     below = top - scores
-    inside = inside & (below > above) & (below <= upto)
-    return ids, scores, order_of(scores, ids), inside
+    mask = mask & (below > above) & (below <= upto)
+    return ids, scores, order_of(scores, ids), mask
 
 
 @triton.jit
@@ -198,19 +198,19 @@ def amounts_from(view, source, low, step, end):
     """Number and shares of the candidates before `end` from each of PLACES places on, which are a
     step from each other, the first one a step from `low`.
     """
-    top, least = view[2], view[5]
-    places = low + step * (tl.arange(0, PLACES) + 1)
+    top, minimum = view[2], view[5]
+    bounds = low + step * (tl.arange(0, PLACES) + 1)
     counts = tl.zeros([PLACES, LANES], tl.int32)
     masses = tl.zeros([PLACES, LANES], tl.int64)
     for first in range(0, source[1], TIMES * LANES):
         for time in tl.static_range(TIMES):
             at = first + time * LANES + tl.arange(0, LANES)
-            _ids, scores, order, inside = _block(view, source, at)
-            _weights, kept = shares_of(scores, top, least)
-            behind = order[None, :] >= places[:, None]
-            behind = behind & (inside & (order < end))[None, :]
-            counts += behind.to(tl.int32)
-            masses += tl.where(behind, kept[None, :], 0)
+            _ids, scores, order, mask = _block(view, source, at)
+            _weights, in_view = shares_of(scores, top, minimum)
+            after = order[None, :] >= bounds[:, None]
+            after = after & (mask & (order < end))[None, :]
+            counts += after.to(tl.int32)
+            masses += tl.where(after, in_view[None, :], 0)
     return tl.sum(counts, 1), tl.sum(masses, 1)
 
 
@@ -228,25 +228,25 @@ def sorted_few(view, listed, count):
     """Ids, scores and shares of a list of at most FEW candidates in their order; what is no
     candidate comes last, without a share.
     """
-    top, least = view[2], view[5]
-    _ids, _scores, order, inside = _block(view, (listed, count, True), tl.arange(0, FEW))
-    order = tl.sort(tl.where(inside, order, NOWHERE), descending=True)
+    top, minimum = view[2], view[5]
+    _ids, _scores, order, mask = _block(view, (listed, count, True), tl.arange(0, FEW))
+    order = tl.sort(tl.where(mask, order, NOWHERE), descending=True)
     scores, ids = _token_at(order)
-    _weights, kept = shares_of(scores, top, least)
-    return ids, scores, tl.where(order > NOWHERE, kept, 0)
+    _weights, in_view = shares_of(scores, top, minimum)
+    return ids, scores, tl.where(order > NOWHERE, in_view, 0)
 
 
 @triton.jit
 def _shorten(view, source, low, end):
     """Leave the candidates of the source from `low` on and before `end` in the list."""
     listed, length = source[0], source[1]
-    kept = tl.zeros([], tl.int32)
+    num_in_view = tl.zeros([], tl.int32)
     for first in range(0, length, BLOCK):
-        ids, _scores, order, inside = _block(view, source, first + tl.arange(0, BLOCK))
-        inside = inside & (order >= low) & (order < end)
-        at = kept + tl.cumsum(inside.to(tl.int32), 0) - 1
-        tl.store(listed + at, ids, mask=inside)
-        kept += tl.sum(inside.to(tl.int32), 0)
+        ids, _scores, order, mask = _block(view, source, first + tl.arange(0, BLOCK))
+        mask = mask & (order >= low) & (order < end)
+        at = num_in_view + tl.cumsum(mask.to(tl.int32), 0) - 1
+        tl.store(listed + at, ids, mask=mask)
+        num_in_view += tl.sum(mask.to(tl.int32), 0)
     tl.debug_barrier()
 
 
@@ -277,13 +277,13 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
         masses += base
         reached = (counts if BY_COUNT else masses) >= goal
         steps = tl.sum(reached.to(tl.int32), 0)
-        place = tl.arange(0, PLACES) + 1
-        held = tl.where(steps > 0, tl.sum(tl.where(place == steps, counts, 0), 0), held)
+        position = tl.arange(0, PLACES) + 1
+        held = tl.where(steps > 0, tl.sum(tl.where(position == steps, counts, 0), 0), held)
         nearer = steps < PLACES
         low += steps * step
         high = tl.where(nearer, low + step, high)
         if not BY_COUNT:
-            after = place == steps + 1
+            after = position == steps + 1
             beyond = tl.where(nearer, tl.sum(tl.where(after, counts, 0), 0), beyond)
             base = tl.where(nearer, tl.sum(tl.where(after, masses, 0), 0), base)
             end = high
@@ -325,9 +325,9 @@ def choice_of(seed, length, prompt_length, top_k, top_p, slot):
 def target_in(part, mass):
     """At which sum of shares the token is reached."""
     exact = part * mass.to(tl.float64)
-    whole = exact.to(tl.int64)
-    whole += (whole.to(tl.float64) < exact).to(tl.int64)
-    return tl.minimum(tl.maximum(whole, 1), mass)
+    integer = exact.to(tl.int64)
+    integer += (integer.to(tl.float64) < exact).to(tl.int64)
+    return tl.minimum(tl.maximum(integer, 1), mass)
 
 
 @triton.jit
@@ -355,9 +355,9 @@ def _group_in(fields, bounds, COUNT: tl.constexpr, above, mass, count, by_p, k, 
     masses = tl.load(fields + bound) + mass
     counts = tl.load(fields + COUNT + bound) + count
     reached = tl.where(by_p, masses >= target, counts >= k)
-    place = tl.minimum(tl.sum((~reached).to(tl.int32), 0), COUNT - 1)
-    here, before = bound == place, bound == place - 1
-    if place > 0:
+    index = tl.minimum(tl.sum((~reached).to(tl.int32), 0), COUNT - 1)
+    here, before = bound == index, bound == index - 1
+    if index > 0:
         above = tl.sum(tl.where(before, bounds, 0.0), 0)
         mass = tl.sum(tl.where(before, masses, 0), 0)
         count = tl.sum(tl.where(before, counts, 0), 0)
@@ -366,22 +366,22 @@ def _group_in(fields, bounds, COUNT: tl.constexpr, above, mass, count, by_p, k, 
 
 
 @triton.jit
-def group_of(own, by_p, k, part, LEVEL: tl.constexpr):
+def group_of(row_sums, by_p, k, part, LEVEL: tl.constexpr):
     """The row's group, as far as the levels of bounds up to LEVEL say it: its bounds, the number of
     its tokens, how far they are from the target of the shares, and how many finer levels were
     needed until they were few.
     """
-    nothing = tl.zeros([], tl.int64)
-    target = target_in(part, tl.max(tl.load(own + tl.arange(0, BOUNDS)), 0))
+    zero = tl.zeros([], tl.int64)
+    target = target_in(part, tl.max(tl.load(row_sums + tl.arange(0, BOUNDS)), 0))
     above = tl.full([], -1.0, tl.float32)
     above, upto, mass, count, end = _group_in(
-        own, all_bounds(), BOUNDS, above, nothing, nothing, by_p, k, target
+        row_sums, all_bounds(), BOUNDS, above, zero, zero, by_p, k, target
     )
     number = end - tl.where(by_p, count, 0)
     levels = tl.zeros([], tl.int32)
     for level in tl.static_range(1, LEVEL + 1):
         if number > FEW:
-            bounds, fields = finer_bounds(above, upto), level_of(own, level)
+            bounds, fields = finer_bounds(above, upto), level_of(row_sums, level)
             above, upto, mass, count, end = _group_in(
                 fields, bounds, FINER_BOUNDS, above, mass, count, by_p, k, target
             )

@@ -242,9 +242,9 @@ def dot_tile(
 ) -> DotTile:
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated, router
     or largest; quantization: the weight's."""
-    found = _known("dot_products", kind, out_size, in_size, quantization)
-    if found:
-        return DotTile(*found)
+    tile = _known("dot_products", kind, out_size, in_size, quantization)
+    if tile:
+        return DotTile(*tile)
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 
@@ -254,8 +254,8 @@ def row_tile(
 ) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
     quantization: the weight's."""
-    found = _known("row_products", kind, out_size, in_size, quantization)
-    return RowTile(*found) if found else _row_rule(kind, in_size, quantization)
+    tile = _known("row_products", kind, out_size, in_size, quantization)
+    return RowTile(*tile) if tile else _row_rule(kind, in_size, quantization)
 
 
 def _known(
@@ -265,8 +265,8 @@ def _known(
     if quantization == "fp8":
         parts.append(part(products, "int8"))
     keys = (f"{kind} {out_size}x{in_size}", f"{kind} {in_size}")
-    known = (table().get(name, {}).get(key) for name in parts for key in keys)
-    return next(filter(None, known), None)
+    candidates = (table().get(name, {}).get(key) for name in parts for key in keys)
+    return next(filter(None, candidates), None)
 
 
 def part(products: str, quantization: Quantization | None) -> str:
@@ -277,8 +277,8 @@ def part(products: str, quantization: Quantization | None) -> str:
 @cache
 def table() -> dict[str, dict[str, list[Any]]]:
     """Return the contents of tiles.json. Who changes it calls `forget`."""
-    found: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return found
+    tiles: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return tiles
 
 
 def forget() -> None:

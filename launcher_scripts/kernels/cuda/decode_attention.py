@@ -133,7 +133,7 @@ def _splits(longest: int, queries: int) -> int:
 @triton.jit
 def _newest_first(
     cache,
-    place,
+    position,
     new,
     stride,
     rotary,
@@ -153,9 +153,11 @@ def _newest_first(
     """(m, total, acc) of the newest token alone, if it is here; see newest_token."""
     m = -1e30
     total = 0.0
-    acc = tl.zeros(place.shape, tl.float32)
+    acc = tl.zeros(position.shape, tl.float32)
     if present:
-        key, acc = newest_token(cache, place, new, stride, rotary, STORE, PARTS, SIZE, HALF, stores)
+        key, acc = newest_token(
+            cache, position, new, stride, rotary, STORE, PARTS, SIZE, HALF, stores
+        )
         m = capped(tl.sum(key * scaled, 0), SOFTCAP)
         if RELATIVE:
             m += tl.load(bias + reached(distance, reach))
@@ -227,7 +229,7 @@ def attend(
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
-    group, place = head // GROUP, row * HEADS + head  # the head's keys and values; its outputs
+    group, output_row = head // GROUP, row * HEADS + head  # the head's keys and values; its outputs
     pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
     tokens = first + tl.arange(0, TILE)
     key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
@@ -236,12 +238,12 @@ def attend(
     bias += head * (2 * reach + 1) if RELATIVE else 0
     if USE_PDL:
         gdc_wait()
-    held: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
-    asked, stride = query + row * held, tl.num_programs(0) * held
+    width: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
+    queries, stride = query + row * width, tl.num_programs(0) * width
     features, rotary = tl.arange(0, BLOCK), (cosines, sines, pos)
-    q = apply_rotary(asked + head * SIZE, features, features < SIZE, stride, rotary, PARTS, HALF)
+    q = apply_rotary(queries + head * SIZE, features, features < SIZE, stride, rotary, PARTS, HALF)
     q *= scale
-    new = asked + (HEADS + group) * SIZE, asked + (HEADS + HEADS // GROUP + group) * SIZE
+    new = queries + (HEADS + group) * SIZE, queries + (HEADS + HEADS // GROUP + group) * SIZE
     m, total, acc = _newest_first(
         *((keys, values), pool + old.to(tl.int64) * SIZE + features, new, stride, rotary),
         *(q, bias, old - pos, reach, FRESH and split == 0, head % GROUP == 0),
@@ -256,7 +258,7 @@ def attend(
         m, total, acc = add_tile(m, total, acc, key, value, q, bonus, SOFTCAP)
         tokens, key, value = tokens + TILE, in_halves(later[0], PTX), in_halves(later[1], PTX)
     _finish(
-        *(partial, weights, arrivals, out, place, split, parts, acc, m, total),
+        *(partial, weights, arrivals, out, output_row, split, parts, acc, m, total),
         *(SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
     )
 
@@ -267,7 +269,7 @@ def _finish(
     weights,
     arrivals,
     out,
-    place,
+    position,
     split,
     parts,
     acc,
@@ -280,14 +282,14 @@ def _finish(
 ):
     """Store the outputs; those of parts, which the last one to end merges."""
     if SPLITS == 1:
-        store_head(out, place, acc / total, SIZE, BLOCK)
+        store_head(out, position, acc / total, SIZE, BLOCK)
     else:
-        part = place * SPLITS + split
+        part = position * SPLITS + split
         store_head(partial, part, acc, SIZE, BLOCK)
         tl.store(weights + part * 2, m)
         tl.store(weights + part * 2 + 1, total)
         merge_if_last(
-            *(partial, weights, arrivals, out, place, parts),
+            *(partial, weights, arrivals, out, position, parts),
             *(1, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
         )
 

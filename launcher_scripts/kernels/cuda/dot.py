@@ -61,24 +61,24 @@ def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 0)
-    largest = tl.where(largest > 0, largest, 1.0)
+    mask = columns < size
+    values = tl.load(x + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+    max_abs = tl.max(tl.abs(values), 0)
+    max_abs = tl.where(max_abs > 0, max_abs, 1.0)
     if hi_lo.dtype.element_ty == tl.int8:
-        step = largest / INT8_LARGEST
-        whole = tl.floor(values / step + 0.5).to(tl.int32)
-        high = (whole + INT8_BASE // 2) >> 8
-        low = whole - high * INT8_BASE
+        step = max_abs / INT8_LARGEST
+        rounded = tl.floor(values / step + 0.5).to(tl.int32)
+        high = (rounded + INT8_BASE // 2) >> 8
+        low = rounded - high * INT8_BASE
     else:
-        step = largest / FP8_LARGEST
-        whole = values / step
-        high = of_four_bits(whole / FP8_BASE)
-        low = whole - high * FP8_BASE
+        step = max_abs / FP8_LARGEST
+        rounded = values / step
+        high = of_four_bits(rounded / FP8_BASE)
+        low = rounded - high * FP8_BASE
     target = hi_lo + row * size + columns
-    tl.store(target, high.to(hi_lo.dtype.element_ty), mask=inside)
+    tl.store(target, high.to(hi_lo.dtype.element_ty), mask=mask)
     lows = tl.num_programs(0).to(tl.int64) * size
-    tl.store(target + lows, low.to(hi_lo.dtype.element_ty), mask=inside)
+    tl.store(target + lows, low.to(hi_lo.dtype.element_ty), mask=mask)
     tl.store(steps + row, step)
 
 
@@ -112,27 +112,27 @@ def dot_hi_lo(
 
     starts, held: [ROWS, 1], where the weight's rows start, and which there are
     """
-    whole: tl.constexpr = hi_lo.dtype.element_ty == tl.int8
-    sum_type: tl.constexpr = tl.int32 if whole else tl.float32
+    is_int8: tl.constexpr = hi_lo.dtype.element_ty == tl.int8
+    sum_type: tl.constexpr = tl.int32 if is_int8 else tl.float32
     columns = tl.arange(0, BLOCK)
     batch = tl.arange(0, BATCH)
     high = tl.zeros([ROWS, BATCH], sum_type)
     low = tl.zeros([ROWS, BATCH], sum_type)
     weights = starts + columns[None, :]
-    places = hi_lo + batch[None, :] * IN + columns[:, None]
+    offsets = hi_lo + batch[None, :] * IN + columns[:, None]
     for column in tl.range(first, last, BLOCK):
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
-        inside = (batch < count)[None, :] & (column + columns < IN)[:, None]
-        highs = tl.load(places + column, mask=inside, other=0.0)
-        lows = tl.load(places + count * IN + column, mask=inside, other=0.0)
-        if whole:
+        mask = (batch < count)[None, :] & (column + columns < IN)[:, None]
+        highs = tl.load(offsets + column, mask=mask, other=0.0)
+        lows = tl.load(offsets + count * IN + column, mask=mask, other=0.0)
+        if is_int8:
             high = tl.dot(tile, highs, high, out_dtype=tl.int32)
             low = tl.dot(tile, lows, low, out_dtype=tl.int32)
         else:  # the matrix units add e4m3 in fewer bits than float32 has
             high += tl.dot(tile, highs)
             low += tl.dot(tile, lows)
     step = tl.load(steps + batch, mask=batch < count, other=0.0)[None, :]
-    base: tl.constexpr = INT8_BASE if whole else FP8_BASE
+    base: tl.constexpr = INT8_BASE if is_int8 else FP8_BASE
     return (high.to(tl.float32) * base + low.to(tl.float32)) * step
 
 
@@ -171,7 +171,7 @@ def _prefetch_pieces(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def add_pieces(
     inputs,
-    given,
+    valid,
     starts,
     held,
     first,
@@ -191,10 +191,10 @@ def add_pieces(
     columns = tl.arange(0, BLOCK)
     product = tl.zeros([ROWS, BATCH], tl.float32)
     weights = starts + columns[None, :]
-    places = inputs + columns[:, None]
+    offsets = inputs + columns[:, None]
     for column in tl.range(first, last, BLOCK):
         tile = load_piece(weights + column, held & (column + columns < IN)[None, :], EVEN)
-        piece = tl.load(places + column, mask=given & (column + columns < IN)[:, None], other=0.0)
+        piece = tl.load(offsets + column, mask=valid & (column + columns < IN)[:, None], other=0.0)
         if tile.dtype != piece.dtype:
             tile = tile.to(tl.float32).to(piece.dtype)  # twice as fast as at once
         product = tl.dot(tile, piece, product, input_precision="ieee")
@@ -249,30 +249,30 @@ def dot_rows(
     """
     part = tl.program_id(0)
     split = tl.program_id(1)
-    own: tl.constexpr = ROWS // 2 if GATED else ROWS
-    row = part * own
-    rows = row + tl.arange(0, own)
+    span: tl.constexpr = ROWS // 2 if GATED else ROWS
+    row = part * span
+    rows = row + tl.arange(0, span)
     batch = tl.arange(0, BATCH)
     share: tl.constexpr = ((IN + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS * BLOCK
     first = split * share
     last = tl.minimum(first + share, IN)
     lines = tl.arange(0, ROWS)[:, None]
-    held = row + lines % own < OUT
-    place = tl.minimum(row + lines % own, OUT - 1).to(tl.int64) * IN
-    starts = weight + place
+    local = row + lines % span < OUT
+    position = tl.minimum(row + lines % span, OUT - 1).to(tl.int64) * IN
+    starts = weight + position
     if GATED:
-        starts = tl.where(lines < own, starts, gate_weight + place)
+        starts = tl.where(lines < span, starts, gate_weight + position)
     if USE_PDL:
         gdc_launch_dependents()
         _prefetch_pieces(starts, first, last, PREFETCH, BLOCK)
-        prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, own)
+        prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, span)
         gdc_wait()
-    even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
+    even: tl.constexpr = OUT % span == 0 and IN % BLOCK == 0
     if x.dtype.element_ty.primitive_bitwidth == 8:
-        value = dot_hi_lo(x, steps, starts, held, first, last, count, IN, even, ROWS, BLOCK, BATCH)
+        value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     else:
-        inputs, given = x + batch[None, :] * IN, (batch < count)[None, :]
-        value = add_pieces(inputs, given, starts, held, first, last, IN, even, ROWS, BLOCK, BATCH)
+        inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
+        value = add_pieces(inputs, valid, starts, local, first, last, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
         value, gate = halves(value, ROWS, BATCH)
     value *= scales_of(scales, weight, rows, OUT)[:, None]
@@ -280,14 +280,14 @@ def dot_rows(
         offset = tl.load(offsets + rows, mask=(rows < OUT) & (split == 0), other=0.0)
         value += offset.to(tl.float32)[:, None]
     value = add_deltas(
-        value, lora_up, lora_inner, adapters, row, split, count, LORA, SPLITS, own, BATCH
+        value, lora_up, lora_inner, adapters, row, split, count, LORA, SPLITS, span, BATCH
     )
     if GATED:
         gate *= scales_of(gate_scales, gate_weight, rows, OUT)[:, None]
         if OFFSET:
             gate += tl.load(gate_offsets + rows, mask=rows < OUT, other=0.0)[:, None]
         gate = add_deltas(
-            gate, lora_up, lora_inner, adapters, OUT + row, split, count, LORA, SPLITS, own, BATCH
+            gate, lora_up, lora_inner, adapters, OUT + row, split, count, LORA, SPLITS, span, BATCH
         )
         value = activate_gated(value, gate, ACTIVATION)
     else:
@@ -352,10 +352,10 @@ def dot_largest(
     """reference.largest for a few rows."""
     tile = dot_tile("largest", *head.weight.shape, head.quantization)._replace(splits=1)
     count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
-    found = torch.empty(count, parts, device=x.operand.device)
-    places = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
-    _launch(x.operand, head, tile, held, largest=(found, places))
-    return best_of_parts(found, places, keep)
+    maxima = torch.empty(count, parts, device=x.operand.device)
+    indices = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
+    _launch(x.operand, head, tile, held, largest=(maxima, indices))
+    return best_of_parts(maxima, indices, keep)
 
 
 def _launch(
@@ -369,15 +369,15 @@ def _launch(
     activation: str | None = None,
     largest: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    found, places = (x, x) if largest is None else largest
+    maxima, indices = (x, x) if largest is None else largest
     split = splits(x, linear.quantization)
-    given, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
+    operand, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
-    own = tile.rows if gate is None else tile.rows // 2
-    launcher(dot_rows, (triton.cdiv(out_size, own), tile.splits))(
-        given,
+    tile_rows = tile.rows if gate is None else tile.rows // 2
+    launcher(dot_rows, (triton.cdiv(out_size, tile_rows), tile.splits))(
+        operand,
         steps=steps,
         weight=linear.weight,
         gate_weight=linear.weight if gate is None else gate.weight,
@@ -386,8 +386,8 @@ def _launch(
         offsets=x if linear.bias is None else linear.bias,
         gate_offsets=x if gate_bias is None else gate_bias,
         out=x if out is None else out,
-        largest=found,
-        places=places,
+        largest=maxima,
+        places=indices,
         count=x.shape[0],
         OUT=out_size,
         IN=linear.weight.shape[1],

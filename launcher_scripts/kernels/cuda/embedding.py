@@ -32,9 +32,9 @@ def look_up(ids, table, out, first_id, held, size, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     local = tl.load(ids + token).to(tl.int64) - first_id
     mine = (local >= 0) & (local < held)
-    inside = columns < size
-    values = tl.load(table + local * size + columns, mask=inside & mine, other=0.0)
-    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=inside)
+    mask = columns < size
+    values = tl.load(table + local * size + columns, mask=mask & mine, other=0.0)
+    tl.store(out + token.to(tl.int64) * size + columns, values.to(tl.float32), mask=mask)
 
 
 @triton.jit
@@ -92,20 +92,20 @@ def begin_rows(
         tl.store(sources + row, tl.maximum(source, 1))
         tl.store(source_starts + row, tl.load(source_start + slot))
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
+    mask = columns < size
     local = identity - first_id
     mine = (local >= 0) & (local < held)
-    value = tl.load(table + local * size + columns, mask=inside & mine, other=0.0).to(tl.float32)
+    value = tl.load(table + local * size + columns, mask=mask & mine, other=0.0).to(tl.float32)
     if POSITIONS:
-        place = position_table + position * size + columns
-        value += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        offset = position_table + position * size + columns
+        value += tl.load(offset, mask=mask, other=0.0).to(tl.float32)
     target = row.to(tl.int64) * size + columns
-    tl.store(exact + target, value, mask=inside)
+    tl.store(exact + target, value, mask=mask)
     if PRESCALED > 0:
-        value = standardize(value, inside, row_stats, size, eps, PRESCALED, PARTS, BLOCK)
-        value *= tl.load(gain + columns, mask=inside, other=0.0)
+        value = standardize(value, mask, row_stats, size, eps, PRESCALED, PARTS, BLOCK)
+        value *= tl.load(gain + columns, mask=mask, other=0.0)
     if ROUNDED:
-        tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=inside)
+        tl.store(rounded + target, value.to(rounded.dtype.element_ty), mask=mask)
 
 
 def embed(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
@@ -135,8 +135,8 @@ def begin_step(
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
     parts = 0 if folded is None else whole_row_parts(size)
     row_stats = None if folded is None else empty_stats(parts, slots.device)
-    made = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
-    starts, positions, lengths, source_starts, source_lengths = made
+    numbers = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
+    starts, positions, lengths, source_starts, source_lengths = numbers
     launcher(begin_rows, (rows,))(
         slots,
         columns.token,
@@ -169,12 +169,12 @@ def begin_step(
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
-    found = StepRows(starts, positions, lengths)
+    step_rows = StepRows(starts, positions, lengths)
     if sources:
-        found = StepRows(starts, positions, lengths, source_starts, source_lengths)
+        step_rows = StepRows(starts, positions, lengths, source_starts, source_lengths)
     if rows == 1:
-        return Hidden(exact, rounded, row_stats), found
-    return hidden(exact, norm_of_next, dtype), found
+        return Hidden(exact, rounded, row_stats), step_rows
+    return hidden(exact, norm_of_next, dtype), step_rows
 
 
 BLOCK = 256
@@ -203,9 +203,9 @@ def write_line(
         number = tl.load(written)
         line = memory + number % lines * width
         for first in range(0, count, BLOCK):
-            places = first + tl.arange(0, BLOCK)
-            there = places < count
-            tl.store(line + places, tl.load(tokens + places, mask=there), mask=there)
+            offsets = first + tl.arange(0, BLOCK)
+            mask = offsets < count
+            tl.store(line + offsets, tl.load(tokens + offsets, mask=mask), mask=mask)
         tl.store(written, number + 1)
 
 

@@ -67,12 +67,12 @@ def multiply_gate(
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    value = tl.load(up + places, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(gate + places, mask=inside, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    value = tl.load(up + offsets, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
     value = activate_gated(value, factor, ACTIVATION)
-    tl.store(up + places, value.to(up.dtype.element_ty), mask=inside)
+    tl.store(up + offsets, value.to(up.dtype.element_ty), mask=mask)
 
 
 def gated(up: Tensor, gate: Tensor, activation: str) -> Tensor:
@@ -99,9 +99,9 @@ def block_argmax(logits, values, places, stride, size, BLOCK: tl.constexpr):
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     row_logits = tl.load(logits + row * stride + columns, mask=columns < size, other=-float("inf"))
-    largest, where = tl.max(row_logits, 0, return_indices=True)
+    max_value, where = tl.max(row_logits, 0, return_indices=True)
     part = row * tl.num_programs(1) + block
-    tl.store(values + part, largest)
+    tl.store(values + part, max_value)
     tl.store(places + part, block * BLOCK + where)
 
 
@@ -127,14 +127,14 @@ def pick_largest(
         gdc_wait()
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    inside = columns < parts
-    value = tl.load(largest + row * parts + columns, mask=inside, other=-float("inf"))
+    mask = columns < parts
+    value = tl.load(largest + row * parts + columns, mask=mask, other=-float("inf"))
     top, part = tl.max(value, 0, return_indices=True)
     tl.store(values + row, top)
-    place = tl.load(places + row * parts + part).to(tl.int64)
-    tl.store(tokens + row, place)
+    index = tl.load(places + row * parts + part).to(tl.int64)
+    tl.store(tokens + row, index)
     if KEEP:
-        tl.store(column + tl.load(slots + row), place)
+        tl.store(column + tl.load(slots + row), index)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -142,11 +142,11 @@ def argmax(logits: Tensor) -> Tensor:
     rows, size = logits.shape
     blocks = triton.cdiv(size, ARGMAX_BLOCK)
     values = torch.empty(rows, blocks, device=logits.device)
-    places = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    indices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     launcher(block_argmax, (rows, blocks))(
-        logits, values, places, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
+        logits, values, indices, logits.stride(0), size, BLOCK=ARGMAX_BLOCK, num_warps=4
     )
-    return best_of_parts(values, places)[1]
+    return best_of_parts(values, indices)[1]
 
 
 def best_of_parts(

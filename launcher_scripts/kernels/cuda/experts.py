@@ -77,36 +77,36 @@ def choose_experts(
         gdc_wait()
     token = tl.program_id(0)
     experts = tl.arange(0, BLOCK)
-    inside = experts < EXPERTS
+    mask = experts < EXPERTS
     total = tl.zeros([BLOCK], tl.float32)
     if OFFSET:
-        total += tl.load(offsets + experts, inside, other=0.0).to(tl.float32)
+        total += tl.load(offsets + experts, mask, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(logits + (part * count + token) * EXPERTS + experts, inside, other=0.0)
+        total += tl.load(logits + (part * count + token) * EXPERTS + experts, mask, other=0.0)
     if SIGMOID:
         scores = tl.sigmoid(total)
     else:
-        total = tl.where(inside, total, -float("inf"))
+        total = tl.where(mask, total, -float("inf"))
         scores = tl.exp(total - tl.max(total, 0))
         scores /= tl.sum(scores, 0)
     ranks = scores
     if BIASED:
-        ranks += tl.load(bias + experts, mask=inside, other=0.0)
-    ranks = tl.where(inside, ranks, -float("inf"))
+        ranks += tl.load(bias + experts, mask=mask, other=0.0)
+    ranks = tl.where(mask, ranks, -float("inf"))
     lanes = tl.arange(0, LANES)
     best = tl.zeros([LANES], tl.float32)
-    places = tl.zeros([LANES], tl.int64)
+    indices = tl.zeros([LANES], tl.int64)
     for lane in tl.static_range(PER_TOKEN):
-        score, place = tl.max(ranks, 0, return_indices=True)
+        score, index = tl.max(ranks, 0, return_indices=True)
         if BIASED:
-            score = tl.sum(tl.where(experts == place, scores, 0.0), 0)
+            score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
         best = tl.where(lanes == lane, score, best)
-        places = tl.where(lanes == lane, tl.minimum(place, EXPERTS - 1), places)
-        ranks = tl.where(experts == place, -float("inf"), ranks)
+        indices = tl.where(lanes == lane, tl.minimum(index, EXPERTS - 1), indices)
+        ranks = tl.where(experts == index, -float("inf"), ranks)
     if NORMALIZED:
         best /= tl.sum(best, 0)
     target = token * PER_TOKEN + lanes
-    tl.store(chosen + target, places, mask=lanes < PER_TOKEN)
+    tl.store(chosen + target, indices, mask=lanes < PER_TOKEN)
     tl.store(weights + target, best * scaling_factor, mask=lanes < PER_TOKEN)
 
 
@@ -137,20 +137,20 @@ def group_choices(
     counts = tl.zeros([BINS], tl.int32)
     for start in tl.range(0, count, PIECE):
         read = start + lanes
-        found = tl.load(chosen + read, mask=read < count, other=0).to(tl.int32)
-        counts += tl.histogram(found, BINS, mask=read < count)
+        expert_ids = tl.load(chosen + read, mask=read < count, other=0).to(tl.int32)
+        counts += tl.histogram(expert_ids, BINS, mask=read < count)
     needed = (counts + BATCH - 1) // BATCH
     first = tl.sum(tl.where(bins < expert, needed, 0), 0)
     end = first + tl.sum(tl.where(bins == expert, needed, 0), 0)
-    place = first * BATCH
+    position = first * BATCH
     for start in tl.range(0, count, PIECE):
         read = start + lanes
         same = tl.load(chosen + read, mask=read < count, other=-1) == expert
         ranks = tl.cumsum(same.to(tl.int32), 0)
-        tl.store(choices + place + ranks - 1, read, mask=same)
-        place += tl.max(ranks, 0)
-    rest = place + tl.arange(0, BATCH)
-    tl.store(choices + rest, -1, mask=rest < end * BATCH)
+        tl.store(choices + position + ranks - 1, read, mask=same)
+        position += tl.max(ranks, 0)
+    slots = position + tl.arange(0, BATCH)
+    tl.store(choices + slots, -1, mask=slots < end * BATCH)
     block = tl.arange(0, BLOCKS)
     tl.store(experts + block, expert, mask=(block >= first) & (block < end))
     if expert == tl.num_programs(0) - 1:
@@ -202,24 +202,24 @@ def expert_rows(
     expert = tl.load(experts + block)
     if expert < 0:
         return
-    own: tl.constexpr = ROWS // 2 if GATED else ROWS
-    even: tl.constexpr = OUT % own == 0 and IN % BLOCK == 0
-    rows = part * own + tl.arange(0, own)
+    tile_rows: tl.constexpr = ROWS // 2 if GATED else ROWS
+    even: tl.constexpr = OUT % tile_rows == 0 and IN % BLOCK == 0
+    rows = part * tile_rows + tl.arange(0, tile_rows)
     lines = tl.arange(0, ROWS)[:, None]
-    held = part * own + lines % own < OUT
-    place = (expert * OUT + tl.minimum(part * own + lines % own, OUT - 1)) * IN
-    starts = weight + place
+    local = part * tile_rows + lines % tile_rows < OUT
+    offset = (expert * OUT + tl.minimum(part * tile_rows + lines % tile_rows, OUT - 1)) * IN
+    starts = weight + offset
     if GATED:
-        starts = tl.where(lines < own, starts, gate_weight + place)
+        starts = tl.where(lines < tile_rows, starts, gate_weight + offset)
     lanes = tl.arange(0, BATCH)
     if LONE:
         choice = tl.where(lanes == 0, block, -1).to(tl.int64)
     else:
         choice = tl.load(choices + block * BATCH + lanes).to(tl.int64)
-    there = choice >= 0
+    present = choice >= 0
     read = choice if DOWN else choice // PER_TOKEN
-    inputs = x + tl.where(there, read, 0)[None, :] * IN
-    value = add_pieces(inputs, there[None, :], starts, held, 0, IN, IN, even, ROWS, BLOCK, BATCH)
+    inputs = x + tl.where(present, read, 0)[None, :] * IN
+    value = add_pieces(inputs, present[None, :], starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
     scaled = rows + expert * OUT
     ends = (expert + 1) * OUT
     if GATED:
@@ -236,9 +236,9 @@ def expert_rows(
         value = activate(value, ACTIVATION)
     target = choice
     if DOWN:
-        value *= tl.load(factors + choice, mask=there, other=0.0)[None, :]
+        value *= tl.load(factors + choice, mask=present, other=0.0)[None, :]
         target = choice % PER_TOKEN * count + choice // PER_TOKEN
-    mask = (rows < OUT)[:, None] & there[None, :]
+    mask = (rows < OUT)[:, None] & present[None, :]
     target = out + target[None, :] * OUT + rows[:, None]
     tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
@@ -247,13 +247,13 @@ def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """reference.route of the router's logits in parts and without its linear's bias, float32
     [P, N, experts]."""
     (parts, count, experts), offsets = logits.shape, router.linear.bias
-    chosen = torch.empty(count, router.per_token, dtype=torch.int64, device=logits.device)
+    selected = torch.empty(count, router.per_token, dtype=torch.int64, device=logits.device)
     weights = torch.empty(count, router.per_token, device=logits.device)
     launcher(choose_experts, (count,))(
         logits,
         logits if offsets is None else offsets,
         logits if router.bias is None else router.bias,
-        chosen,
+        selected,
         weights,
         count,
         float(router.scaling_factor),
@@ -269,7 +269,7 @@ def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         num_warps=1,
         **pdl_options(logits),
     )
-    return chosen, weights
+    return selected, weights
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
@@ -307,8 +307,8 @@ def _launch(
     tile = tile._replace(block=tile.block * 2 // inputs_width)
     tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)
     products = 1 if gate is None else 2
-    own = tile.rows // products
-    launcher(expert_rows, (triton.cdiv(out_size, own), blocks.count))(
+    tile_rows = tile.rows // products
+    launcher(expert_rows, (triton.cdiv(out_size, tile_rows), blocks.count))(
         x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
@@ -346,26 +346,26 @@ def blocks_of(chosen: Tensor, experts: int) -> Blocks:
     if count == 1:
         return Blocks(chosen.flatten(), None, choices, size)
     blocks = min(choices, choices // size + experts)
-    most = triton.next_power_of_2(blocks)
-    found = Blocks(
-        torch.empty(most, dtype=torch.int64, device=chosen.device),
+    max_blocks = triton.next_power_of_2(blocks)
+    grouped = Blocks(
+        torch.empty(max_blocks, dtype=torch.int64, device=chosen.device),
         torch.empty(blocks, size, dtype=torch.int32, device=chosen.device),
         blocks,
         size,
     )
     launcher(group_choices, (experts,))(
         chosen,
-        found.experts,
-        found.choices,
+        grouped.experts,
+        grouped.choices,
         choices,
         BINS=triton.next_power_of_2(experts),
         PIECE=min(MOST_AT_ONCE, triton.next_power_of_2(choices)),
-        BLOCKS=most,
+        BLOCKS=max_blocks,
         BATCH=size,
         num_warps=1 if choices <= 128 else 4,
         **pdl_options(chosen),
     )
-    return found
+    return grouped
 
 
 def block_size(count: int, per_token: int, experts: int) -> int:

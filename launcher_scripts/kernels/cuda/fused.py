@@ -139,13 +139,13 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         return reference.route(x, router)
     linear = replace(router.linear, bias=None)
     if fits(x):
-        found = dot_summands(x, linear, "router")
+        router_logits = dot_summands(x, linear, "router")
     elif x.shape[0] == 1:
-        found = torch.empty(1, 1, linear.weight.shape[0], device=x.device)
-        row_product(Hidden(x, x), linear, found[0], "plain", launch=pdl_options(x))
+        router_logits = torch.empty(1, 1, linear.weight.shape[0], device=x.device)
+        row_product(Hidden(x, x), linear, router_logits[0], "plain", launch=pdl_options(x))
     else:
-        found = logits(x, linear)[None]
-    return pick_experts(found, router)
+        router_logits = logits(x, linear)[None]
+    return pick_experts(router_logits, router)
 
 
 def _normalized(x: Tensor, linear: Linear) -> Tensor:
@@ -200,8 +200,8 @@ def attend_own(
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
     there the attention does, unless norms come between."""
-    alone, parts = x.operand.shape[0] == 1, 1
-    stored = alone or norms is not None
+    is_single, parts = x.operand.shape[0] == 1, 1
+    stored = is_single or norms is not None
     if stored:
         query = project_heads(x, linear, heads, rotary, rows, cache, norms)
     else:
@@ -219,8 +219,8 @@ def attend_own(
         store=not stored,
         parts=parts,
         rotary=None if stored else rotary,
-        state=x if alone else None,
-        norm=linear.norm if alone else None,
+        state=x if is_single else None,
+        norm=linear.norm if is_single else None,
     )
 
 
@@ -291,22 +291,22 @@ def _many_expanded(x: Tensor, up: Linear, gate: Linear | None, activation: str) 
     return gated(inner, factors, activation)
 
 
-def accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+def accumulate(x: Tensor, linear: Linear, residual: Hidden, norm_of_next: Norm | None) -> Hidden:
     """See reference.accumulate."""
-    dtype = onto.operand.dtype
+    dtype = residual.operand.dtype
     if fits(x):
-        return add_parts(dot_summands(x, linear), linear.bias, onto.exact, norm_of_next, dtype)
-    if x.shape[0] > 1 or not _has_expected(onto, norm_of_next):
+        return add_parts(dot_summands(x, linear), linear.bias, residual.exact, norm_of_next, dtype)
+    if x.shape[0] > 1 or not _has_expected(residual, norm_of_next):
         product = partial_product if x.shape[0] == 1 and linear.lora is not None else many_rows
         added = product(x, replace(linear, bias=None))
-        return add_parts(added[None], linear.bias, onto.exact, norm_of_next, dtype)
-    return row_accumulate(x, linear, onto, norm_of_next)
+        return add_parts(added[None], linear.bias, residual.exact, norm_of_next, dtype)
+    return row_accumulate(x, linear, residual, norm_of_next)
 
 
-def _has_expected(onto: Hidden, norm_of_next: Norm | None) -> bool:
+def _has_expected(residual: Hidden, norm_of_next: Norm | None) -> bool:
     """Return whether one row's hidden states say how those that come after it are to be
     prescaled."""
-    return norm_of_next is None or onto.row_stats is not None
+    return norm_of_next is None or residual.row_stats is not None
 
 
 def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tensor) -> Tensor:
@@ -315,28 +315,28 @@ def choose(x: Hidden, head: Linear, held: int, columns: RowColumns, slots: Tenso
 
 
 def accumulate_over_ranks(
-    x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+    x: Tensor, linear: Linear, residual: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """See reference.accumulate_over_ranks."""
     buffers = _buffers_for(x.shape[0], linear.weight.shape[0], ranks)
-    if buffers is not None and x.shape[0] == 1 and _has_expected(onto, norm_of_next):
+    if buffers is not None and x.shape[0] == 1 and _has_expected(residual, norm_of_next):
         send_product(x, linear, buffers)
-        return receive_sum(linear.bias, onto, norm_of_next, buffers)
+        return receive_sum(linear.bias, residual, norm_of_next, buffers)
     parts = _summands(x, linear) if buffers else product_over_ranks(x, linear, ranks)[None]
-    dtype = onto.operand.dtype
-    return _add_over_ranks(parts, linear.bias, onto.exact, norm_of_next, dtype, buffers)
+    dtype = residual.operand.dtype
+    return _add_over_ranks(parts, linear.bias, residual.exact, norm_of_next, dtype, buffers)
 
 
 def accumulate_parts(
-    parts: Tensor, onto: Hidden, norm_of_next: Norm | None, ranks: Ranks
+    parts: Tensor, residual: Hidden, norm_of_next: Norm | None, ranks: Ranks
 ) -> Hidden:
     """See reference.accumulate_parts. Ranks add many rows up in the compute type."""
-    rows, size = onto.exact.shape
-    dtype, buffers = onto.operand.dtype, _buffers_for(rows, size, ranks)
+    rows, size = residual.exact.shape
+    dtype, buffers = residual.operand.dtype, _buffers_for(rows, size, ranks)
     if ranks.tp_size > 1 and buffers is None:
         total = parts.sum(0)
         parts = ranks.tp_sum(total.to(dtype) if rows > MAX_ROWS else total)[None]
-    return _add_over_ranks(parts, None, onto.exact, norm_of_next, dtype, buffers)
+    return _add_over_ranks(parts, None, residual.exact, norm_of_next, dtype, buffers)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
@@ -350,7 +350,7 @@ def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
 def _add_over_ranks(
     parts: Tensor,
     bias: Tensor | None,
-    onto: Tensor | None,
+    residual: Tensor | None,
     norm_of_next: Norm | None,
     dtype: torch.dtype,
     buffers: PeerBuffers | None,
@@ -359,7 +359,7 @@ def _add_over_ranks(
     if buffers is not None:
         send_parts(parts, buffers)
         send_sums(parts.shape[1], parts.shape[2], buffers)
-    return add_parts(parts, bias, onto, norm_of_next, dtype, buffers)
+    return add_parts(parts, bias, residual, norm_of_next, dtype, buffers)
 
 
 def _buffers_for(rows: int, size: int, ranks: Ranks) -> PeerBuffers | None:
@@ -380,14 +380,14 @@ def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
 
 def partial_product(x: Tensor, linear: Linear) -> Tensor:
     """See reference.partial_product."""
-    alone = replace(linear, bias=None, norm=None)
+    product = replace(linear, bias=None, norm=None)
     if x.shape[0] == 1:
         out = torch.empty(1, linear.weight.shape[0], device=x.device)
-        row_product(Hidden(x, x), alone, out, "add", launch=pdl_options(x))
+        row_product(Hidden(x, x), product, out, "add", launch=pdl_options(x))
         return out
     if fits(x):
-        return dot_summands(x, alone).sum(0)
-    return reference.added_lora([logits(x, replace(alone, lora=None))], x, linear.lora)[0]
+        return dot_summands(x, product).sum(0)
+    return reference.added_lora([logits(x, replace(product, lora=None))], x, linear.lora)[0]
 
 
 def _summands(x: Tensor, linear: Linear) -> Tensor:
@@ -416,8 +416,8 @@ def largest(
         return row_largest(x, head, held, keep)
     if fits(x.operand):
         return dot_largest(x, head, held, keep)
-    whole = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
-    places = argmax(whole)
+    all_logits = logits(x.operand, Linear(head.weight, head.bias))[:, :held]
+    indices = argmax(all_logits)
     if keep is not None:
-        keep[0].index_copy_(0, keep[1], places)
-    return whole.gather(1, places[:, None])[:, 0], places
+        keep[0].index_copy_(0, keep[1], indices)
+    return all_logits.gather(1, indices[:, None])[:, 0], indices

@@ -76,8 +76,8 @@ def begin(
     first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     columns = tl.arange(0, BLOCK)[None, :]
     base = row_places(rows, columns, IN)
-    whole: tl.constexpr = EVEN and BLOCK <= IN
-    return weight, rows, load_tile(weight, base, rows, columns, 0, OUT, IN, whole)
+    is_exact: tl.constexpr = EVEN and BLOCK <= IN
+    return weight, rows, load_tile(weight, base, rows, columns, 0, OUT, IN, is_exact)
 
 
 @triton.jit
@@ -108,8 +108,8 @@ def _eighths(tile, piece, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def multiply(
     x,
-    begun,
-    other_begun,
+    started,
+    other_started,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -124,8 +124,8 @@ def multiply(
     of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
     multiplies one; without, the compiler sees them all. EVEN: all rows are of the weight.
     """
-    weight, rows, tile = begun
-    other_weight, other_rows, other_tile = other_begun
+    weight, rows, tile = started
+    other_weight, other_rows, other_tile = other_started
     ROWS: tl.constexpr = tile.shape[0]
     BLOCK: tl.constexpr = tile.shape[1]
     columns = tl.arange(0, BLOCK)[None, :]
@@ -156,17 +156,17 @@ def multiply(
             tile = coming
     else:
         for first in tl.static_range(0, IN, BLOCK):
-            inside = first + BLOCK <= IN
+            in_bounds = first + BLOCK <= IN
             if first > 0:
-                whole = EVEN and inside
-                tile = load_tile(weight, base, rows, columns, first, OUT, IN, whole)
+                unmasked = EVEN and in_bounds
+                tile = load_tile(weight, base, rows, columns, first, OUT, IN, unmasked)
                 tile = _without_sign(tile, PACKED)
                 if PAIRED:
                     other_tile = load_tile(
-                        other_weight, other_base, other_rows, columns, first, OUT, IN, whole
+                        other_weight, other_base, other_rows, columns, first, OUT, IN, unmasked
                     )
                     other_tile = _without_sign(other_tile, PACKED)
-            piece = _piece(x, columns, first, IN, inside)
+            piece = _piece(x, columns, first, IN, in_bounds)
             if is_int8:
                 zeros += _eighths(piece, 1.0, 1, BLOCK)
                 piece *= RAISED
@@ -192,10 +192,10 @@ def _piece(x, columns, first, IN: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit
 def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
     """One float32 per row of the weight; zeros where there is no such vector."""
-    found = tl.zeros(rows.shape, tl.float32)
+    result = tl.zeros(rows.shape, tl.float32)
     if PRESENT:
-        found = tl.load(values + rows, mask=rows < OUT, other=0.0).to(tl.float32)
-    return found
+        result = tl.load(values + rows, mask=rows < OUT, other=0.0).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -204,10 +204,10 @@ def scales_of(scales, weight, rows, out):
 
     out: how many rows there are
     """
-    found = tl.full(rows.shape, 1.0, tl.float32)
+    result = tl.full(rows.shape, 1.0, tl.float32)
     if weight.dtype.element_ty.primitive_bitwidth == 8:
-        found = tl.load(scales + rows, mask=rows < out, other=0.0)
-    return found
+        result = tl.load(scales + rows, mask=rows < out, other=0.0)
+    return result
 
 
 @triton.jit(do_not_specialize_on_alignment=["adapters"])
@@ -260,10 +260,10 @@ def gemv(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    begun = begin(weight, rows, OUT, IN, even, BLOCK)
-    gate_begun = begun
+    started = begin(weight, rows, OUT, IN, even, BLOCK)
+    gate_started = started
     if GATED:
-        gate_begun = begin(gate_weight, rows, OUT, IN, even, BLOCK)
+        gate_started = begin(gate_weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -278,7 +278,7 @@ def gemv(
     added = vector(residual, rows, OUT, RESIDUAL)
     next_shift, next_unit = load_expected(residual_stats, PRESCALED)
     inner, gate_inner = load_inner(lora_inner, rows, OUT + rows, rows < OUT, LORA, GATED)
-    value, gate = multiply(x, begun, gate_begun, OUT, IN, GATED, ROLLED, even, USE_PDL)
+    value, gate = multiply(x, started, gate_started, OUT, IN, GATED, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = add_delta(value, up, inner, LORA)
@@ -324,20 +324,20 @@ def gemv_largest(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    begun = begin(weight, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
-    value, _ = multiply(x, begun, begun, OUT, IN, False, ROLLED, even, USE_PDL)
+    value, _ = multiply(x, started, started, OUT, IN, False, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     value = normalized(value * row_scale, row_sums, mean, scale, NORM) + offset
     value = tl.where(rows < OUT, value, -float("inf"))
-    top, place = tl.max(value, 0, return_indices=True)
+    top, index = tl.max(value, 0, return_indices=True)
     tl.store(largest + tl.program_id(0), top)
-    tl.store(places + tl.program_id(0), tl.program_id(0) * ROWS + place)
+    tl.store(places + tl.program_id(0), tl.program_id(0) * ROWS + index)
 
 
 def _offsets(linear: Linear) -> Tensor | None:
@@ -370,14 +370,14 @@ def row_product(
     *,
     gate: Linear | None = None,
     activation: str | None = None,
-    onto: Hidden | None = None,
+    residual: Hidden | None = None,
     rounded: Tensor | None = None,
     norm_of_next: Norm | None = None,
     launch: dict[str, bool],
 ) -> Tensor | None:
     """x [1, in] through a projection to out [1, out]; see gemv.
 
-    onto: what the result is added to, with row_stats where there is a norm_of_next
+    residual: what the result is added to, with row_stats where there is a norm_of_next
     norm_of_next: the result goes to `rounded` for a projection behind that norm; returns the
         result's row_stats
     """
@@ -385,7 +385,7 @@ def row_product(
     out_size, in_size = linear.weight.shape
     tile = row_tile(kind, out_size, in_size, linear.quantization)
     programs = triton.cdiv(out_size, tile.rows)
-    found = None if norm_of_next is None else empty_stats(programs, out.device)
+    stats = None if norm_of_next is None else empty_stats(programs, out.device)
     other = linear if gate is None else gate
     gate_offsets, gate_folded = _offsets(other), other.folded
     gate_sums = None if gate_folded is None else gate_folded.sums
@@ -396,18 +396,18 @@ def row_product(
         gate_scales=operand if other.scale is None else other.scale,
         gate_offsets=operand if gate_offsets is None else gate_offsets,
         gate_sums=operand if gate_sums is None else gate_sums,
-        residual=operand if onto is None else onto.exact,
-        residual_stats=operand if onto is None or found is None else onto.row_stats,
+        residual=operand if residual is None else residual.exact,
+        residual_stats=operand if residual is None or stats is None else residual.row_stats,
         gain=operand if norm_of_next is None else norm_of_next.weight,
         out=out,
         rounded=operand if rounded is None else rounded,
-        new_row_stats=operand if found is None else found,
+        new_row_stats=operand if stats is None else stats,
         part_eps=part_eps(norm_of_next, out_size, programs),
         OUT=out_size,
         IN=in_size,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
-        RESIDUAL=onto is not None,
+        RESIDUAL=residual is not None,
         ROUNDED=rounded is not None,
         PRESCALED=norm_code(norm_of_next),
         ROLLED=tile.rolled,
@@ -419,20 +419,22 @@ def row_product(
         **lora_arguments(operand, linear, x.row_stats),
         **launch,
     )
-    return found
+    return stats
 
 
-def row_accumulate(x: Tensor, linear: Linear, onto: Hidden, norm_of_next: Norm | None) -> Hidden:
+def row_accumulate(
+    x: Tensor, linear: Linear, residual: Hidden, norm_of_next: Norm | None
+) -> Hidden:
     """reference.accumulate for one row."""
-    exact = torch.empty_like(onto.exact)
+    exact = torch.empty_like(residual.exact)
     alike = x.dtype == torch.float32 and norm_of_next is None
-    operand = exact if alike else torch.empty_like(onto.operand)
+    operand = exact if alike else torch.empty_like(residual.operand)
     row_stats = row_product(
         Hidden(x, x),
         linear,
         exact,
         "add",
-        onto=onto,
+        residual=residual,
         rounded=None if alike else operand,
         norm_of_next=norm_of_next,
         launch=pdl_options(x),
@@ -451,13 +453,13 @@ def row_largest(
     in_size = head.weight.shape[1]
     tile = row_tile("largest", head.weight.shape[0], in_size, head.quantization)
     parts = triton.cdiv(held, tile.rows)
-    found = torch.empty(parts, device=operand.device)
-    places = torch.empty(parts, dtype=torch.int32, device=operand.device)
+    maxima = torch.empty(parts, device=operand.device)
+    indices = torch.empty(parts, dtype=torch.int32, device=operand.device)
     launcher(gemv_largest, (parts,))(
         operand,
         weight=head.weight,
-        largest=found,
-        places=places,
+        largest=maxima,
+        places=indices,
         OUT=held,
         IN=in_size,
         ROLLED=tile.rolled,
@@ -468,4 +470,4 @@ def row_largest(
         **linear_arguments(x, head),
         **pdl_options(operand),
     )
-    return best_of_parts(found[None], places[None], keep)
+    return best_of_parts(maxima[None], indices[None], keep)

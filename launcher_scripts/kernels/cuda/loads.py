@@ -32,12 +32,12 @@ def prefetch(addresses):
 
 
 @triton.jit
-def prefetch_if(addresses, wanted):
+def prefetch_if(addresses, condition):
     """Prefetch what lies at the addresses that are wanted; the others need not be valid."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
-        [addresses, wanted.to(tl.int32)],
+        [addresses, condition.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -50,9 +50,9 @@ def prefetch_both(first, second, begin, count, MOST: tl.constexpr):
     if MOST > 0:
         line: tl.constexpr = BYTES * 8 // first.dtype.element_ty.primitive_bitwidth
         lines = tl.arange(0, MOST // line) * line
-        places = begin + tl.minimum(lines, tl.maximum(count - 1, 0))
-        prefetch(first + places)
-        prefetch(second + places)
+        line_indices = begin + tl.minimum(lines, tl.maximum(count - 1, 0))
+        prefetch(first + line_indices)
+        prefetch(second + line_indices)
 
 
 LARGEST = tl.constexpr(448.0)
@@ -77,10 +77,10 @@ def kept(values, KIND: tl.constexpr):
         small = (values + SUBNORMAL_STEPS) - SUBNORMAL_STEPS
         rounded = tl.where(tl.abs(values) < MIN_NORMAL, small, of_four_bits(values))
         rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
-        found = tl.where(values == values, rounded, values)  # NaN stays
+        rounded_values = tl.where(values == values, rounded, values)  # NaN stays
     else:
-        found = values.to(KIND)
-    return found
+        rounded_values = values.to(KIND)
+    return rounded_values
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def for_products(queries, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """float32 queries in the type in which they are multiplied with keys of KIND."""
     if tl.float8e4nv == KIND and tl.bfloat16 == COMPUTE:
         limited = tl.minimum(tl.maximum(queries, -FLOAT16_LARGEST), FLOAT16_LARGEST)
-        found = tl.where(queries == queries, limited, queries).to(tl.float16)
+        products = tl.where(queries == queries, limited, queries).to(tl.float16)
     else:
-        found = queries.to(COMPUTE)
-    return found
+        products = queries.to(COMPUTE)
+    return products
 
 
 @triton.jit

@@ -55,9 +55,9 @@ def shrink(
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK)
     adapter = tl.load(adapters + row)
-    held = ((ranks < RANKS) & (adapter >= 0))[:, None]
+    mask = ((ranks < RANKS) & (adapter >= 0))[:, None]
     weights = down + (adapter * RANKS + ranks)[:, None] * IN + columns[None, :]
-    tile = tl.load(weights, mask=held & (columns < IN)[None, :], other=0.0)
+    tile = tl.load(weights, mask=mask & (columns < IN)[None, :], other=0.0)
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -65,14 +65,16 @@ def shrink(
     mean, scale = norm_terms(total, squares, IN, NORM)
     result = tl.zeros([BLOCK_R], tl.float32)
     for first in tl.static_range(0, IN, BLOCK):
-        place = first + columns
-        inside = place < IN
+        positions = first + columns
+        in_bounds = positions < IN
         if first > 0:
-            tile = tl.load(weights + first, mask=held & inside[None, :], other=0.0)
-        values = tl.load(x + row.to(tl.int64) * IN + place, mask=inside, other=0.0).to(tl.float32)
+            tile = tl.load(weights + first, mask=mask & in_bounds[None, :], other=0.0)
+        values = tl.load(x + row.to(tl.int64) * IN + positions, mask=in_bounds, other=0.0).to(
+            tl.float32
+        )
         if NORM == 1:
-            values -= mean * tl.load(gain + place, mask=inside, other=0.0)
-            values = values * scale + tl.load(bias + place, mask=inside, other=0.0)
+            values -= mean * tl.load(gain + positions, mask=in_bounds, other=0.0)
+            values = values * scale + tl.load(bias + positions, mask=in_bounds, other=0.0)
         result += tl.sum(tile.to(tl.float32) * values[None, :], 1)
     if NORM == 2:
         result *= scale
@@ -87,44 +89,44 @@ def _block_of(outputs, LORA: tl.constexpr):
 
 
 @triton.jit
-def load_up(up, adapters, outputs, others, inside, LORA: tl.constexpr, PAIRED: tl.constexpr):
+def load_up(up, adapters, outputs, others, mask, LORA: tl.constexpr, PAIRED: tl.constexpr):
     """B of the only row's adapter for the outputs [ROWS], and for others with PAIRED: each [ROWS,
     rank as a power of two]."""
     tile, other = 0.0, 0.0
     if LORA is not None:
         adapter = tl.load(adapters)
-        tile = _load_up(up, adapter, outputs, inside, LORA)
+        tile = _load_up(up, adapter, outputs, mask, LORA)
         if PAIRED:
-            other = _load_up(up, adapter, others, inside, LORA)
+            other = _load_up(up, adapter, others, mask, LORA)
     return tile, other
 
 
 @triton.jit
-def _load_up(up, adapter, outputs, inside, LORA: tl.constexpr):
+def _load_up(up, adapter, outputs, in_bounds, LORA: tl.constexpr):
     WIDTH: tl.constexpr = LORA[0]
     RANK: tl.constexpr = LORA[1]
     ranks = tl.arange(0, triton.next_power_of_2(RANK))[None, :]
-    mask = inside[:, None] & (ranks < RANK) & (adapter >= 0)
+    mask = in_bounds[:, None] & (ranks < RANK) & (adapter >= 0)
     return tl.load(up + (adapter * RANK + ranks) * WIDTH + outputs[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
-def load_inner(inner, outputs, others, inside, LORA: tl.constexpr, PAIRED: tl.constexpr):
+def load_inner(inner, outputs, others, mask, LORA: tl.constexpr, PAIRED: tl.constexpr):
     """Load the factors of both results of `load_up`: those of `shrink`, in the same shapes."""
     values, other = 0.0, 0.0
     if LORA is not None:
-        values = _load_inner(inner, outputs, inside, LORA)
+        values = _load_inner(inner, outputs, mask, LORA)
         if PAIRED:
-            other = _load_inner(inner, others, inside, LORA)
+            other = _load_inner(inner, others, mask, LORA)
     return values, other
 
 
 @triton.jit
-def _load_inner(inner, outputs, inside, LORA: tl.constexpr):
+def _load_inner(inner, outputs, mask, LORA: tl.constexpr):
     RANK: tl.constexpr = LORA[1]
     ranks = tl.arange(0, triton.next_power_of_2(RANK))[None, :]
-    place = (_block_of(outputs, LORA) * RANK)[:, None] + ranks
-    return tl.load(inner + place, mask=inside[:, None] & (ranks < RANK), other=0.0)
+    offset = (_block_of(outputs, LORA) * RANK)[:, None] + ranks
+    return tl.load(inner + offset, mask=mask[:, None] & (ranks < RANK), other=0.0)
 
 
 @triton.jit
@@ -148,9 +150,9 @@ def _steps_of(first, count, LORA: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.co
 @triton.jit
 def _columns_of(step, steps, adapters, count, RANK: tl.constexpr, DEPTH: tl.constexpr):
     """The columns [DEPTH] of a step: their row, the row's adapter, and which one of its ranks."""
-    place = step % steps * DEPTH + tl.arange(0, DEPTH)
-    row = place // RANK
-    return row, tl.load(adapters + row, mask=row < count, other=-1), place % RANK
+    columns = step % steps * DEPTH + tl.arange(0, DEPTH)
+    row = columns // RANK
+    return row, tl.load(adapters + row, mask=row < count, other=-1), columns % RANK
 
 
 @triton.jit
@@ -218,10 +220,10 @@ def add_deltas(
                 mask &= (outputs < WIDTH) & (_block_of(outputs, LORA) == block)
             weights = up + (adapter * RANK + rank)[None, :] * WIDTH + outputs
             tile = tl.load(weights, mask=mask, other=0.0)
-            place = (row * blocks + block) * RANK + rank
-            values = tl.load(inner + place, mask=row < count, other=0.0)
-            own = tl.where(row[:, None] == batch, values.to(tile.dtype)[:, None], 0.0)
-            value = tl.dot(tile, own, value)
+            offset = (row * blocks + block) * RANK + rank
+            values = tl.load(inner + offset, mask=row < count, other=0.0)
+            row_values = tl.where(row[:, None] == batch, values.to(tile.dtype)[:, None], 0.0)
+            value = tl.dot(tile, row_values, value)
     return value
 
 

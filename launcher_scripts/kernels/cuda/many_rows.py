@@ -30,10 +30,10 @@ def widen(weight, scale, out, size, BLOCK: tl.constexpr):
     """One program: BLOCK weights of one row, times the row's scale."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(weight + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    mask = columns < size
+    values = tl.load(weight + row * size + columns, mask=mask, other=0.0).to(tl.float32)
     values *= tl.load(scale + row)
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -41,11 +41,11 @@ def quantize_rows(x, out, scales, size, BLOCK: tl.constexpr):
     """One program: one row of x [N, size] as e4m3 [size] times a scale."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), 0)
-    scale = tl.div_rn(tl.where(largest > 0, largest, 1.0), LARGEST)
-    tl.store(out + row * size + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
+    mask = columns < size
+    values = tl.load(x + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+    max_abs = tl.max(tl.abs(values), 0)
+    scale = tl.div_rn(tl.where(max_abs > 0, max_abs, 1.0), LARGEST)
+    tl.store(out + row * size + columns, (values / scale).to(out.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale)
 
 
@@ -81,9 +81,13 @@ def activated_product(x: Tensor, linear: Linear, activation: str) -> Tensor:
     plain = linear.lora is None and not multiplies_fp8(x, linear)
     if not (plain and x.is_cuda and activation in USE_GELU):
         return ACTIVATIONS[activation](many_rows(x, linear))
-    whole = dense(linear)
-    bias = x.new_zeros(whole.weight.shape[0]) if whole.bias is None else whole.bias
-    return torch._addmm_activation(bias, x, whole.weight.t(), use_gelu=USE_GELU[activation])
+    dense_weight = dense(linear)
+    bias = (
+        x.new_zeros(dense_weight.weight.shape[0])
+        if dense_weight.bias is None
+        else dense_weight.bias
+    )
+    return torch._addmm_activation(bias, x, dense_weight.weight.t(), use_gelu=USE_GELU[activation])
 
 
 def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
@@ -94,8 +98,8 @@ def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
         rows, scales = fp8_rows(x)
         outs = [_scaled_product(rows, scales, linear) for linear in linears]
     else:
-        whole = [dense(linear) for linear in linears]
-        outs = [functional.linear(x, linear.weight, linear.bias) for linear in whole]
+        dense_weights = [dense(linear) for linear in linears]
+        outs = [functional.linear(x, linear.weight, linear.bias) for linear in dense_weights]
     return added_lora(outs, x, linears[0].lora)
 
 

@@ -79,11 +79,11 @@ def _store_shift(row_stats, shift, unit, stores):
 
 
 @triton.jit
-def prescale(value, inside, gain, shift, unit, row_stats, part_eps):
+def prescale(value, mask, gain, shift, unit, row_stats, part_eps):
     """A program's part of the operand; part_eps is the norm's eps for all its values. The part's
     sums go to row_stats."""
     part = tl.program_id(0)
-    value = tl.where(inside, (value - shift) * unit, 0.0)
+    value = tl.where(mask, (value - shift) * unit, 0.0)
     squares = tl.sum(value * value, 0) + part_eps * unit * unit
     tl.store(row_stats + SUMS + part, tl.sum(value, 0))
     tl.store(row_stats + SUMS + tl.num_programs(0) + part, squares)
@@ -94,7 +94,7 @@ def prescale(value, inside, gain, shift, unit, row_stats, part_eps):
 @triton.jit
 def standardize(
     values,
-    inside,
+    mask,
     row_stats,
     size,
     eps,
@@ -107,7 +107,7 @@ def standardize(
     shift = 0.0
     if NORM == 1:
         shift = tl.sum(values, 0) / size
-        values = tl.where(inside, values - shift, 0.0)
+        values = tl.where(mask, values - shift, 0.0)
     variance = tl.sum(values * values, 0) / size
     unit = 1.0 / tl.sqrt(variance + eps)
     if PARTS > 0:
@@ -115,10 +115,10 @@ def standardize(
     values *= unit
     if PARTS > 0:
         parts = tl.arange(0, PARTS)
-        held = tl.reshape(values, [BLOCK // PARTS, PARTS])
-        squares = tl.sum(held * held, 0) + eps * unit * unit * size / PARTS
+        tiled = tl.reshape(values, [BLOCK // PARTS, PARTS])
+        squares = tl.sum(tiled * tiled, 0) + eps * unit * unit * size / PARTS
         _store_shift(row_stats, shift, unit, True)
-        tl.store(row_stats + SUMS + parts, tl.sum(held, 0))
+        tl.store(row_stats + SUMS + parts, tl.sum(tiled, 0))
         tl.store(row_stats + SUMS + PARTS + parts, squares)
     return values
 
@@ -139,8 +139,8 @@ def norm_terms(total, squares, IN: tl.constexpr, NORM: tl.constexpr):
     mean = 0.0
     scale = 1.0
     if NORM == 1:
-        whole, length = tl.reduce((total, squares), 0, _add_two)
-        mean = whole / IN
+        full, length = tl.reduce((total, squares), 0, _add_two)
+        mean = full / IN
         length /= IN
         scale = tl.rsqrt(tl.maximum(length - mean * mean, length * MIN_VARIANCE))
     elif NORM == 2:
@@ -162,21 +162,21 @@ def store_expected(
     if USE_PDL:
         gdc_wait()
     lanes = tl.arange(0, triton.next_power_of_2(PARTS))
-    there = lanes < PARTS
-    total = tl.load(row_stats + SUMS + lanes, mask=there & stores, other=0.0)
-    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=there & stores, other=1.0)
+    mask = lanes < PARTS
+    total = tl.load(row_stats + SUMS + lanes, mask=mask & stores, other=0.0)
+    squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=mask & stores, other=1.0)
     shift = tl.load(row_stats, mask=stores, other=0.0)
     unit = tl.load(row_stats + 1, mask=stores, other=1.0)
     squares = tl.maximum(squares, SMALLEST)
-    length, logs = tl.reduce((tl.where(there, squares, 0.0), tl.log2(squares)), 0, _add_two)
-    near = there & (squares <= FAR * tl.exp2(logs / PARTS))
+    length, logs = tl.reduce((tl.where(mask, squares, 0.0), tl.log2(squares)), 0, _add_two)
+    near = mask & (squares <= FAR * tl.exp2(logs / PARTS))
     squares = tl.where(near, squares, 0.0)
     total = tl.where(near, total, 0.0)
     squares, total, count = tl.reduce((squares, total, near.to(tl.float32)), 0, _add_three)
     count *= IN / PARTS
     moved = total / count if NORM == 1 else 0.0
-    usual = tl.maximum(squares / count - moved * moved, 0.0)
-    following = USUAL * tl.rsqrt(usual + length * LENGTH_WEIGHT)
+    variance = tl.maximum(squares / count - moved * moved, 0.0)
+    following = USUAL * tl.rsqrt(variance + length * LENGTH_WEIGHT)
     tl.store(row_stats + 2, shift + moved / unit, mask=stores)
     tl.store(row_stats + 3, tl.minimum(unit * following, MAX_UNIT), mask=stores)
 
@@ -196,16 +196,16 @@ def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.const
     """One program: layer norm (KIND 1) or RMS norm (KIND 2) of one row, statistics in float32."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    mask = columns < size
+    values = tl.load(x + row * size + columns, mask=mask, other=0.0).to(tl.float32)
     if KIND == 1:
-        values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+        values = tl.where(mask, values - tl.sum(values, 0) / size, 0.0)
     variance = tl.sum(values * values, 0) / size
     values *= 1.0 / tl.sqrt(variance + eps)
-    values *= tl.load(gain + columns, mask=inside, other=0.0)
+    values *= tl.load(gain + columns, mask=mask, other=0.0)
     if KIND == 1:
-        values += tl.load(bias + columns, mask=inside, other=0.0)
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+        values += tl.load(bias + columns, mask=mask, other=0.0)
+    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -242,38 +242,38 @@ def add_and_normalize(
     if USE_PDL:
         gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    held = tl.zeros([BLOCK], tl.float32)
+    mask = columns < size
+    local = tl.zeros([BLOCK], tl.float32)
     shift = tl.zeros([BLOCK], tl.float32)
     added = tl.zeros([BLOCK], tl.float32)
     if NORM > 0:
-        held = tl.load(gain + columns, mask=inside, other=0.0)
+        local = tl.load(gain + columns, mask=mask, other=0.0)
     if NORM == 1 and STATS_PARTS == 0:
-        shift = tl.load(bias + columns, mask=inside, other=0.0)
+        shift = tl.load(bias + columns, mask=mask, other=0.0)
     if OFFSET:
-        added = tl.load(offsets + columns, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(offsets + columns, mask=mask, other=0.0).to(tl.float32)
     if USE_PDL and RANKS == 0:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     values = added
     if RESIDUAL:
-        values += tl.load(residual + row * size + columns, mask=inside, other=0.0)
+        values += tl.load(residual + row * size + columns, mask=mask, other=0.0)
     if RANKS > 0:
         values += receive_row(
-            row, columns, inside, size, buffer, exchanges, lane_words, RANKS, SHARE, OWNED
+            row, columns, mask, size, buffer, exchanges, lane_words, RANKS, SHARE, OWNED
         )
         if USE_PDL:
             gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        place = parts + (part * count + row) * size + columns
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        offset = parts + (part * count + row) * size + columns
+        total += tl.load(offset, mask=mask, other=0.0).to(tl.float32)
     values += total
-    tl.store(exact + row * size + columns, values, mask=inside)
+    tl.store(exact + row * size + columns, values, mask=mask)
     if NORM > 0:
-        values = standardize(values, inside, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
-        values = values * held + shift
-    tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=inside)
+        values = standardize(values, mask, row_stats, size, eps, NORM, STATS_PARTS, BLOCK)
+        values = values * local + shift
+    tl.store(operand + row * size + columns, values.to(operand.dtype.element_ty), mask=mask)
 
 
 def norm_code(norm: Norm | None) -> int:
@@ -347,7 +347,7 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
 def add_parts(
     parts: Tensor,
     bias: Tensor | None,
-    onto: Tensor | None,
+    residual: Tensor | None,
     norm_of_next: Norm | None,
     dtype: torch.dtype,
     buffers: PeerBuffers | None = None,
@@ -365,11 +365,11 @@ def add_parts(
     gain = exact if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
     block = triton.next_power_of_2(size)
-    columns_of_a_warp, most_warps = (128, 32) if count <= FEW_ROWS else (256, 16)
+    columns_of_a_warp, max_warps = (128, 32) if count <= FEW_ROWS else (256, 16)
     launcher(add_and_normalize, (count,))(
         parts,
         exact if bias is None else bias,
-        exact if onto is None else onto,
+        exact if residual is None else residual,
         gain,
         gain if shift is None else shift,
         exact,
@@ -385,12 +385,12 @@ def add_parts(
         SHARE=SHARE,
         OWNED=OWNED,
         PARTS=parts.shape[0] if buffers is None else 0,
-        RESIDUAL=onto is not None,
+        RESIDUAL=residual is not None,
         OFFSET=bias is not None,
         NORM=code,
         STATS_PARTS=stats_parts,
         BLOCK=block,
-        num_warps=max(1, min(most_warps, block // columns_of_a_warp)),
+        num_warps=max(1, min(max_warps, block // columns_of_a_warp)),
         **pdl_options(exact),
     )
     return Hidden(exact, operand, row_stats)

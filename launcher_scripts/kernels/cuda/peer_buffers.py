@@ -57,17 +57,17 @@ def gemv_to_peers(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    begun = begin(weight, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
-    inside = rows < OUT
-    up, _ = load_up(lora_up, adapters, rows, rows, inside, LORA, False)
+    mask = rows < OUT
+    up, _ = load_up(lora_up, adapters, rows, rows, mask, LORA, False)
     if USE_PDL:
         gdc_wait()
-    number = tl.load(exchanges + rows // SHARE, mask=inside, other=0, cache_modifier=".cg") + 1
-    inner, _ = load_inner(lora_inner, rows, rows, inside, LORA, False)
-    value, _ = multiply(x, begun, begun, OUT, IN, False, ROLLED, even, USE_PDL)
+    number = tl.load(exchanges + rows // SHARE, mask=mask, other=0, cache_modifier=".cg") + 1
+    inner, _ = load_inner(lora_inner, rows, rows, mask, LORA, False)
+    value, _ = multiply(x, started, started, OUT, IN, False, ROLLED, even, USE_PDL)
     value = add_delta(value * row_scale, up, inner, LORA)
-    send(value, number, inside, rows, addresses, rank, lane_words, RANKS)
+    send(value, number, mask, rows, addresses, rank, lane_words, RANKS)
 
 
 @triton.jit
@@ -102,20 +102,20 @@ def add_from_peers(
         gdc_launch_dependents()
     part = tl.program_id(0)
     columns = part * SHARE + tl.arange(0, SHARE)
-    inside = columns < SIZE
-    held = vector(gain, columns, SIZE, PRESCALED > 0)
+    mask = columns < SIZE
+    gains = vector(gain, columns, SIZE, PRESCALED > 0)
     added = vector(offsets, columns, SIZE, OFFSET)
     if USE_PDL:
         gdc_wait()
-    added += tl.load(residual + columns, mask=inside, other=0.0)
+    added += tl.load(residual + columns, mask=mask, other=0.0)
     shift, unit = load_expected(residual_stats, PRESCALED)
     number = tl.load(exchanges + part, cache_modifier=".cg") + 1
-    added += add_lanes(buffer, number, columns, inside, lane_words, RANKS, LANES)
+    added += add_lanes(buffer, number, columns, mask, lane_words, RANKS, LANES)
     tl.store(exchanges + part, number)
-    tl.store(exact + columns, added, mask=inside)
+    tl.store(exact + columns, added, mask=mask)
     if PRESCALED > 0:
-        added = prescale(added, inside, held, shift, unit, row_stats, part_eps)
-    tl.store(operand + columns, added.to(operand.dtype.element_ty), mask=inside)
+        added = prescale(added, mask, gains, shift, unit, row_stats, part_eps)
+    tl.store(operand + columns, added.to(operand.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -145,24 +145,24 @@ def exchange_best(
     half = (number & 1) * RANKS
     tag = number.to(tl.int64) << 32
     bits = tl.load(values + row).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    own_id = tl.load(ids + row)
+    local_id = tl.load(ids + row)
     for receiver in tl.static_range(RANKS):
         target = tl.load(addresses + receiver).to(tl.pointer_type(tl.int64))
         target += (half + rank) * lane_words + row * SHARE
         tl.store(target, tag | bits)
-        tl.store(target + 1, tag | own_id)
+        tl.store(target + 1, tag | local_id)
     lanes = tl.arange(0, LANES)
     awaited = lanes < RANKS
     words = buffer + (half + lanes) * lane_words + row * SHARE
-    found = tl.load(words, mask=awaited, other=0, volatile=True)
-    places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
-    while missing((found >> 32 != number) | (places >> 32 != number), awaited):
-        found = tl.load(words, mask=awaited, other=0, volatile=True)
-        places = tl.load(words + 1, mask=awaited, other=0, volatile=True)
-    value = tl.where(awaited, found.to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    result = tl.load(words, mask=awaited, other=0, volatile=True)
+    indices = tl.load(words + 1, mask=awaited, other=0, volatile=True)
+    while missing((result >> 32 != number) | (indices >> 32 != number), awaited):
+        result = tl.load(words, mask=awaited, other=0, volatile=True)
+        indices = tl.load(words + 1, mask=awaited, other=0, volatile=True)
+    value = tl.where(awaited, result.to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
     _, winner = tl.max(value, 0, return_indices=True)
     tl.store(exchanges + row, number)
-    tl.store(tokens + row, tl.sum(tl.where(lanes == winner, places & 0xFFFFFFFF, 0), 0))
+    tl.store(tokens + row, tl.sum(tl.where(lanes == winner, indices & 0xFFFFFFFF, 0), 0))
 
 
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
@@ -192,19 +192,19 @@ def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
 
 
 def receive_sum(
-    bias: Tensor | None, onto: Hidden, norm_of_next: Norm | None, buffers: PeerBuffers
+    bias: Tensor | None, residual: Hidden, norm_of_next: Norm | None, buffers: PeerBuffers
 ) -> Hidden:
     """Hidden states [1, hidden] plus what all ranks sent and a bias, for the next projection."""
-    size = onto.exact.shape[1]
+    size = residual.exact.shape[1]
     programs = triton.cdiv(size, SHARE)
-    exact, operand = torch.empty_like(onto.exact), torch.empty_like(onto.operand)
+    exact, operand = torch.empty_like(residual.exact), torch.empty_like(residual.operand)
     row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
     launcher(add_from_peers, (programs,))(
         buffers.own,
         buffers.exchanges,
         exact if bias is None else bias,
-        onto.exact,
-        exact if norm_of_next is None else onto.row_stats,
+        residual.exact,
+        exact if norm_of_next is None else residual.row_stats,
         exact if norm_of_next is None else norm_of_next.weight,
         exact,
         operand,

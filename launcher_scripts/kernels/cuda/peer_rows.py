@@ -27,20 +27,20 @@ SHARE = 64
 
 
 @triton.jit
-def send_to(value, number, inside, places, address, rank, lane_words, RANKS: tl.constexpr):
+def send_to(value, number, mask, places, address, rank, lane_words, RANKS: tl.constexpr):
     """Write values to these places of this rank's lane, in the buffer whose address this is."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (number.to(tl.int64) << 32) | bits
     buffer = tl.load(address).to(tl.pointer_type(tl.int64))
     lane = ((number & 1) * RANKS + rank) * lane_words
-    tl.store(buffer + lane + places, word, mask=inside)
+    tl.store(buffer + lane + places, word, mask=mask)
 
 
 @triton.jit
-def send(value, number, inside, places, addresses, rank, lane_words, RANKS: tl.constexpr):
+def send(value, number, mask, places, addresses, rank, lane_words, RANKS: tl.constexpr):
     """Write values to these places of this rank's lane, in every rank's buffer."""
     for receiver in tl.static_range(RANKS):
-        send_to(value, number, inside, places, addresses + receiver, rank, lane_words, RANKS)
+        send_to(value, number, mask, places, addresses + receiver, rank, lane_words, RANKS)
 
 
 @triton.jit
@@ -59,10 +59,10 @@ def receive(words, number, awaited):
 
 
 @triton.jit
-def add_lanes(buffer, number, places, inside, lane_words, RANKS: tl.constexpr, LANES: tl.constexpr):
+def add_lanes(buffer, number, places, mask, lane_words, RANKS: tl.constexpr, LANES: tl.constexpr):
     """The sum of what all ranks sent for these places; LANES is RANKS as a power of two."""
     lanes = tl.arange(0, LANES)[:, None]
-    awaited = (lanes < RANKS) & inside[None, :]
+    awaited = (lanes < RANKS) & mask[None, :]
     words = buffer + ((number & 1) * RANKS + lanes) * lane_words + places[None, :]
     value = receive(words, number, awaited)
     return tl.sum(tl.where(awaited, value, 0.0), 0)
@@ -78,9 +78,9 @@ def _places(row, columns, size, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _exchanged(exchanges, places, inside, SHARE: tl.constexpr):
+def _exchanged(exchanges, places, mask, SHARE: tl.constexpr):
     """Return the number of exchanges at these offsets so far."""
-    return tl.load(exchanges + places // SHARE, mask=inside, other=0, cache_modifier=".cg")
+    return tl.load(exchanges + places // SHARE, mask=mask, other=0, cache_modifier=".cg")
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -102,18 +102,18 @@ def parts_to_owner(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
+    mask = columns < size
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
-        place = parts + (part * count + row) * size + columns
-        total += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    places = _places(row, columns, size, SHARE)
-    number = _exchanged(exchanges, places, inside, SHARE) + 1
+        offset = parts + (part * count + row) * size + columns
+        total += tl.load(offset, mask=mask, other=0.0).to(tl.float32)
+    offsets = _places(row, columns, size, SHARE)
+    number = _exchanged(exchanges, offsets, mask, SHARE) + 1
     address = addresses + block % RANKS
-    send_to(total, number, inside, places, address, rank, lane_words, RANKS)
+    send_to(total, number, mask, offsets, address, rank, lane_words, RANKS)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -135,11 +135,11 @@ def sums_to_peers(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * RANKS + rank) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    places = _places(row, columns, size, SHARE)
-    number = _exchanged(exchanges, places, inside, SHARE) + 1
-    total = add_lanes(buffer, number, places, inside, lane_words, RANKS, LANES)
-    send(total, number + 1, inside, places, addresses, rank, lane_words, RANKS)
+    mask = columns < size
+    offsets = _places(row, columns, size, SHARE)
+    number = _exchanged(exchanges, offsets, mask, SHARE) + 1
+    total = add_lanes(buffer, number, offsets, mask, lane_words, RANKS, LANES)
+    send(total, number + 1, mask, offsets, addresses, rank, lane_words, RANKS)
     if USE_PDL:
         gdc_wait()
 
@@ -148,7 +148,7 @@ def sums_to_peers(
 def receive_row(
     row,
     columns,
-    inside,
+    mask,
     size,
     buffer,
     exchanges,
@@ -158,13 +158,13 @@ def receive_row(
     OWNED: tl.constexpr,
 ):
     """The sum over the ranks of a whole row [size], and its exchanges counted."""
-    places = _places(row, columns, size, SHARE)
-    number = _exchanged(exchanges, places, inside, SHARE) + 2
+    offsets = _places(row, columns, size, SHARE)
+    number = _exchanged(exchanges, offsets, mask, SHARE) + 2
     lanes = (number & 1) * RANKS + columns // OWNED % RANKS
     # Of two dimensions: how they are loaded is not tied to the row's other values.
-    words = buffer + (lanes * lane_words + places)[None, :]
-    value = receive(words, number[None, :], inside[None, :])
-    tl.store(exchanges + places // SHARE, number, mask=inside & (columns % SHARE == 0))
+    words = buffer + (lanes * lane_words + offsets)[None, :]
+    value = receive(words, number[None, :], mask[None, :])
+    tl.store(exchanges + offsets // SHARE, number, mask=mask & (columns % SHARE == 0))
     return tl.sum(value, 0)
 
 

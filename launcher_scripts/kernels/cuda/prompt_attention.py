@@ -176,12 +176,12 @@ def attend_prompts(
     past = tl.load(tile + 3).to(tl.int32)
     number = tl.arange(0, QUERIES)
     features = tl.arange(0, BLOCK)
-    asked = (number < tl.abs(count))[:, None] & (features < SIZE)[None, :]
-    place = ((first + number)[:, None] * HEADS + head) * SIZE + features[None, :]
+    mask = (number < tl.abs(count))[:, None] & (features < SIZE)[None, :]
+    offset = ((first + number)[:, None] * HEADS + head) * SIZE + features[None, :]
     if count <= 0:  # these only fill the step up
-        tl.store(out + place, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=asked)
+        tl.store(out + offset, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=mask)
         return
-    rows = tl.load(query + place, mask=asked, other=0.0).to(tl.float32)
+    rows = tl.load(query + offset, mask=mask, other=0.0).to(tl.float32)
     rows = for_products(rows, keys.dtype.element_ty, query.dtype.element_ty)
     pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
     slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
@@ -204,7 +204,7 @@ def attend_prompts(
     if WINDOW > 0:  # rows past the last query may see nothing
         total = tl.maximum(total, 1e-30)
     result = acc / total[:, None]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=asked)
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _add_keys(
     cache: keys, values, where the row's begin in them;  gains: slope, bias, reach of scores
     """
     keys, values, pool = cache
-    slope, bias, reach = gains
+    slope, bias, max_distance = gains
     tokens = token + tl.arange(0, TILE)
     features = tl.arange(0, BLOCK)
     where = pool + tokens[:, None] * SIZE + features[None, :]
@@ -251,7 +251,7 @@ def _add_keys(
             scores += slope * (tokens[None, :] - positions[:, None]).to(tl.float32)
         if RELATIVE:
             distance = tokens[None, :] - positions[:, None]
-            scores += tl.load(bias + reached(distance, reach)) * LOG2_E
+            scores += tl.load(bias + reached(distance, max_distance)) * LOG2_E
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -294,15 +294,15 @@ def prompt_attention(
     out = query.new_empty(tokens, num_heads * size)
     wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
-    nothing = cache.arrivals if cache.arrivals is not None else spans.tiles
+    empty = cache.arrivals if cache.arrivals is not None else spans.tiles
     launcher(attend_prompts, (spans.tiles.shape[0], num_heads))(
         query,
         cache.keys,
         cache.values,
         spans.tiles,
-        nothing if slopes is None else slopes,
-        nothing if sinks is None else sinks,
-        nothing if relative is None else relative.table,
+        empty if slopes is None else slopes,
+        empty if sinks is None else sinks,
+        empty if relative is None else relative.table,
         out,
         cache.keys.shape[1],
         scores.scale,

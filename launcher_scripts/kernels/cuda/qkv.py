@@ -80,20 +80,20 @@ def rotate_and_store(
     token = tl.program_id(0)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None]
     features = tl.arange(0, BLOCK)[None, :]
-    held = (features < SIZE) & (head < HEADS + 2 * KV_HEADS)
+    mask = (features < SIZE) & (head < HEADS + 2 * KV_HEADS)
     source = qkv + token.to(tl.int64) * (HEADS + 2 * KV_HEADS) * SIZE + head * SIZE
     slot = tl.load(slots + token).to(tl.int64)
     turn = token.to(tl.int64)
     if STEP:
         turn = tl.load(positions + token)
         slot += turn
-    out = tl.load(source + features, mask=held, other=0.0).to(tl.float32)
+    out = tl.load(source + features, mask=mask, other=0.0).to(tl.float32)
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
     mean = tl.zeros([AT_ONCE, 1], tl.float32)
     scale = tl.full([AT_ONCE, 1], 1.0, tl.float32)
     if NORM > 0:
-        normed = held & (is_query | is_key)
+        normed = mask & (is_query | is_key)
         if NORM == 1:
             mean = tl.sum(tl.where(normed, out, 0.0), 1)[:, None] / SIZE
         centred = tl.where(normed, out - mean, 0.0)
@@ -118,12 +118,12 @@ def rotate_and_store(
         sine = tl.load(sines + angle, mask=rotates, other=0.0)
         out = tl.where(rotates, out * cosine + tl.where(upper, other, -other) * sine, out)
     target = query + token.to(tl.int64) * HEADS * SIZE + head * SIZE + features
-    tl.store(target, out.to(query.dtype.element_ty), mask=held & is_query)
+    tl.store(target, out.to(query.dtype.element_ty), mask=mask & is_query)
     pool_head = (head - HEADS) % KV_HEADS
-    place = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
-    tl.store(keys + place, kept(out, keys.dtype.element_ty), mask=held & is_key)
-    is_value = held & (head >= HEADS + KV_HEADS)
-    tl.store(values + place, kept(out, values.dtype.element_ty), mask=is_value)
+    offset = (pool_head * pool_tokens.to(tl.int64) + slot) * SIZE + features
+    tl.store(keys + offset, kept(out, keys.dtype.element_ty), mask=mask & is_key)
+    is_value = mask & (head >= HEADS + KV_HEADS)
+    tl.store(values + offset, kept(out, values.dtype.element_ty), mask=is_value)
 
 
 def store_kv(
@@ -145,9 +145,9 @@ def store_kv(
         tokens, heads.num_heads, heads.head_size, dtype=qkv.dtype, device=qkv.device
     )
     cosines, sines = (qkv, qkv) if rotary is None else rotary
-    each = () if norms is None else (norms.query, norms.key)
-    gains = [own.weight for own in each] or [qkv, qkv]
-    biases = [qkv if own.bias is None else own.bias for own in each] or [qkv, qkv]
+    norm_pair = () if norms is None else (norms.query, norms.key)
+    gains = [local.weight for local in norm_pair] or [qkv, qkv]
+    biases = [qkv if local.bias is None else local.bias for local in norm_pair] or [qkv, qkv]
     block = triton.next_power_of_2(heads.head_size)
     total = heads.num_heads + 2 * heads.num_kv_heads
     at_once = min(triton.next_power_of_2(total), max(1, STORED_AT_ONCE // block))
@@ -162,7 +162,7 @@ def store_kv(
         sines,
         *gains,
         *biases,
-        *([own.eps for own in each] or [0.0, 0.0]),
+        *([local.eps for local in norm_pair] or [0.0, 0.0]),
         cache.keys.shape[1],
         HEADS=heads.num_heads,
         KV_HEADS=heads.num_kv_heads,
@@ -234,27 +234,27 @@ def gemv_heads(
     rows = head * SIZE + lower
     other_rows = head * SIZE + upper
     even: tl.constexpr = (OUT // 2) % ROWS == 0
-    inside = pairs < OUT // 2
-    begun = begin(weight, rows, OUT, IN, even, BLOCK)
-    other_begun = begin(weight, other_rows, OUT, IN, even, BLOCK)
+    mask = pairs < OUT // 2
+    started = begin(weight, rows, OUT, IN, even, BLOCK)
+    other_started = begin(weight, other_rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     other_offset = vector(offsets, other_rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
     other_sums = vector(sums, other_rows, OUT, NORM == 1)
-    up, other_up = load_up(lora_up, adapters, rows, other_rows, inside, LORA, True)
+    up, other_up = load_up(lora_up, adapters, rows, other_rows, mask, LORA, True)
     position = tl.load(positions)
     slot = tl.load(starts) + position
     if HALF > 0:
-        rotates = (pair < HALF) & (head < HEADS + KV_HEADS) & inside
+        rotates = (pair < HALF) & (head < HEADS + KV_HEADS) & mask
         cosine = tl.load(cosines + position * HALF + pair, mask=rotates, other=1.0)
         sine = tl.load(sines + position * HALF + pair, mask=rotates, other=0.0)
     if USE_PDL:
         gdc_wait()
     total, squares = load_row_stats(row_stats, NORM, PARTS, SPREAD)
-    inner, other_inner = load_inner(lora_inner, rows, other_rows, inside, LORA, True)
-    low, high = multiply(x, begun, other_begun, OUT, IN, True, ROLLED, even, USE_PDL)
+    inner, other_inner = load_inner(lora_inner, rows, other_rows, mask, LORA, True)
+    low, high = multiply(x, started, other_started, OUT, IN, True, ROLLED, even, USE_PDL)
     mean, scale = norm_terms(total, squares, IN, NORM)
     low = normalized(low * row_scale, row_sums, mean, scale, NORM) + offset
     high = normalized(high * other_scale, other_sums, mean, scale, NORM) + other_offset
@@ -262,18 +262,18 @@ def gemv_heads(
     high = add_delta(high, other_up, other_inner, LORA)
     if HALF > 0:
         low, high = low * cosine - high * sine, high * cosine + low * sine
-    is_key = inside & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    place = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
-    _store_pair(query, head * SIZE, lower, upper, low, high, inside & (head < HEADS))
-    _store_pair(keys, place, lower, upper, low, high, is_key)
-    _store_pair(values, place, lower, upper, low, high, inside & (head >= HEADS + KV_HEADS))
+    is_key = mask & (head >= HEADS) & (head < HEADS + KV_HEADS)
+    index = (((head - HEADS) % KV_HEADS).to(tl.int64) * pool_tokens + slot) * SIZE
+    _store_pair(query, head * SIZE, lower, upper, low, high, mask & (head < HEADS))
+    _store_pair(keys, index, lower, upper, low, high, is_key)
+    _store_pair(values, index, lower, upper, low, high, mask & (head >= HEADS + KV_HEADS))
 
 
 @triton.jit
-def _store_pair(target, place, lower, upper, low, high, present):
+def _store_pair(target, offset, lower, upper, low, high, present):
     kind: tl.constexpr = target.dtype.element_ty
-    tl.store(target + place + lower, kept(low, kind), mask=present)
-    tl.store(target + place + upper, kept(high, kind), mask=present)
+    tl.store(target + offset + lower, kept(low, kind), mask=present)
+    tl.store(target + offset + upper, kept(high, kind), mask=present)
 
 
 def row_heads(

@@ -66,9 +66,9 @@ BLOCK = 1024  # tokens of a row that are looked at at once
 @triton.jit
 def _tokens(history, first, last, size, BLOCK: tl.constexpr):
     """A block of a row's places, its ids there, and which of these have logits."""
-    places = first + tl.arange(0, BLOCK)
-    ids = tl.load(history + places, mask=places < last, other=-1)
-    return places, ids, (ids >= 0) & (ids < size)  # virtual tokens are negative
+    indices = first + tl.arange(0, BLOCK)
+    ids = tl.load(history + indices, mask=indices < last, other=-1)
+    return indices, ids, (ids >= 0) & (ids < size)  # virtual tokens are negative
 
 
 @triton.jit
@@ -96,12 +96,12 @@ def _penalized(
 def _without_repeats(row_logits, history, length, n, size, BLOCK: tl.constexpr):
     """-inf at every token that followed the row's last n - 1 tokens before; n of 0: nowhere."""
     for first in range(0, tl.where(n > 0, length, 0), BLOCK):
-        places, ids, held = _tokens(history, first, length, size, BLOCK)
-        held = held & (places >= n - 1)
+        indices, ids, mask = _tokens(history, first, length, size, BLOCK)
+        mask = mask & (indices >= n - 1)
         for back in range(1, tl.minimum(n, length + 1)):
-            earlier = tl.load(history + places - back, mask=held, other=-1)
-            held = held & (earlier == tl.load(history + length - back))
-        tl.store(row_logits + ids, -float("inf"), mask=held)
+            earlier = tl.load(history + indices - back, mask=mask, other=-1)
+            mask = mask & (earlier == tl.load(history + length - back))
+        tl.store(row_logits + ids, -float("inf"), mask=mask)
 
 
 @triton.jit
@@ -181,26 +181,26 @@ def process_rows(
     penalized = penalized | (tl.load(output_presence_penalty + slot) != 0.0)
     last = tl.where(penalized, tokens, 0)
     for first in range(0, last, BLOCK):
-        places, ids, held = _tokens(history, first, last, size, BLOCK)
-        tl.store(saved + places, tl.load(row_logits + ids, mask=held), mask=held)
-        tl.store(counts + places, 0, mask=held)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
+        tl.store(saved + indices, tl.load(row_logits + ids, mask=mask), mask=mask)
+        tl.store(counts + indices, 0, mask=mask)
     tl.debug_barrier()
     for first in range(0, last, BLOCK):
-        places, ids, held = _tokens(history, first, last, size, BLOCK)
-        tl.store(row_logits + ids, places.to(tl.float32, bitcast=True), mask=held)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
+        tl.store(row_logits + ids, indices.to(tl.float32, bitcast=True), mask=mask)
     tl.debug_barrier()
     for first in range(0, last, BLOCK):
-        places, ids, held = _tokens(history, first, last, size, BLOCK)
-        winner = tl.load(row_logits + ids, mask=held, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(winners + places, winner, mask=held)
-        tl.atomic_add(counts + winner, 1, mask=held & (places >= prompt), sem="relaxed")
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
+        winner = tl.load(row_logits + ids, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        tl.store(winners + indices, winner, mask=mask)
+        tl.atomic_add(counts + winner, 1, mask=mask & (indices >= prompt), sem="relaxed")
     tl.debug_barrier()
     for first in range(0, last, BLOCK):
-        places, ids, held = _tokens(history, first, last, size, BLOCK)
-        held = held & (tl.load(winners + places, mask=held, other=-1) == places)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
+        mask = mask & (tl.load(winners + indices, mask=mask, other=-1) == indices)
         changed = _penalized(
-            tl.load(saved + places, mask=held, other=0.0),
-            tl.load(counts + places, mask=held, other=0),
+            tl.load(saved + indices, mask=mask, other=0.0),
+            tl.load(counts + indices, mask=mask, other=0),
             slot,
             temperature,
             repetition_penalty,
@@ -208,7 +208,7 @@ def process_rows(
             frequency_penalty,
             output_presence_penalty,
         )
-        tl.store(row_logits + ids, changed, mask=held)
+        tl.store(row_logits + ids, changed, mask=mask)
     tl.debug_barrier()
     end = tl.load(end_id + slot)
     early = tokens - prompt < tl.load(min_length + slot)
@@ -287,10 +287,10 @@ def add_shares(
     factor = temperature_factor(temperature, slot)
     top = top_score(maxima, row, parts, factor)
     view = (logits + row * stride, factor, top, -1.0, REACH, tl.load(min_p + slot))
-    masses, counts, whole = sums_within(view, all_bounds(), BOUNDS, size, tl.program_id(1), parts)
-    own = sums + row * FIELDS
-    add_sums(own, masses, counts, BOUNDS)
-    tl.atomic_add(own + WHOLE, whole, sem="relaxed")
+    masses, counts, total = sums_within(view, all_bounds(), BOUNDS, size, tl.program_id(1), parts)
+    row_sums = sums + row * FIELDS
+    add_sums(row_sums, masses, counts, BOUNDS)
+    tl.atomic_add(row_sums + WHOLE, total, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -322,20 +322,20 @@ def add_finer_shares(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    own = sums + row * FIELDS
+    row_sums = sums + row * FIELDS
     factor = temperature_factor(temperature, slot)
     top = top_score(maxima, row, parts, factor)
     by_p, k, _, part = choice_of(seed, length, prompt_length, top_k, top_p, slot)
-    above, upto, count, _, levels = group_of(own, by_p, k, part, LEVEL - 1)
+    above, upto, count, _, levels = group_of(row_sums, by_p, k, part, LEVEL - 1)
     view = (logits + row * stride, factor, top, above, upto, tl.load(min_p + slot))
     if count > FEW:
         bounds = finer_bounds(above, upto)
         masses, counts, _ = sums_within(view, bounds, FINER_BOUNDS, size, tl.program_id(1), parts)
-        add_sums(level_of(own, LEVEL), masses, counts, FINER_BOUNDS)
+        add_sums(level_of(row_sums, LEVEL), masses, counts, FINER_BOUNDS)
     elif levels == LEVEL - 1:
         view = (logits + row * stride, factor, top, tl.where(by_p, above, -1.0), upto, 0.0)
         listed = candidates + row * CANDIDATES
-        collect(view, listed, own + FOUND, size, tl.program_id(1), parts, BLOCK)
+        collect(view, listed, row_sums + FOUND, size, tl.program_id(1), parts, BLOCK)
 
 
 @triton.jit
@@ -356,25 +356,25 @@ def _narrowed(view, listed, size, count, by_p, k, part, mass, target):
 
 
 @triton.jit
-def _choose(view, listed, own, size, count, by_p, k, part, target):
+def _choose(view, listed, row_sums, size, count, by_p, k, part, target):
     """Id and score of the row's token, and the shares that it was chosen from.
 
     target: counts the shares from the first candidate on
     """
-    mass = tl.load(own + WHOLE)
+    mass = tl.load(row_sums + WHOLE)
     many = count > FEW
     if many:
         count, mass, target = _narrowed(view, listed, size, count, by_p, k, part, mass, target)
-    ids, scores, kept = sorted_few(view, listed, count)
+    ids, scores, weights = sorted_few(view, listed, count)
     narrowed = by_p | many
-    kept = tl.where(narrowed | (tl.arange(0, FEW) < k), kept, 0)
+    weights = tl.where(narrowed | (tl.arange(0, FEW) < k), weights, 0)
     if not narrowed:
-        mass = tl.sum(kept, 0)
+        mass = tl.sum(weights, 0)
         target = target_in(part, mass)
-    running = tl.cumsum(kept)
-    chosen = (kept > 0) & (running >= target) & (running - kept < target)
-    token = tl.max(tl.where(chosen, ids, 0), 0)
-    score = tl.max(tl.where(chosen, scores, -float("inf")), 0)
+    running = tl.cumsum(weights)
+    selected = (weights > 0) & (running >= target) & (running - weights < target)
+    token = tl.max(tl.where(selected, ids, 0), 0)
+    score = tl.max(tl.where(selected, scores, -float("inf")), 0)
     return token, score, mass
 
 
@@ -411,27 +411,27 @@ def choose_tokens(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    own = sums + row * FIELDS
+    row_sums = sums + row * FIELDS
     factor = temperature_factor(temperature, slot)
     top = top_score(maxima, row, parts, factor)
     by_p, k, p, part = choice_of(seed, length, prompt_length, top_k, top_p, slot)
-    above, upto, count, target, levels = group_of(own, by_p, k, part, LEVELS)
+    above, upto, count, target, levels = group_of(row_sums, by_p, k, part, LEVELS)
     above = tl.where(by_p, above, -1.0)
     view = (logits + row * stride, factor, top, above, upto, tl.load(min_p + slot))
     listed = candidates + row * CANDIDATES
     if (levels == LEVELS) & (count <= CANDIDATES):
-        collect(view, listed, own + FOUND, size, tl.program_id(1), parts, BLOCK)
+        collect(view, listed, row_sums + FOUND, size, tl.program_id(1), parts, BLOCK)
         tl.debug_barrier()
-    if tl.atomic_add(own + ENDED, 1, sem="acq_rel") == parts - 1:
-        chosen, score, mass = _choose(view, listed, own, size, count, by_p, k, part, target)
-        tl.store(tokens + row, chosen.to(tl.int64))
-        tl.store(token + slot, chosen.to(tl.int64))
+    if tl.atomic_add(row_sums + ENDED, 1, sem="acq_rel") == parts - 1:
+        selected, score, mass = _choose(view, listed, row_sums, size, count, by_p, k, part, target)
+        tl.store(tokens + row, selected.to(tl.int64))
+        tl.store(token + slot, selected.to(tl.int64))
         if by_p:
             moved = tl.maximum(p * tl.load(top_p_decay + slot), tl.load(top_p_min + slot))
-            reset = chosen == tl.load(reset_id + slot)
+            reset = selected == tl.load(reset_id + slot)
             tl.store(top_p + slot, tl.where(reset, tl.load(initial_top_p + slot), moved))
         below = score - top
-        tl.store(log_probs + row, below - _log_of(tl.load(own + WHOLE)))
+        tl.store(log_probs + row, below - _log_of(tl.load(row_sums + WHOLE)))
         tl.store(log_probs + tl.num_programs(0) + row, below - _log_of(mass))
 
 
