@@ -80,12 +80,12 @@ def measure(model: Any, name: str, peer: str) -> None:
     for case in cases_of(name):
         prompts = case.prompts(config_of(name).vocab_size)
 
-        def ask(prompts=prompts, wanted=case.output) -> None:
-            lengths = model.generate(prompts, wanted)
-            if set(lengths) != {wanted}:
-                raise RuntimeError(f"{lengths} tokens came, {wanted} were asked for")
+        def ask(prompts=prompts, requested=case.output) -> None:
+            lengths = model.generate(prompts, requested)
+            if set(lengths) != {requested}:
+                raise RuntimeError(f"{lengths} tokens came, {requested} were asked for")
 
-        ask(wanted=4)
+        ask(requested=4)
         say(model=name, **vars(case), ms=round(median_ms(ask, SECONDS, LEAST[peer]), 2))
 
 

@@ -92,11 +92,11 @@ def counted(ready: dict[str, Any], metric: Metric) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{metric.name}{{"))
 
 
-def median_ms(call: Callable[[], object], seconds: float, least: int = 3) -> float:
+def median_ms(call: Callable[[], object], seconds: float, lower: int = 3) -> float:
     """Median milliseconds of a call, repeated for `seconds` and at least `least` times."""
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
+    while len(times) < lower or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e3)
@@ -117,7 +117,7 @@ def case_ms(address: str, model: str, case: Case, vocab_size: int, seconds: floa
 
         for _ in range(WARM_UPS):
             ask()
-        return median_ms(ask, seconds, least=2)
+        return median_ms(ask, seconds, lower=2)
 
 
 def mixed_requests(count: int, vocab_size: int) -> list[GenerateRequest]:

@@ -202,10 +202,10 @@ def _work(
                     result.wrong.append(f"{case.name}: {answer}, alone {alone[case.name]}"[:500])
 
 
-def _watch(ready: dict[str, Any], result: Soak, ended: threading.Event, long: bool) -> None:
+def _watch(ready: dict[str, Any], result: Soak, finished: threading.Event, long: bool) -> None:
     """Note what the server's processes have until the end."""
     start = time.perf_counter()
-    while not ended.wait(LONG_SAMPLE_SECONDS if long else SAMPLE_SECONDS):
+    while not finished.wait(LONG_SAMPLE_SECONDS if long else SAMPLE_SECONDS):
         samples = process_samples(ready)
         result.processes = len(samples)
         memory = sum(sample.memory_mib for sample in samples.values())

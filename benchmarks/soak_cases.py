@@ -36,11 +36,11 @@ class Case:
         """The answer, as plain values: ids of every row, text, or the server's refusal."""
         return KINDS[self.kind].ask(self, server)
 
-    def agrees(self, answer: Any, whole: Any) -> bool:
+    def agrees(self, answer: Any, full: Any) -> bool:
         """Whether an answer is the right one. whole: that of the request which nobody cancels."""
         if self.stops is None or not isinstance(answer, list):
-            return bool(answer == whole)
-        pairs = zip(answer, whole, strict=True)
+            return bool(answer == full)
+        pairs = zip(answer, full, strict=True)
         return all(ids == wanted[: len(ids)] for ids, wanted in pairs)
 
     def request(self) -> Tensors:

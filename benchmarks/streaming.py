@@ -33,7 +33,7 @@ from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS, Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.clients.remote import RemoteServer
-from launcher_scripts.contract.metric_names import GIVEN_UP
+from launcher_scripts.contract.metric_names import PREEMPTED
 from launcher_scripts.evaluation.load.driver import LoadRequest
 
 CANCELLING = 8  # clients that leave, one after the other
@@ -113,9 +113,9 @@ def cancelled_ms(ready: dict, model: RandomModel, begin: float) -> list[float]:
         with RemoteServer(ready["grpc"], protocol="grpc") as server:
             answer = server.stream(model.name, tensors)
             next(answer)
-            before, left = counted(ready, GIVEN_UP), time.perf_counter()
+            before, left = counted(ready, PREEMPTED), time.perf_counter()
             answer.close()
-        while counted(ready, GIVEN_UP) == before and time.perf_counter() < left + 10:
+        while counted(ready, PREEMPTED) == before and time.perf_counter() < left + 10:
             time.sleep(0.005)
         times.append(round((time.perf_counter() - left) * 1e3, 1))
     return times

@@ -155,10 +155,10 @@ def quantized_table(report: dict) -> list[str]:
     return table(["model", "weights, GB, bf16 and in bytes", *kinds], lines)
 
 
-def _quantized_cell(row: dict | None, whole: dict) -> str:
+def _quantized_cell(row: dict | None, full: dict) -> str:
     if row is None:
         return "-"
-    faster = whole["ms"] / row["ms"]
+    faster = full["ms"] / row["ms"]
     return f"{row['ms']:.3f} ({row['share_of_floor']:.0%}, {faster:.2f}x)"
 
 

@@ -248,11 +248,11 @@ def check_keys(arguments: Iterable[str], conf: Path) -> None:
     for argument in arguments:
         match = _KEY.fullmatch(argument)
         if match is not None and argument not in groups:
-            _look_up(config, match["key"], problems)
+            _find(config, match["key"], problems)
     problems.raise_if_any(ConfigError)
 
 
-def _look_up(config: Any, key: str, problems: Problems) -> None:
+def _find(config: Any, key: str, problems: Problems) -> None:
     """Add the key where a block of the configuration does not have it."""
     above: list[str] = []
     for name in key.split("."):

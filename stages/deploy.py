@@ -28,7 +28,7 @@ from stages.stage import ServiceStage, StageRun
 
 SERVING_KEY = "export.triton_deployment"
 # Options for which the export chooses a value.
-_CHOSEN_BY_EXPORT = ("data_type", "decoupled", "enable_prefix_caching")
+_SET_BY_EXPORT = ("data_type", "decoupled", "enable_prefix_caching")
 RESTARTS = 3  # of a server that serves others
 
 
@@ -192,7 +192,7 @@ class Deploy(ServiceStage):
         paths = [] if self.remote else [self.repository]
         return [*paths, *super().paths()]
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         checks, cluster, settings = self.launch.checks, self.cluster, self.settings
         nodes = self.block.run.nodes
         if nodes is not None and nodes < 1:
@@ -236,7 +236,7 @@ class Deploy(ServiceStage):
                 value = export["triton_deployment"].get(name)
                 if name == "draft_model_dir" and value is not None:
                     value = absolute(value)
-                is_default = name in _CHOSEN_BY_EXPORT and text in (AUTO, "null")
+                is_default = name in _SET_BY_EXPORT and text in (AUTO, "null")
                 if name == key or name not in served or is_default or served[name] == value:
                     continue
                 checks.problems.add(

@@ -205,7 +205,7 @@ class Evaluate(Stage):
         paths = [Path(str(harness.gateway))] if harness and harness.gateway_is_file else []
         return [*super().paths(), *paths]
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         checks, settings = self.launch.checks, self.settings
         self._check_tls()
         self._check_promotion()
@@ -306,7 +306,7 @@ class Evaluate(Stage):
         server = self._deploy.settings.security if served else None
         if server is None or server.grpc_tls is None:
             return
-        if self.settings.protocol == "http" and not server.http_host and not self._beside_server:
+        if self.settings.protocol == "http" and not server.http_host and not self._next_to_server:
             checks.problems.add(
                 "Triton's HTTP has no TLS, so this server speaks it with its own node alone",
                 got="http",
@@ -342,7 +342,7 @@ class Evaluate(Stage):
         return settings.protocol == "grpc" or (streams and generates)
 
     @property
-    def _beside_server(self) -> bool:
+    def _next_to_server(self) -> bool:
         return self.block.in_deploy_job and self.cluster.hosts_clients
 
     def _check_deploy_job(self) -> None:

@@ -122,7 +122,7 @@ class Export(Stage):
             raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
         return str(path if checkpoint.name == path.name else path / checkpoint.name)
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         checks, settings = self.launch.checks, self.settings
         model_types, key = BACKEND_MODEL_TYPES, "export.run.model_type"
         checks.problems.check_choice("model_type", settings.model_type, model_types, key)

@@ -73,7 +73,7 @@ class Gateway(ServiceStage):
         deploy = self._deploy
         return [*super().paths(), *([] if deploy.remote else [deploy.repository])]
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         checks, settings, deploy = self.launch.checks, self.settings, self._deploy
         check_gateway(checks, settings.gateway, deploy.settings.security, self.name)
         if not self.launch.cluster.serves_others:

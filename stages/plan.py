@@ -24,7 +24,7 @@ from launcher_scripts.common.errors import (
 )
 from launcher_scripts.common.processes import Interruption
 from launcher_scripts.common.quantization import QUANTIZATIONS
-from launcher_scripts.config.evaluation import LadderRung, LadderSettings, check_rungs
+from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings, check_rungs
 from launcher_scripts.config.options import build
 from launcher_scripts.config.settings import AUTO
 from stages import STAGES
@@ -55,10 +55,10 @@ def configurations(config: DictConfig) -> Iterator[DictConfig]:
         raise ConfigError(problem("a ladder is a list of rungs", got=names, change=KEY))
     check_rungs(names)
     for name in names:
-        yield _rung(copy.deepcopy(config), name)
+        yield _precision(copy.deepcopy(config), name)
 
 
-def _rung(config: DictConfig, name: str) -> DictConfig:
+def _precision(config: DictConfig, name: str) -> DictConfig:
     """The rung's precision, and names of its own for its folders and jobs."""
     model, serving = config.export.model, config.export.triton_deployment
     quantization = QUANTIZATIONS.get(name)
@@ -110,7 +110,7 @@ class Ladder(Stage):
 
     @cached_property
     def settings(self) -> LadderSettings:
-        rungs = tuple(_known(evaluate) for evaluate in self._rungs)
+        rungs = tuple(_precision_of(evaluate) for evaluate in self._rungs)
         return LadderSettings(str(self.results_dir), self._rungs[0].block.model_name, rungs)
 
     def of_jobs(self, job: Job, rungs: Sequence[Sequence[Job]]) -> Job:
@@ -127,7 +127,7 @@ class Ladder(Stage):
         weights = [precision.checkpoint_dir for precision in self.settings.rungs]
         return [*(stage.results_dir for stage in stages), *map(Path, filter(None, weights))]
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         problems, stages = self.launch.checks.problems, self.launch.stages
         if not {"deploy", "evaluate"} <= {*stages}:
             problems.add(
@@ -157,11 +157,11 @@ class Ladder(Stage):
                 )
 
 
-def _known(evaluate: Evaluate) -> LadderRung:
+def _precision_of(evaluate: Evaluate) -> LadderPrecision:
     (name,) = evaluate.block.ladder or ("",)
     model = evaluate.served_model
     folder = None if model is None else str(model.checkpoint_dir)
-    return LadderRung(name, str(evaluate.results_dir), folder)
+    return LadderPrecision(name, str(evaluate.results_dir), folder)
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class Plan:
                 interruption.check()
                 self.cluster.finish()
             except (ClusterError, KeyboardInterrupt, SystemExit):
-                self.cluster.give_up()
+                self.cluster.abort()
                 raise
             finally:
                 self.cluster.close()

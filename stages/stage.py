@@ -139,7 +139,7 @@ class Stage(ABC):
         return self.settings
 
     @abstractmethod
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         """Find what cannot work with this stage's settings."""
 
     def paths(self) -> list[Path]:
@@ -211,11 +211,11 @@ class Stage(ABC):
         run: StageRun = self.block.run
         checks.time_limit(run.time_limit, f"{self.name}.run.time_limit")
         gpus, key = run.resources().gpus_per_node, f"{self.name}.run.gpus_per_node"
-        checks.problems.check_at_least("gpus_per_node", gpus or 0, 0, key)
+        checks.problems.check_minimum("gpus_per_node", gpus or 0, 0, key)
         self._check_files(checks, config)
         names = (name for name, value in config.env_vars.items() if value is not None)
         check_variables(checks, names)
-        self.check_own()
+        self.check_stage()
 
     def _check_files(self, checks: Checks, config: LauncherConfig) -> None:
         steps = Path(absolute(config.launcher_scripts_path)) / "steps"

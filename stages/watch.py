@@ -88,7 +88,7 @@ class Watch(Stage):
     def job_settings(self, folder: JobFolder, server: Job | None) -> WatchSettings:  # noqa: ARG002
         return replace(self.settings, job_folder=str(folder.root))
 
-    def check_own(self) -> None:
+    def check_stage(self) -> None:
         checks, launch = self.launch.checks, self.launch
         if launch.stages != (self.name,):
             checks.problems.add(

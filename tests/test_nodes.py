@@ -7,7 +7,7 @@ import os
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.hosts import ALONE, NodeRank, find_node_rank, unbind_from_core
+from launcher_scripts.common.hosts import SINGLE_NODE, NodeRank, find_node_rank, unbind_from_core
 from launcher_scripts.common.parallelism import Parallelism
 
 SRUN = {
@@ -31,14 +31,14 @@ BATCH = {name: value for name, value in SRUN.items() if "STEP" not in name}
 BCP = {"NGC_JOB_ID": "777", "RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 
 NODE_RANKS = {
-    "nothing": ({"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"}, ALONE),
+    "nothing": ({"HOME": "/", "RANK": "1", "WORLD_SIZE": "2"}, SINGLE_NODE),
     "srun": (SRUN, NodeRank(1, 2, "srun (Slurm)", "42-3-")),
     "srun, requeued": (
         {**SRUN, "SLURM_RESTART_COUNT": "1"},
         NodeRank(1, 2, "srun (Slurm)", "42-3-1"),
     ),
     "srun with PMIx": ({**SRUN, **PMIX}, NodeRank(1, 2, "srun (Slurm)", "42-3-")),
-    "a batch script": (BATCH, ALONE),
+    "a batch script": (BATCH, SINGLE_NODE),
     "mpirun": (MPIRUN, NodeRank(1, 2, "mpirun (Open MPI)", "3552051201--")),
     "mpirun on one node": (ONE_MPIRUN, NodeRank(0, 1, "mpirun (Open MPI)")),
     "mpirun's helper in a Slurm job": (

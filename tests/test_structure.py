@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.test_house import MODULES, ROOT, SOURCES, imported, module_name, ours, tree
 
 # Of launcher_scripts and stages.
-MAX_FILES = 384
-MAX_SINGLE_IMPORTERS = 90
-MAX_MARKERS = 25.3  # identifiers with a marker word, per 1,000 lines
+MAX_FILES = 385
+MAX_SINGLE_IMPORTERS = 91
+MAX_MARKERS = 7.8  # identifiers with a marker word, per 1,000 lines
 MAX_OPENINGS = 1.1  # percent of the docstrings
 
 # Participles and everyday words in names, where the field has nouns: see Words in CONTRIBUTING.md.

@@ -27,7 +27,7 @@ class ClientWatch:
 
     def __init__(self, interval: float) -> None:
         """interval: how much longer the thread rests than it asks, at least"""
-        self._rest = interval
+        self._interval = interval
         self._lock = threading.Lock()
         self._open: dict[Watched, None] = {}  # those asked about last come last
         self._some = threading.Event()
@@ -58,7 +58,7 @@ class ClientWatch:
             count = self._ask_some()
             spent = time.monotonic() - started
             share = POLL_SECONDS * min(1.0, POLLS_AT_ONCE / max(count, 1))
-            time.sleep(max(share - spent, self._rest * spent))
+            time.sleep(max(share - spent, self._interval * spent))
 
     def _ask_some(self) -> int:
         """Ask about those whose turn it is; returns how many are open, and keeps none."""

@@ -30,15 +30,15 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
 from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     identity,
     partial_folder,
-    refuse_existing,
+    reject_existing,
 )
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import Workspace
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    FullTensors,
     Hints,
     SourceCheckpoint,
-    WholeTensors,
 )
 from launcher_scripts.checkpoint.layout.tasks import (
     STORED,
@@ -46,7 +46,7 @@ from launcher_scripts.checkpoint.layout.tasks import (
     checkpoint_type,
     make_plan,
     range_notes,
-    refuse_unfit,
+    reject_unfit,
     write_all,
 )
 from launcher_scripts.checkpoint.layout.workers import Progress
@@ -93,7 +93,7 @@ class RandomTensor(SourceTensor):
 
 
 @dataclass(frozen=True)
-class RandomCheckpoint(WholeTensors):
+class RandomCheckpoint(FullTensors):
     """The stored tensors of a model, by their canonical names."""
 
     format: ClassVar[str] = "random"
@@ -170,10 +170,10 @@ IDENTITY, BASE_IDENTITY = "identity", "base_identity"
 # Of checkpoints whose digest is not asked for: it takes a further look at all bytes.
 _DIGESTED_BYTES = 8 << 30
 # Compares an exported folder with its source in another way; what the manifest says about it.
-Twin = Callable[[Path, ExportSettings], Mapping[str, Any]]
+Compare = Callable[[Path, ExportSettings], Mapping[str, Any]]
 
 
-def export(settings: ExportSettings, reference: Twin | None = None) -> Path:
+def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
     """Write settings.checkpoint_dir; returns it.
 
     reference: called with the verified folder where settings.verify asks for it
@@ -182,7 +182,7 @@ def export(settings: ExportSettings, reference: Twin | None = None) -> Path:
     finishes what is missing.
     """
     target = settings.checkpoint_dir
-    refuse_existing(target, settings.overwrite or settings.reuse)
+    reject_existing(target, settings.overwrite or settings.reuse)
     with _reading(settings.checkpoint_path):
         path, hints = _located(settings)
         archive = Archive(path, scratch=_existing_parent(target))
@@ -210,7 +210,7 @@ def export(settings: ExportSettings, reference: Twin | None = None) -> Path:
     if settings.reuse and not settings.overwrite and target.exists():
         weights = _base_weights(target, name, base_name)
         if not weights:
-            return _kept(settings, name, files, tasks, path)
+            return _reusable(settings, name, files, tasks, path)
         print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
     total = _check_space(settings, config, target, weights)
     family, free = family_of(config).name, _free_space(target)
@@ -232,7 +232,7 @@ def export(settings: ExportSettings, reference: Twin | None = None) -> Path:
         progress = Progress(f"exporting {path.name}", total)
         unfit = write_all(tasks, writer, archive, progress, settings)
         progress.close()
-        refuse_unfit(tasks, unfit, f"the weights of {path}")
+        reject_unfit(tasks, unfit, f"the weights of {path}")
         writer.source |= _source_digests(settings, path)
         writer.seal()
         if settings.verify:
@@ -328,12 +328,10 @@ def _source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
     sources, requested = _sources(settings, path), settings.digest_source
     if requested is None:
         requested = settings.sign is not None or sum(map(size_of, sources)) < _DIGESTED_BYTES
-    return (
-        {SOURCE_DIGESTS: {str(item): source_digest(item) for item in sources}} if requested else {}
-    )
+    return {SOURCE_DIGESTS: {str(x): source_digest(x) for x in sources}} if requested else {}
 
 
-def _kept(
+def _reusable(
     settings: ExportSettings,
     name: str,
     files: Mapping[str, bytes],

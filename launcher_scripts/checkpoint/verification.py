@@ -45,7 +45,7 @@ class Forecast:
         cls, source: str, family: str, tasks: Iterable[Task], bytes_to_write: int, bytes_free: int
     ) -> Forecast:
         """Measure the source tensors of `tasks`."""
-        tensors = {_place(tensor): tensor for task in tasks for tensor in task.tensors}
+        tensors = {_location(tensor): tensor for task in tasks for tensor in task.tensors}
         parameters = sum(_count(tensor) for tensor in tensors.values())
         pieces = [piece for tensor in tensors.values() for piece in tensor.pieces]
         to_read = sum(piece.values.nbytes for piece in pieces)
@@ -64,7 +64,7 @@ class Forecast:
         )
 
 
-def _place(tensor: SourceTensor) -> object:
+def _location(tensor: SourceTensor) -> object:
     """Return a key that tasks reading the same tensor share."""
     if not tensor.pieces:
         return id(tensor)

@@ -112,7 +112,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     """Raises ConfigError that names every number that is too small."""
     problems = Problems("the session's flags")
     for name in ("num_session_steps", "session_len", "memory_len", "session_id"):
-        problems.check_at_least(name, getattr(flags, name), 1, f"--{name}")
+        problems.check_minimum(name, getattr(flags, name), 1, f"--{name}")
     problems.raise_if_any(ConfigError)
 
 

@@ -117,10 +117,10 @@ class HttpConnection:
         return self.submit(model_name, *request)()
 
     def submit_streamed(self, model_name: str, *_: object) -> Callable[[], Tensors]:
-        raise _grpc_alone(model_name)
+        raise _grpc_only(model_name)
 
     def stream(self, model_name: str, *_: object) -> Generator[Tensors, None, None]:
-        raise _grpc_alone(model_name)
+        raise _grpc_only(model_name)
 
     def close(self) -> None:
         """Give up what is still in flight, which the client's own close would wait for."""
@@ -274,7 +274,7 @@ CONNECTIONS: dict[str, Callable[[str, float, bool, ClientTls | None], Connection
 }
 
 
-def failure_facts(error: Exception) -> tuple[str, str, bool]:
+def failure_details(error: Exception) -> tuple[str, str, bool]:
     """(status, message, whether it is the server's own refusal) of a transport's error."""
     from tritonclient.utils import InferenceServerException
 
@@ -291,7 +291,7 @@ def is_decoupled(config: Mapping[str, Any]) -> bool:
     return bool(config.get("model_transaction_policy", {}).get("decoupled"))
 
 
-def _grpc_alone(model_name: str) -> ServerError:
+def _grpc_only(model_name: str) -> ServerError:
     return ServerError(
         problem(
             f"model {model_name} streams, which only gRPC can carry",

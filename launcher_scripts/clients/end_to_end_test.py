@@ -99,11 +99,11 @@ def print_blocks(
     block("preprocessing", encoded["INPUT_ID"], encoded["REQUEST_INPUT_LEN"])
     answer: Tensors = {}
     for answer in send(models.name, {**model_inputs(contract, encoded), **shaped(sampling)}):
-        block("fastertransformer", *shown(answer, "output_ids", log_probs))
+        block("fastertransformer", *printable(answer, "output_ids", log_probs))
     block("postprocessing", *decoded(server, models, answer))
     inputs = shaped(ensemble_tensors(flags, sampling))
     for answer in send(models.text_model("ensemble"), inputs):
-        block("ensemble", *shown(answer, "OUTPUT_0", log_probs))
+        block("ensemble", *printable(answer, "OUTPUT_0", log_probs))
 
 
 def generating_contract(models: Models) -> Contract:
@@ -160,7 +160,7 @@ def decoded(server: RemoteServer, models: Models, answer: Tensors) -> list[Any]:
     return [readable(server.infer(model, outputs)["OUTPUT"])]
 
 
-def shown(answer: Tensors, name: str, log_probs: bool) -> list[Any]:
+def printable(answer: Tensors, name: str, log_probs: bool) -> list[Any]:
     """The outputs of one block, in order."""
     names = [name, "sequence_length"]
     names += ["cum_log_probs", "output_log_probs"] if log_probs else []

@@ -47,7 +47,7 @@ DEFAULT_CONFIG = {
     "sequence_start": False,
     "sequence_end": False,
 }
-_WHOLE = ("int32", "int64", "uint32", "uint64")
+_INTEGERS = ("int32", "int64", "uint32", "uint64")
 _REAL = ("float16", "float32", "float64")
 TEXT_INPUTS = {"INPUT_0", "text_input"}  # of these every request to an ensemble has one
 # flag -> key of config
@@ -112,7 +112,7 @@ def as_declared(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     result = dict(tensors)
     for name, array in tensors.items():
         numpy_type = numpy_name(declared.get(name, ""))
-        if (array.dtype.name in _WHOLE and numpy_type in (*_WHOLE, *_REAL, BFLOAT16)) or (
+        if (array.dtype.name in _INTEGERS and numpy_type in (*_INTEGERS, *_REAL, BFLOAT16)) or (
             array.dtype.name in _REAL and numpy_type in (*_REAL, BFLOAT16)
         ):
             try:

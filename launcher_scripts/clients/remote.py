@@ -11,7 +11,7 @@ from launcher_scripts.clients.connection import (
     CONNECTIONS,
     SequenceStep,
     Tensors,
-    failure_facts,
+    failure_details,
     is_decoupled,
 )
 from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError, lookup, problem
@@ -77,7 +77,7 @@ class RemoteServer:
             self._streams[model_name] = is_decoupled(self.model_config(model_name))
         return self._streams[model_name]
 
-    def requests_taken(self, model_name: str) -> int:
+    def requests_received(self, model_name: str) -> int:
         """Number of requests that the model has received since the server started."""
         with self._failures_of(f"the statistics of model {model_name}"):
             statistics = self._connection.statistics(model_name)
@@ -138,7 +138,7 @@ class RemoteServer:
 
     def _failure(self, error: Exception, subject: str) -> ServerError:
         """Return the user's error for `error` of any transport."""
-        status, message, is_rejected = failure_facts(error)
+        status, message, is_rejected = failure_details(error)
         if isinstance(error, TimeoutError) or "DEADLINE_EXCEEDED" in status:
             return ServerError(
                 problem(

@@ -27,7 +27,7 @@ _OF_A_JOB = re.compile(
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)"
 )
 # Input of srun or sbatch outside of a job; inside, Slurm sets them.
-_OF_A_JOB_INSIDE = re.compile(
+_OF_AN_INNER_JOB = re.compile(
     r"SLURM_(CONTAINER|CPU|DIST|EXACT|EXCLUSIVE|EXPORT_ENV|GPU|GRES|MEM|MPI_TYPE|NNODES|NODELIST|"
     r"NPROCS|NTASKS|OVERCOMMIT|OVERLAP|PROFILE|TASKS_PER|THREADS|TRES|UMASK|WORKING|OOM).*"
     r"|SBATCH_(CPU|MEM)_BIND.*"
@@ -50,7 +50,9 @@ _FAMILIES = (
     {"output", "error"},
 )
 # The launcher decides these for every job, also where it leaves the option out.
-_OWN = frozenset({"array", "wait", "input", "nodes", "ntasks", "parsable", "test-only", "wrap"})
+_SBATCH_INPUTS = frozenset(
+    {"array", "wait", "input", "nodes", "ntasks", "parsable", "test-only", "wrap"}
+)
 
 
 def without_job(env: Mapping[str, str], *, gpus: bool = True) -> dict[str, str]:
@@ -63,7 +65,7 @@ def without_job(env: Mapping[str, str], *, gpus: bool = True) -> dict[str, str]:
         name: value
         for name, value in env.items()
         if not _OF_A_JOB.fullmatch(name)
-        and not (in_job and _OF_A_JOB_INSIDE.fullmatch(name))
+        and not (in_job and _OF_AN_INNER_JOB.fullmatch(name))
         and (gpus or name not in _GPUS)
     }
 
@@ -87,7 +89,9 @@ class SubmissionEnvironment:
         variables = without_job(env, gpus=False)
         options = {name: _option(name) for name in variables if name.startswith("SBATCH_")}
         options |= {"SLURM_CLUSTERS": "clusters"} if "SLURM_CLUSTERS" in variables else {}
-        owned = {*flags, *_OWN}.union(*(family for family in _FAMILIES if family & {*flags}))
+        owned = {*flags, *_SBATCH_INPUTS}.union(
+            *(family for family in _FAMILIES if family & {*flags})
+        )
         unused = {name: option for name, option in options.items() if option in owned}
         return cls(
             {name: value for name, value in variables.items() if name not in unused},
@@ -219,7 +223,7 @@ class Cluster(ABC, Generic[Options]):
         """Return whether a job with `after_any` can follow one of which submit has raised this."""
 
     @abstractmethod
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Take back what was handed over: a later job of the same command line was refused."""
 
     @classmethod

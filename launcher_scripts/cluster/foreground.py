@@ -28,7 +28,7 @@ from launcher_scripts.cluster.record import (
     JobRecord,
     JobState,
     read_end,
-    read_known,
+    read_fields,
     ready_of_run,
     wait_for,
     write_end,
@@ -47,7 +47,7 @@ from launcher_scripts.common.processes import (
 
 PROCESS = "process.json"
 _KILL_SECONDS = 5.0
-_ASKED_TO_END = tuple(128 + number for number in STOP_SIGNALS)
+_STOPPED_CODES = tuple(128 + number for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def note_process(folder: Path, pid: int) -> None:
 def note_end(folder: Path, job_id: str, code: int, *, stopped: bool) -> None:
     """Remember how a job ended. A folder that is gone or full is no reason to fail."""
     name = "COMPLETED" if code == 0 else "FAILED"
-    if code and (stopped or code in _ASKED_TO_END):
+    if code and (stopped or code in _STOPPED_CODES):
         name = "CANCELLED"
     state = JobState(name, code, socket.gethostname(), seconds=_lived(folder))
     with contextlib.suppress(ClusterError):
@@ -101,7 +101,7 @@ def process_state(folder: Path, job_id: str) -> JobState:
     return read_end(folder, job_id) or JobState("CANCELLED", 143, nodes=host, reason=reason)
 
 
-def ask_to_end(folder: Path, job_id: str, seconds: float) -> None:
+def request_end(folder: Path, job_id: str, seconds: float) -> None:
     """Ask the job's leading process to end, and end its group when it has not done so in time."""
     if process_state(folder, job_id).running:
         _signal(os.kill, folder, signal.SIGTERM)
@@ -129,7 +129,7 @@ def _signal(send: Callable[[int, int], None], folder: Path, number: int) -> None
 
 
 def _noted(folder: Path) -> NotedProcess | None:
-    process = read_known(folder / PROCESS, NotedProcess, "a job's process")
+    process = read_fields(folder / PROCESS, NotedProcess, "a job's process")
     # To signals such numbers are many processes, or the first one.
     if process is not None and process.pid <= 1:
         raise ClusterError(f"{folder / PROCESS} names no process of a job; got pid {process.pid}")
@@ -174,7 +174,7 @@ class Process:
                 start_new_session=True,
                 preexec_fn=partial(signal_when_parent_dies, signal.SIGTERM),
             )
-        self._shown = 0
+        self._reported = 0
         self._stopped = False
         self._end_noted = False
         note_process(submitted.job.folder.root, self._popen.pid)
@@ -195,13 +195,13 @@ class Process:
             note_end(root, job_id, code, stopped=self._stopped)
         return code
 
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self.exit_code() is not None
 
     def show_log(self) -> None:
         """Repeat on the terminal what the log has gained."""
         with self.log.open("rb") as log:
-            log.seek(self._shown)
+            log.seek(self._reported)
             gained = self._visible(log)
         sys.stdout.flush()
         sys.stdout.buffer.write(gained)
@@ -210,7 +210,7 @@ class Process:
     def _visible(self, log: IO[bytes]) -> bytes:
         """The part of the log's rest that belongs on the terminal."""
         gained = log.read()
-        self._shown += len(gained)
+        self._reported += len(gained)
         return gained
 
     def tail(self) -> str:
@@ -225,16 +225,16 @@ class Process:
         the leader ends without its children, they have the rest of that time.
         """
         deadline = time.monotonic() + leader_seconds
-        if not self.ended():
+        if not self.finished():
             self._stopped = True
             self._popen.terminate()
-            wait_for(lambda: self.ended() or hurry(), leader_seconds, POLL_SECONDS)
+            wait_for(lambda: self.finished() or hurry(), leader_seconds, POLL_SECONDS)
         self._signal_group(signal.SIGTERM)
         left = max(_GROUP_SECONDS, deadline - time.monotonic())
         wait_for(lambda: not self._group_lives() or hurry(), left, POLL_SECONDS)
         self._signal_group(signal.SIGKILL)
         self._popen.wait()
-        self.ended()
+        self.finished()
 
     def _group_lives(self) -> bool:
         """Dead members count until they are reaped; adopt_orphans makes that our part."""
@@ -264,9 +264,9 @@ class ServiceProcess(Process):
     def _visible(self, log: IO[bytes]) -> bytes:
         """Complete lines, without those of tritonserver: the terminal has a line per event."""
         gained, lines = log.read(), []
-        if not self.ended():
+        if not self.finished():
             gained = gained[: gained.rfind(b"\n") + 1]
-        self._shown += len(gained)
+        self._reported += len(gained)
         for line in gained.splitlines(keepends=True):
             self._in_triton = bool(_TRITON_LINE.match(line)) or (
                 self._in_triton and not line.strip()
@@ -346,7 +346,7 @@ class ForegroundCluster(Cluster[Options]):
         """Yes after a job that failed, unless somebody asked all of them to end."""
         return not isinstance(error, Stopped)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Leave running jobs to close()."""
 
     @classmethod
@@ -355,7 +355,7 @@ class ForegroundCluster(Cluster[Options]):
 
     @classmethod
     def stop(cls, folder: Path, record: JobRecord, job_id: str) -> None:
-        ask_to_end(folder, job_id, record.stop_timeout)
+        request_end(folder, job_id, record.stop_timeout)
 
     @classmethod
     def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:  # noqa: ARG003
@@ -371,7 +371,7 @@ class ForegroundCluster(Cluster[Options]):
         self._wait_until_ready()
         process = self._services[-1]
         try:
-            self._wait(process.ended, show=process, needs=self._services[:-1])
+            self._wait(process.finished, show=process, needs=self._services[:-1])
         except Stopped as stopped:
             print(f"{stopped}: the {process.name} is ending", flush=True)
         self._services.remove(process)
@@ -388,7 +388,7 @@ class ForegroundCluster(Cluster[Options]):
         """Run a job to its end while the services live; raises when either fails."""
         process = Process(submitted, self.environment())
         try:
-            self._wait(process.ended, show=process, needs=self._services)
+            self._wait(process.finished, show=process, needs=self._services)
         finally:
             process.stop(0.0)
             process.show_log()
@@ -431,7 +431,7 @@ class ForegroundCluster(Cluster[Options]):
             if self._stop.received is not None:
                 raise Stopped(self._stop.received)
             for process in needs:
-                if process.ended():
+                if process.finished():
                     raise ServerError(
                         f"the {process.name} ended with exit code {process.exit_code()}; "
                         f"the end of its log {process.log}:\n{process.tail()}"

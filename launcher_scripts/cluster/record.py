@@ -60,7 +60,7 @@ class JobState:
         return self.name in RUNNING
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return not (self.waiting or self.running or self.name == UNKNOWN)
 
     @property
@@ -81,7 +81,7 @@ def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.2) -> bo
 RECORD = "job.json"
 ID_FILE = "job_id"
 _MAX_INDEX_BYTES = 2**20  # a larger index is written anew, without the folders that have gone
-Known = TypeVar("Known")
+Recorded = TypeVar("Recorded")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class JobRecord:
     @classmethod
     def read(cls, folder: Path) -> JobRecord:
         """The record in a job folder. Raises ClusterError where there is none."""
-        record = read_known(folder / RECORD, cls, "a job's record")
+        record = read_fields(folder / RECORD, cls, "a job's record")
         if record is None:
             raise ClusterError(f"there is no {folder / RECORD}")
         return record
@@ -202,7 +202,7 @@ def write_end(folder: Path, job_id: str, state: JobState) -> None:
 
 
 def read_end(folder: Path, job_id: str) -> JobState | None:
-    return read_known(_end_file(folder, job_id), JobState, "a job's end")
+    return read_fields(_end_file(folder, job_id), JobState, "a job's end")
 
 
 def _end_file(folder: Path, job_id: str) -> Path:
@@ -219,7 +219,7 @@ def ready_of_run(path: Path, folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def read_known(path: Path, kind: type[Known], message: str) -> Known | None:
+def read_fields(path: Path, kind: type[Recorded], message: str) -> Recorded | None:
     """The dataclass `kind` in a JSON file, without keys of other versions; None without the file.
 
     Raises ClusterError where the file is not `message`.

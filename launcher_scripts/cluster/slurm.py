@@ -53,7 +53,7 @@ class _Cluster:
     default_memory: Mapping[str, str]
 
 
-def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
+def check_capacity(job: Job, options: SlurmOptions, problems: Problems) -> None:
     """Add that `job` could never start while its server runs, where Slurm's nodes say so."""
     if job.server is None or job.server.service is None:
         return
@@ -61,11 +61,11 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
         return  # which nodes it means is Slurm's to say
     if options.partition != _options_of(job.server, options).partition:
         return  # they may share no node
-    cluster = _ask_cluster()
+    cluster = _query_cluster()
     partitions = slurm_queue.partitions(options.partition)
     if not partitions or not cluster.nodes:
         return
-    if any(_has_room(job, job.server, options, fields, cluster) for fields in partitions):
+    if any(_has_capacity(job, job.server, options, fields, cluster) for fields in partitions):
         return
     server, names = job.server, " or ".join(f["PartitionName"] for f in partitions)
     num_nodes = server.resources.nodes * max(1, server.replicas)
@@ -81,7 +81,7 @@ def check_room(job: Job, options: SlurmOptions, problems: Problems) -> None:
     )
 
 
-def _has_room(
+def _has_capacity(
     job: Job, server: Job, options: SlurmOptions, partition: Mapping[str, str], cluster: _Cluster
 ) -> bool:
     if partition.get("OverSubscribe", "").partition(":")[0] in _SHARED_PARTITIONS:
@@ -155,7 +155,7 @@ def _node(fields: Mapping[str, str]) -> NodeShare:
     return NodeShare(int(fields["CPUTot"]), int(fields["RealMemory"]), gpus)
 
 
-def _ask_cluster() -> _Cluster:
+def _query_cluster() -> _Cluster:
     config = slurm_queue.configuration()
     return _Cluster(
         tuple(slurm_queue.nodes()),
@@ -280,13 +280,13 @@ class SlurmCluster(Cluster[SlurmOptions]):
         output = (tried.stderr or tried.stdout).strip()
         problems = Problems(f"the {job.stage} job")
         if tried.returncode:
-            key = slurm_queue.refused_key(output)
+            key = slurm_queue.rejected_key(output)
             problems.add(f"sbatch would refuse the {job.stage} job: {output}", change=key)
         else:
             options = _with_defaults(executor.options, environment)
             if options.qos is None:  # a quality of service can lift the partition's limits
                 slurm_queue.check_partition(options.partition, job.resources, problems, job.stage)
-            check_room(job, options, problems)
+            check_capacity(job, options, problems)
             self._check_mpi(job, options, problems)
         problems.raise_if_any(ClusterError)
         return "\n# ".join([output, *self._notes(job)])
@@ -343,7 +343,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
         """No: what it raises is a refusal, and all jobs are taken back."""
         return False
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Take jobs back whose successors could not be submitted, and one just handed over."""
         if self._handing_over is not None:
             for job_id in slurm_queue.jobs_of_script(self._handing_over.folder.script) or ():
@@ -374,13 +374,13 @@ class SlurmCluster(Cluster[SlurmOptions]):
             return
         _complain(slurm_queue.signal_job(job_id, "--batch", "--signal=TERM"))
         timeout = record.stop_timeout + _CANCEL_SECONDS
-        if not wait_for(lambda: cls.state(folder, record, job_id).ended, timeout):
+        if not wait_for(lambda: cls.state(folder, record, job_id).finished, timeout):
             cls.cancel(folder, record, job_id)
 
     @classmethod
     def cancel(cls, folder: Path, record: JobRecord, job_id: str) -> None:
         _complain(slurm_queue.signal_job(job_id))
-        wait_for(lambda: cls.state(folder, record, job_id).ended, _CANCEL_SECONDS)
+        wait_for(lambda: cls.state(folder, record, job_id).finished, _CANCEL_SECONDS)
 
 
 def _with_defaults(options: SlurmOptions, environment: SubmissionEnvironment) -> SlurmOptions:
@@ -405,7 +405,7 @@ def _hand_over(executor: ScriptExecutor) -> str:
         if queued is None and shutil.which("squeue") is not None:
             message += "; squeue does not answer whether it is queued all the same"
         message += f"; its script is {job.folder.script}"
-        raise ClusterError(problem(message, change=slurm_queue.refused_key(str(error)))) from error
+        raise ClusterError(problem(message, change=slurm_queue.rejected_key(str(error)))) from error
 
 
 def _complain(output: str) -> None:

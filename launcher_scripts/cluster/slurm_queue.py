@@ -44,7 +44,7 @@ _PARTS_OF_A_NODE = (
     "cluster.gpus_per_node (null: a cluster without GPUs), cluster.gpus_per_task, cluster.mem or "
     "cluster.cpus_per_task"
 )
-_REFUSED_KEYS: Mapping[str, str] = {
+_REJECTED_KEYS: Mapping[str, str] = {
     "node configuration": _PARTS_OF_A_NODE,
     "generic resource": _PARTS_OF_A_NODE,
     "memory": "cluster.mem",
@@ -58,9 +58,9 @@ _REFUSED_KEYS: Mapping[str, str] = {
 }
 
 
-def refused_key(output: str) -> str:
+def rejected_key(output: str) -> str:
     """The key to change after what sbatch has said; all of the cluster's where it is not clear."""
-    keys = (key for words, key in _REFUSED_KEYS.items() if words in output.lower())
+    keys = (key for words, key in _REJECTED_KEYS.items() if words in output.lower())
     return next(keys, "cluster.*")
 
 
@@ -68,13 +68,13 @@ def answers() -> bool:
     """Return whether this machine has Slurm's commands and its controller can be reached."""
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
-    reply = _ask("scontrol", "ping")
+    reply = _query("scontrol", "ping")
     return reply is not None and reply.returncode == 0 and " UP" in reply.stdout
 
 
 def job_state(job_id: str) -> JobState:
     """The state of a job or of one task of an array."""
-    reply = _ask("scontrol", "show", "job", job_id)
+    reply = _query("scontrol", "show", "job", job_id)
     if reply is not None and reply.returncode == 0 and reply.stdout.strip():
         return _of_scontrol(reply.stdout.lstrip().partition("\n\n")[0])
     accounted = _of_accounting(job_id)
@@ -88,13 +88,13 @@ def job_state(job_id: str) -> JobState:
 
 def signal_job(job_id: str, *options: str) -> str:
     """Run scancel on a job; returns what it complains of."""
-    reply = _ask("scancel", *options, job_id)
+    reply = _query("scancel", *options, job_id)
     return "scancel is not on the PATH" if reply is None else reply.stderr.strip()
 
 
 def jobs_of_script(script: Path) -> list[str] | None:
     """The jobs that run this script, ended ones too; None where nobody answers."""
-    reply = _ask("squeue", "--noheader", "--states=all", "--format=%F %o")
+    reply = _query("squeue", "--noheader", "--states=all", "--format=%F %o")
     if reply is None or reply.returncode:
         return None
     lines = (line.partition(" ") for line in reply.stdout.splitlines())
@@ -118,7 +118,7 @@ def check_partition(name: str | None, resources: Resources, problems: Problems, 
 
 def partitions(names: str | None) -> list[dict[str, str]]:
     """Return Slurm's data of the partitions that a job may run in; see check_partition."""
-    reply = _shown("partition")
+    reply = _listed("partition")
     if names is None:
         return [fields for fields in reply if fields.get("Default") == "YES"]
     return [fields for fields in reply if fields.get("PartitionName") in names.split(",")]
@@ -126,12 +126,12 @@ def partitions(names: str | None) -> list[dict[str, str]]:
 
 def nodes() -> list[dict[str, str]]:
     """Return Slurm's data of every node."""
-    return _shown("node")
+    return _listed("node")
 
 
 def configuration() -> dict[str, str]:
     """Slurm's configuration as it is in force."""
-    reply = _ask("scontrol", "show", "config")
+    reply = _query("scontrol", "show", "config")
     lines = reply.stdout.splitlines() if reply is not None else []
     pairs = (line.partition("=") for line in lines)
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
@@ -139,7 +139,7 @@ def configuration() -> dict[str, str]:
 
 def mpi_types() -> list[str]:
     """The names that this machine's `srun --mpi` accepts; empty if it cannot be asked."""
-    reply = _ask("srun", "--mpi=list")
+    reply = _query("srun", "--mpi=list")
     if reply is None or reply.returncode:
         return []
     names = re.findall(r"^(?:srun:)?[ \t]+([a-z]\w*)$", reply.stdout + reply.stderr, re.MULTILINE)
@@ -149,7 +149,7 @@ def mpi_types() -> list[str]:
 
 def host_names(hosts: str | None) -> list[str]:
     """The nodes that a list in Slurm's notation (n[1-3],m7) names."""
-    reply = _ask("scontrol", "show", "hostnames", hosts) if hosts else None
+    reply = _query("scontrol", "show", "hostnames", hosts) if hosts else None
     return reply.stdout.split() if reply is not None else []
 
 
@@ -166,7 +166,7 @@ def slurm_seconds(text: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
+def _query(*argv: str) -> subprocess.CompletedProcess[str] | None:
     """Run a command of Slurm; None if the command is missing."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
@@ -176,9 +176,9 @@ def _ask(*argv: str) -> subprocess.CompletedProcess[str] | None:
         return subprocess.CompletedProcess(argv, 1, "", f"{argv[0]} gave no answer")
 
 
-def _shown(kind: str) -> list[dict[str, str]]:
+def _listed(kind: str) -> list[dict[str, str]]:
     """Every object of a kind, as `scontrol show` prints its fields."""
-    reply = _ask("scontrol", "--oneliner", "show", kind)
+    reply = _query("scontrol", "--oneliner", "show", kind)
     lines = reply.stdout.splitlines() if reply is not None and reply.returncode == 0 else []
     return list(map(_fields, lines))
 
@@ -206,7 +206,7 @@ def _of_scontrol(text: str) -> JobState:
 
 def _of_accounting(job_id: str) -> JobState | None:
     columns = "State,ExitCode,NodeList,Elapsed"
-    reply = _ask(
+    reply = _query(
         *("sacct", "--allocations", "--noheader", "--parsable2", "--duplicates"),
         *(f"--format={columns}", f"--jobs={job_id}"),
     )
@@ -225,7 +225,7 @@ def _of_accounting(job_id: str) -> JobState | None:
 
 def _with_exit_code(state: JobState, code: str) -> JobState:
     """Slurm's `code:signal` as a shell says it; a job that did not work never has 0."""
-    if not state.ended:
+    if not state.finished:
         return state
     number, _, signal = code.partition(":")
     shell = 128 + int(signal) if int(signal or 0) else int(number or 0)

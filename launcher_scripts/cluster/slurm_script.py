@@ -18,7 +18,7 @@ from launcher_scripts.common.rendering import render
 from launcher_scripts.config.options import check_options, option
 
 # Characters that a mount cannot have, and why.
-_REFUSED = {
+_REJECTED = {
     # Mounts stand between double quotes in a script that a shell on the node runs.
     "pyxis": (re.compile(r"[\"$`\\]"), 'pyxis has a shell read mounts: no ", $, ` or \\ in them'),
     # Mounts are fields of a line with escapes.
@@ -78,9 +78,9 @@ def image_problem(image: str) -> str | None:
 
 def check_mounts(job: Job, runtime: str) -> None:
     """Refuse the mounts, of a job or its client, that `runtime` would take for something else."""
-    if runtime not in _REFUSED:
+    if runtime not in _REJECTED:
         return
-    pattern, reason = _REFUSED[runtime]
+    pattern, reason = _REJECTED[runtime]
     problems = Problems(f"the {job.stage} job's container")
     containers = (owner.container for owner in (job, job.client) if owner is not None)
     mounts = (mount for container in containers if container for mount in container.mounts)
@@ -133,13 +133,13 @@ def enroot_mount(mount: str) -> str:
     )
 
 
-_OWN_KEYS = (
+_LAUNCHER_KEYS = (
     *("type", "job_name_prefix", "mpi", "srun_args", "python", "requeue"),
     *("container_runtime", "image_cache", "overlay", "setup", "sbatch_args"),
     *("ssh", "ssh_python"),
 )
 # Options of sbatch that the launcher sets itself, or that would end its dialogue with sbatch.
-_REFUSED_ARGS = (
+_REJECTED_ARGS = (
     *("array", "job-name", "nodes", "ntasks-per-node", "open-mode", "output", "error", "parsable"),
     *("signal", "test-only", "time", "wait", "wrap"),
 )
@@ -184,14 +184,14 @@ class SlurmOptions(ClusterOptions):
     exclusive: bool | str | None = True
     overcommit: bool | None = False
     gpus_per_task: int | None = option(
-        None, "instead of gpus_per_node; a node runs one task", least=1
+        None, "instead of gpus_per_node; a node runs one task", lower=1
     )
     gpus_per_node: int | str | None = 8
     gres: str | None = None
     dependency: str | None = None
     mail_type: str | None = None
     mail_user: str | None = None
-    cpus_per_task: int | None = option(None, "CPUs of every task", least=1)
+    cpus_per_task: int | None = option(None, "CPUs of every task", lower=1)
     mem: str | None = "0"
     job_name_prefix: str = "nemo-megatron-"
     mpi: str = "pmix"
@@ -231,10 +231,10 @@ class SlurmOptions(ClusterOptions):
     def _check_arguments(self, problems: Problems) -> None:
         for argument in self.sbatch_args:
             name = option_name(argument)
-            if not argument.startswith("--") or name in _REFUSED_ARGS:
+            if not argument.startswith("--") or name in _REJECTED_ARGS:
                 problems.add(
                     "an option of sbatch that the launcher sets itself"
-                    if name in _REFUSED_ARGS
+                    if name in _REJECTED_ARGS
                     else "an option of sbatch is one word: --NAME or --NAME=VALUE",
                     got=argument,
                     change="cluster.sbatch_args",
@@ -268,7 +268,7 @@ class SlurmOptions(ClusterOptions):
 
     def sbatch(self, job: Job) -> dict[str, Any]:
         """The parameters of the submission, in submitit's spelling."""
-        options = {key: value for key, value in asdict(self).items() if key not in _OWN_KEYS}
+        options = {key: value for key, value in asdict(self).items() if key not in _LAUNCHER_KEYS}
         if self.gpus_per_task is not None:
             # With both, Slurm wants as many tasks on a node as the one divided by the other.
             options["gpus_per_node"] = None
@@ -387,7 +387,7 @@ def slurm_script(job: Job, options: SlurmOptions, sbatch: Mapping[str, Any]) -> 
         living=_LIVING,
         watch_seconds=_WATCH_SECONDS,
         enroot=_enroot(job, options, exported),
-        beside=_beside(job),
+        beside=_overlapping(job),
     )
 
 
@@ -415,7 +415,7 @@ def _enroot(job: Job, options: SlurmOptions, env: Mapping[str, str]) -> str:
     )
 
 
-def _beside(job: Job) -> str:
+def _overlapping(job: Job) -> str:
     """The functions of the script that run a client as long as its server runs."""
     server = job if job.client is not None else job.server
     if server is None or server.service is None:

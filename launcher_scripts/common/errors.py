@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 # Of what was got: a file may hold names of any length.
-_SHOWN = 2000
+_MAX_LETTERS = 2000
 
 Member = TypeVar("Member")
 Raised = TypeVar("Raised", bound="LauncherError")
@@ -63,7 +63,7 @@ def problem(
     parts = [subject]
     if got is not None:
         text = repr(got)
-        parts.append(f"got {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}")
+        parts.append(f"got {text if len(text) <= _MAX_LETTERS else text[:_MAX_LETTERS] + '...'}")
     if choices is not None:
         parts.append("choices: " + ", ".join(str(choice) for choice in choices))
     if change is not None:
@@ -112,7 +112,7 @@ class Problems:
         if got not in names:
             self.add(f"unknown {subject}", got=got, choices=names, change=change)
 
-    def check_at_least(
+    def check_minimum(
         self, subject: str, got: float, minimum: int, change: str | None = None
     ) -> None:
         """Note a number that is too small."""

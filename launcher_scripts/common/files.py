@@ -73,7 +73,7 @@ def has_servers(positions: Iterable[Path]) -> bool:
     return any(age is None or age <= STALE_SECONDS for age in ages)
 
 
-def ask_to_publish(job_folder: Path) -> None:
+def request_publication(job_folder: Path) -> None:
     """Tell every server of the job, also one that is started again, to have a ready file."""
     requested_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     atomic_write(job_folder / _PROMOTION, f'{{"asked_at": "{requested_at}"}}\n')

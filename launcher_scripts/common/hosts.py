@@ -75,7 +75,7 @@ PMIX_RANK = "PMIX_RANK"
 RENDEZVOUS_VARIABLE = "LAUNCHER_RENDEZVOUS"  # the folder where the nodes find rank 0
 INTERFACE_VARIABLE = "LAUNCHER_INTERFACE"  # the network interface between the ranks
 ATTEMPT_VARIABLE = "LAUNCHER_ATTEMPT"  # how often the server was started again before
-HOW = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
+HINT = "the command that starts the server: one task per node, as in srun -N 2 -n 2 --mpi=pmix"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class NodeRank:
         return self.node == 0
 
 
-ALONE = NodeRank()
+SINGLE_NODE = NodeRank()
 
 
 def find_node_rank(env: Mapping[str, str]) -> NodeRank:
@@ -108,13 +108,13 @@ def find_node_rank(env: Mapping[str, str]) -> NodeRank:
         row for row in LAUNCHERS if row.rank in env and (not row.needs or row.needs in env)
     ]
     if not launchers:
-        return ALONE
+        return SINGLE_NODE
     problems = Problems("the environment of this server's process")
     row = launchers[0]
     rank, size = (_number(env, name, problems) for name in (row.rank, row.size))
     problems.raise_if_any(ServerError)
     if not rank < size:
-        problems.add(f"{row.rank} must be below {row.size} = {size}", got=rank, change=HOW)
+        problems.add(f"{row.rank} must be below {row.size} = {size}", got=rank, change=HINT)
     _check_one_per_node(env, row, size, problems)
     _check_others(env, launchers, rank, size, problems)
     problems.raise_if_any(ServerError)
@@ -169,12 +169,12 @@ def _check_one_per_node(
         and _number(env, row.per_node, problems) > 1
     ):
         got = f"{row.per_node}={env[row.per_node]}"
-        problems.add(f"{row.name} started several servers on this node", got=got, change=HOW)
+        problems.add(f"{row.name} started several servers on this node", got=got, change=HINT)
     if row.node_count is not None and row.node_count in env:
         nodes = _number(env, row.node_count, problems)
         if nodes != size:
             got = f"{row.size}={size}, {row.node_count}={nodes}"
-            problems.add("there must be as many tasks as nodes", got=got, change=HOW)
+            problems.add("there must be as many tasks as nodes", got=got, change=HINT)
 
 
 def _check_others(
@@ -187,20 +187,20 @@ def _check_others(
     row = launchers[0]
     if PMIX_RANK in env and _number(env, PMIX_RANK, problems) != rank:
         got = f"{row.rank}={rank}, {PMIX_RANK}={env[PMIX_RANK]}"
-        problems.add(f"{row.name} and PMIx number this process differently", got=got, change=HOW)
+        problems.add(f"{row.name} and PMIx number this process differently", got=got, change=HINT)
     for other in launchers[1:]:
         others = _number(env, other.size, problems)
         if others > size:
             got = f"{row.size}={size}, {other.size}={others}"
             message = f"{row.name} and {other.name} started different numbers of processes"
-            problems.add(message, got=got, change=HOW)
+            problems.add(message, got=got, change=HINT)
 
 
 def _number(env: Mapping[str, str], name: str, problems: Problems) -> int:
     text = env.get(name, "")
     if text.isdecimal():
         return int(text)
-    problems.add(f"{name} must be a number", got=text or "nothing", change=HOW)
+    problems.add(f"{name} must be a number", got=text or "nothing", change=HINT)
     return 1
 
 

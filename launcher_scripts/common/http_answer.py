@@ -24,7 +24,7 @@ class _SocketConnection(HTTPConnection):
         self.sock.connect(self._path)
 
 
-def ask(
+def query(
     address: str,
     path: str,
     seconds: float,

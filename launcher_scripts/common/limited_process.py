@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from launcher_scripts.common.processes import own_environment, own_python
+from launcher_scripts.common.processes import this_environment, this_python
 
 MIB = 1 << 20
 START_SECONDS = 300.0  # to import what the function needs, on a busy machine
@@ -112,9 +112,9 @@ class _Process:
         limits = (str(self._limits.cpu_seconds), str(self._limits.memory_mib))
         with other:
             process = subprocess.Popen(
-                [own_python(), "-m", __name__, str(other.fileno()), self._function, *limits],
+                [this_python(), "-m", __name__, str(other.fileno()), self._function, *limits],
                 # Each further arena of malloc takes 64 MiB of address space.
-                env={**own_environment(), "MALLOC_ARENA_MAX": "1"},
+                env={**this_environment(), "MALLOC_ARENA_MAX": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
             )

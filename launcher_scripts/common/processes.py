@@ -138,7 +138,7 @@ def adopt_orphans() -> None:
 
 
 # States of a process.
-ENDED, SUSPENDED, RUNNABLE = ("Z", "X"), ("T", "t"), "R"
+EXITED, SUSPENDED, RUNNABLE = ("Z", "X"), ("T", "t"), "R"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def start_of(pid: int) -> int | None:
     """When a process started, as in ProcessStat; None when it has ended."""
     with contextlib.suppress(OSError):
         stat = process_stat(pid)
-        return None if stat.state in ENDED else stat.started
+        return None if stat.state in EXITED else stat.started
     return None
 
 
@@ -209,7 +209,7 @@ def is_suspended(pid: int) -> bool:
     return False
 
 
-def own_python() -> str:
+def this_python() -> str:
     """The interpreter of this process, also where Python is embedded in another program."""
     if sys.executable and "python" in Path(sys.executable).name:
         return sys.executable
@@ -223,7 +223,7 @@ def own_python() -> str:
     return result
 
 
-def own_environment() -> dict[str, str]:
+def this_environment() -> dict[str, str]:
     """This process's environment, with the modules it can import."""
     paths = dict.fromkeys([str(CHECKOUT), *(path for path in sys.path if path)])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -79,7 +79,7 @@ class GrowingText:
         self._seen = 0
         self._settled: str | None = None  # the text from there to `seen`, where it is known
         self._finished = False
-        self._ended = False
+        self._completed = False
 
     def take(self, index: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
         """The row's tokens from `index` on; with 0 all of them, whatever there was before.
@@ -89,7 +89,7 @@ class GrowingText:
         if index == 0:
             self.text = ""
             self._ids, self._prompt = list(ids), prompt
-            self._start, self._seen, self._settled, self._ended = 0, prompt, None, False
+            self._start, self._seen, self._settled, self._completed = 0, prompt, None, False
             self._shorten()
         else:
             self._ids.extend(ids)
@@ -101,14 +101,14 @@ class GrowingText:
 
     def news(self) -> str:
         """Return the new text since the last call."""
-        if self._ended or (self._seen == len(self._ids) and not self._finished):
+        if self._completed or (self._seen == len(self._ids) and not self._finished):
             return ""
         row = self._row(self._start)
         text = row.text(finished=self._finished, with_prompt=True)
         if self._settled is None:
             self._settled = row.settled(self._seen - self._start)
         piece = _after(text, self._settled)
-        self._seen, self._settled, self._ended = len(self._ids), text, self._finished
+        self._seen, self._settled, self._completed = len(self._ids), text, self._finished
         self.text += piece
         self._shorten()
         return piece

@@ -29,14 +29,14 @@ class GenerationSettings:
 
     template: str | None = None
     target_file: ConfigPath | None = None
-    output_len: int = option(64, "most tokens to generate", least=1)
-    max_input_len: int | None = option(None, "most tokens of a prompt", least=1)
-    prompt_task: int | None = option(None, "number of a learned prompt", least=0)
-    ia3_task: int | None = option(None, "number of an IA3 adapter", least=0)
-    lora_adapter: int | None = option(None, "number of a LoRA adapter", least=0)
+    output_len: int = option(64, "most tokens to generate", lower=1)
+    max_input_len: int | None = option(None, "most tokens of a prompt", lower=1)
+    prompt_task: int | None = option(None, "number of a learned prompt", lower=0)
+    ia3_task: int | None = option(None, "number of an IA3 adapter", lower=0)
+    lora_adapter: int | None = option(None, "number of a LoRA adapter", lower=0)
     source_language: str | None = None
     target_language: str | None = None
-    beam_width: int = option(1, "beams", least=1)
+    beam_width: int = option(1, "beams", lower=1)
     len_penalty: float = 0.0
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class TaskSettings:
 
     name: str
     data_file: ConfigPath
-    limit: int | None = option(None, "most items; by default all", least=1)
-    batch_size: int = option(8, "items in flight", least=1)
+    limit: int | None = option(None, "most items; by default all", lower=1)
+    batch_size: int = option(8, "items in flight", lower=1)
     reference: ConfigPath | None = None
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
@@ -84,8 +84,8 @@ class BenchmarkSettings:
 
     batch_sizes: tuple[int, ...] = (1,)
     lengths: tuple[tuple[int, int], ...] = ((60, 20),)
-    requests: int = option(10, "measured requests", least=1)
-    warmup: int = option(2, "warm-up requests before them", least=0)
+    requests: int = option(10, "measured requests", lower=1)
+    warmup: int = option(2, "warm-up requests before them", lower=0)
 
     def __post_init__(self) -> None:
         problems = Problems("the benchmark settings")
@@ -118,11 +118,11 @@ class HarnessSettings:
 
     tasks: tuple[str, ...] = ()
     data: ConfigPath | None = None
-    limit: int | None = option(None, "most items of a task; by default all", least=1)
+    limit: int | None = option(None, "most items of a task; by default all", lower=1)
     num_fewshot: int | None = option(
-        None, "few-shot examples of an item; by default the task's own number", least=0
+        None, "few-shot examples of an item; by default the task's own number", lower=0
     )
-    concurrency: int = option(8, "requests in flight", least=1)
+    concurrency: int = option(8, "requests in flight", lower=1)
     gateway: str | None = None
     api_keys: SecretPath | None = None
     python: str | None = None
@@ -150,7 +150,7 @@ RUNGS = ("fp32", "bf16", "fp16", *QUANTIZATIONS)
 
 
 @dataclass(frozen=True)
-class LadderRung:
+class LadderPrecision:
     """One precision, and where its jobs leave what is known of it.
 
     report_dir:     results folder of its evaluation
@@ -172,7 +172,7 @@ class LadderSettings:
 
     results_dir: str
     model_name: str
-    rungs: tuple[LadderRung, ...]
+    rungs: tuple[LadderPrecision, ...]
 
 
 def check_rungs(names: tuple[str, ...]) -> None:
@@ -189,7 +189,7 @@ RUNNERS = ("auto", "transformers", "core", "nemo", "engine")
 
 
 @dataclass(frozen=True)
-class TwinSettings:
+class ReferenceSettings:
     """Comparison with the reference model: its runner, and the texts.
 
     checkpoint: the original; None: what the served model's manifest names as its source
@@ -201,10 +201,10 @@ class TwinSettings:
     checkpoint: ConfigPath | None = None
     runner: str = option("auto", "software that runs the original", choices=RUNNERS)
     data_file: ConfigPath | None = None
-    limit: int | None = option(32, "most texts; null: all", least=1)
-    max_tokens: int = option(128, "tokens of each text that are compared", least=2)
-    continuation: int = option(16, "tokens generated after a text", least=0)
-    batch_size: int = option(8, "texts in flight", least=1)
+    limit: int | None = option(32, "most texts; null: all", lower=1)
+    max_tokens: int = option(128, "tokens of each text that are compared", lower=2)
+    continuation: int = option(16, "tokens generated after a text", lower=0)
+    batch_size: int = option(8, "texts in flight", lower=1)
 
     def __post_init__(self) -> None:
         problems = Problems("the twin of the evaluation")
@@ -227,8 +227,8 @@ class LoadPrompts:
     """
 
     data_file: ConfigPath | None = None
-    input: int = option(128, "tokens of a prompt; with data_file, the most", least=1)
-    output: int = option(64, "tokens that each request generates", least=1)
+    input: int = option(128, "tokens of a prompt; with data_file, the most", lower=1)
+    output: int = option(64, "tokens that each request generates", lower=1)
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -281,20 +281,20 @@ class LoadSettings:
     clients: tuple[int, ...] = (1, 8)
     rates: tuple[float, ...] = ()
     trace_file: ConfigPath | None = None
-    requests: int | None = option(None, "requests of a run", least=1)
-    seconds: float | None = option(30.0, "seconds of a run", least=1)
-    warmup: float = option(2.0, "seconds of warm-up, which do not count", least=0)
+    requests: int | None = option(None, "requests of a run", lower=1)
+    seconds: float | None = option(30.0, "seconds of a run", lower=1)
+    warmup: float = option(2.0, "seconds of warm-up, which do not count", lower=0)
     prompts: LoadPrompts = field(default_factory=LoadPrompts)
     stream: bool = True
     bounds: LoadBounds = field(default_factory=LoadBounds)
     find_saturation: bool = False
-    saturation_runs: int = option(12, "most runs of the search", least=2)
+    saturation_runs: int = option(12, "most runs of the search", lower=2)
     gateway: str | None = None
     api_key_file: ConfigPath | None = None
     generator: str = option("builtin", "load generator", choices=GENERATORS)
-    processes: int = option(1, "processes that send the requests", least=1)
-    seed: int = option(0, "random seed of prompts and arrivals", least=0)
-    time_limit: float = option(3600.0, "seconds that the whole test may take", least=1)
+    processes: int = option(1, "processes that send the requests", lower=1)
+    seed: int = option(0, "random seed of prompts and arrivals", lower=0)
+    time_limit: float = option(3600.0, "seconds that the whole test may take", lower=1)
 
     def __post_init__(self) -> None:
         problems = Problems("the load test")

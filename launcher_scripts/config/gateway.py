@@ -55,20 +55,20 @@ class GatewayOptions:
     chat_template: ConfigPath | None = option(
         None, "Jinja chat template, instead of the checkpoints' own", metavar="FILE"
     )
-    max_running: int = option(512, "most rows that the servers work on at the same time", least=1)
+    max_running: int = option(512, "most rows that the servers work on at the same time", lower=1)
     max_waiting: int = option(
-        1024, "most rows that wait for their turn; more get status 429", least=0
+        1024, "most rows that wait for their turn; more get status 429", lower=0
     )
-    max_body: int = option(MIB, "largest request, in bytes", least=1)
+    max_body: int = option(MIB, "largest request, in bytes", lower=1)
     max_model_len: int | None = option(
-        None, "most tokens of prompt and answer; by default the model's positions", least=0
+        None, "most tokens of prompt and answer; by default the model's positions", lower=0
     )
     max_prompt_chars: int | None = option(
-        None, "most characters of a prompt; by default 32 for each token that fits", least=1
+        None, "most characters of a prompt; by default 32 for each token that fits", lower=1
     )
-    chat_tokens: int = option(1024, "tokens of an answer if a chat request sets no limit", least=1)
+    chat_tokens: int = option(1024, "tokens of an answer if a chat request sets no limit", lower=1)
     request_timeout: float | None = option(
-        None, "seconds until an answer must be complete, unless the request sets a timeout", least=0
+        None, "seconds until an answer must be complete, unless the request sets a timeout", lower=0
     )
     cors_origins: tuple[str, ...] = option(
         (), "origins of web pages that may send requests (CORS)", metavar="URL"
@@ -80,13 +80,13 @@ class GatewayOptions:
         (), "addresses or networks of proxies whose X-Forwarded-For is believed", metavar="ADDRESS"
     )
     max_stored_responses: int = option(
-        0, "responses of /v1/responses that later requests may read and continue", least=0
+        0, "responses of /v1/responses that later requests may read and continue", lower=0
     )
     max_stored_bytes: int = option(
-        64 * MIB, "their size with their conversations; the oldest go first", least=1
+        64 * MIB, "their size with their conversations; the oldest go first", lower=1
     )
     keep_alive_timeout: int = option(
-        75, "seconds until a connection without requests is closed", least=1
+        75, "seconds until a connection without requests is closed", lower=1
     )
     tls_certificate: ConfigPath | None = option(None, "PEM certificate for HTTPS", metavar="FILE")
     tls_key: SecretPath | None = option(None, "PEM private key of the certificate", metavar="FILE")
@@ -145,9 +145,9 @@ class GatewaySettings(GatewayOptions):
     tokenizer_dir: str | None = option(
         None, "folder with tokenizer and config.ini, if not the repository's", metavar="FOLDER"
     )
-    ready_timeout: float = option(600.0, "seconds to wait until the servers are ready", least=0)
+    ready_timeout: float = option(600.0, "seconds to wait until the servers are ready", lower=0)
     drain_timeout: float = option(
-        60.0, "seconds that running requests may take after SIGTERM", least=0
+        60.0, "seconds that running requests may take after SIGTERM", lower=0
     )
     server_ca: str | None = option(
         None, "PEM certificates of authorities to trust for the servers' gRPC", metavar="FILE"
@@ -250,8 +250,8 @@ class GatewayJobSettings:
         if not self.ready:
             problems.add("no server is named", change="gateway.ready")
         for name in ("ready_timeout", "stop_timeout"):
-            problems.check_at_least(name, getattr(self, name), 0, f"gateway.{name}")
-        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+            problems.check_minimum(name, getattr(self, name), 0, f"gateway.{name}")
+        problems.check_minimum("restarts", self.restarts, 0, "deploy.restarts")
         problems.raise_if_any(ConfigError)
 
     @property

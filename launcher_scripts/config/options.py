@@ -37,7 +37,7 @@ class Option:
     help: str
     flag: str = ""
     metavar: str | None = None
-    least: int | None = None
+    lower: int | None = None
     choices: tuple[str, ...] = ()
 
 
@@ -67,8 +67,8 @@ def check_options(settings: Any, problems: Problems, key_of: Callable[[str], str
             continue
         if metadata.choices:
             problems.check_choice(field.name, value, metadata.choices, key_of(field.name))
-        if metadata.least is not None:
-            problems.check_at_least(field.name, value, metadata.least, key_of(field.name))
+        if metadata.lower is not None:
+            problems.check_minimum(field.name, value, metadata.lower, key_of(field.name))
 
 
 def values_of(kind: type, settings: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def with_absolute_paths(settings: Settings) -> Settings:
     """A dataclass whose paths, and those of the blocks inside, do not depend on the working
     directory.
     """
-    roles, changes = _marks(type(settings)), dict[str, Any]()
+    roles, changes = _roles(type(settings)), dict[str, Any]()
     for field in dataclasses.fields(typing.cast(Any, settings)):
         name, value = field.name, getattr(settings, field.name)
         if name in roles and value:
@@ -133,7 +133,7 @@ def paths_in(settings: Any) -> Iterator[NamedPath]:
     """The paths that a dataclass and the blocks inside name; none of what is None."""
     if settings is None:
         return
-    roles = _marks(type(settings))
+    roles = _roles(type(settings))
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)
         members = value if isinstance(value, tuple) else (value,)
@@ -145,7 +145,7 @@ def paths_in(settings: Any) -> Iterator[NamedPath]:
                 yield dataclasses.replace(inner, name=f"{name}.{inner.name}")
 
 
-def _marks(kind: type) -> dict[str, _Path]:
+def _roles(kind: type) -> dict[str, _Path]:
     """The fields of a dataclass that are paths."""
     hints = typing.get_type_hints(kind, include_extras=True)
     roles = {field.name: _mark(hints[field.name]) for field in dataclasses.fields(kind)}
@@ -178,7 +178,7 @@ def build(kind: type[Built], values: Any, origin: str, *, key: str = "") -> Buil
 
 def _dataclass(kind: type, values: Any, key: str, problems: Problems) -> Any:
     if not isinstance(values, Mapping):
-        _refuse(f"{key or 'the content'} must be a mapping", values, problems)
+        _reject(f"{key or 'the content'} must be a mapping", values, problems)
         return None
     before = len(problems.messages)
     fields = {item.name: item for item in dataclasses.fields(kind)}
@@ -219,7 +219,7 @@ def _value(hint: Any, value: Any, key: str, problems: Problems) -> Any:
                 str(name): _value(arguments[1], item, _join(key, name), problems)
                 for name, item in value.items()
             }
-        _refuse(f"{key} must be a mapping", value, problems)
+        _reject(f"{key} must be a mapping", value, problems)
         return None
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass(hint, value, key, problems)
@@ -260,12 +260,12 @@ def _scalar(kind: Any, value: Any, key: str, problems: Problems) -> Any:
         return str(value)
     if type(value) is not kind:
         words = {str: "text", int: "a whole number", float: "a number", bool: "True or False"}
-        _refuse(f"{key} must be {words.get(kind, kind)}", value, problems)
+        _reject(f"{key} must be {words.get(kind, kind)}", value, problems)
         return None
     return value
 
 
-def _refuse(message: str, value: Any, problems: Problems) -> None:
+def _reject(message: str, value: Any, problems: Problems) -> None:
     """A value of a wrong kind; YAML's null is none of any kind."""
     problems.add(f"{message}, not null" if value is None else message, got=value)
 

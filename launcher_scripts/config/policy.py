@@ -39,7 +39,7 @@ class _Checked:
             elif field.name in _SHARES and not 0 <= value <= 1:
                 problems.add(f"{field.name} is a fraction, 0 to 1", got=value, change=change)
             elif field.name not in ("min", "max"):
-                problems.check_at_least(field.name, value, 0, change)
+                problems.check_minimum(field.name, value, 0, change)
         problems.raise_if_any(ConfigError)
 
 
@@ -76,7 +76,7 @@ class BaselineBounds(AgreementBounds):
 
 
 @dataclass(frozen=True)
-class TwinBounds(_Checked):
+class ReferenceBounds(_Checked):
     """Against the original checkpoint on the same tokens.
 
     max_kl: mean of the items' Kullback-Leibler divergence from the original, in nats a position
@@ -142,14 +142,14 @@ class Bounds:
     harness: Mapping[str, Mapping[str, MetricBounds]] | None = None
     reference: AgreementBounds | None = None
     baseline: BaselineBounds | None = None
-    twin: TwinBounds | None = None
+    twin: ReferenceBounds | None = None
     speed: SpeedBounds | None = None
     load: LoadBounds | None = None
 
 
 DEFAULT_BOUNDS = Bounds(
     reference=AgreementBounds(max_drop=0.02),
-    twin=TwinBounds(max_kl=0.02, min_top1=0.95, max_findings=0),
+    twin=ReferenceBounds(max_kl=0.02, min_top1=0.95, max_findings=0),
     load=LoadBounds(max_failed=0, max_invalid=0),
 )
 
@@ -162,7 +162,7 @@ class PolicySettings(Bounds):
     if_measured: bounds that are left out where nothing was measured
     """
 
-    min_items: int = option(30, "fewest items for a confidence interval", least=1)
+    min_items: int = option(30, "fewest items for a confidence interval", lower=1)
     if_measured: Bounds | None = DEFAULT_BOUNDS
 
     def __post_init__(self) -> None:

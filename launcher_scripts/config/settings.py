@@ -22,8 +22,8 @@ from launcher_scripts.config.evaluation import (
     BenchmarkSettings,
     HarnessSettings,
     LoadSettings,
+    ReferenceSettings,
     TaskSettings,
-    TwinSettings,
 )
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import (
@@ -100,7 +100,7 @@ class ModelOptions:
         "data type of the written files; auto: the checkpoint's own",
         choices=(AUTO, *DATA_TYPES),
     )
-    processes: int = option(16, "most processes", least=1)
+    processes: int = option(16, "most processes", lower=1)
     overwrite: bool = option(False, "replace an earlier export in the same folder")
     reuse: bool = option(
         True, "keep the weights of an earlier export of the same checkpoint and settings"
@@ -148,7 +148,7 @@ class ModelOptions:
 class ServingOptions:
     """Options of serving the model, in the block `export.triton_deployment`."""
 
-    max_batch_size: int = option(1, "most rows of one request", least=1)
+    max_batch_size: int = option(1, "most rows of one request", lower=1)
     quantization: str | None = option(
         None, "quantization of the layers' matrices at load", choices=tuple(QUANTIZATIONS)
     )
@@ -159,7 +159,7 @@ class ServingOptions:
     inter_token_target: float = option(
         0.05,
         "seconds that a step over prompts may take while tokens are generated; 0: no limit",
-        least=0,
+        lower=0,
     )
     enable_prefix_caching: bool | None = option(
         None,
@@ -182,7 +182,7 @@ class ServingOptions:
     )
     decoupled: bool = option(False, "stream tokens as they are generated")
     interactive: bool = option(False, "let requests belong to sessions")
-    interactive_sessions: int = option(32, "most sessions at the same time", least=1)
+    interactive_sessions: int = option(32, "most sessions at the same time", lower=1)
 
 
 # Where a user names the checkpoint that is exported, and its draft model's files.
@@ -304,11 +304,11 @@ class ServerOptions:
     tritonserver: str | None = None
     numpy_dir: str | None = None
     public_host: str | None = None
-    ready_timeout: float = option(1800.0, "seconds until the server must be ready", least=0)
+    ready_timeout: float = option(1800.0, "seconds until the server must be ready", lower=0)
     stop_timeout: float = option(
-        30.0, "seconds that running requests may take at shutdown", least=0
+        30.0, "seconds that running requests may take at shutdown", lower=0
     )
-    max_waiting_rows: int = option(512, "most rows of one model that wait for their turn", least=1)
+    max_waiting_rows: int = option(512, "most rows of one model that wait for their turn", lower=1)
     cloud_credentials: SecretPath | None = None
     network_interface: str | None = None
     security: ServerSecurity = ServerSecurity()
@@ -372,10 +372,10 @@ class DeploySettings(ServerOptions):
         if len(set(fixed)) < len(fixed):
             change = "deploy.server or deploy.gateway.port"
             problems.add("two of the server's ports are equal", got=fixed, change=change)
-        problems.check_at_least("restarts", self.restarts, 0, "deploy.restarts")
+        problems.check_minimum("restarts", self.restarts, 0, "deploy.restarts")
         if self.idle_timeout is not None:
             key = "deploy.idle_timeout"
-            problems.check_at_least("idle_timeout", self.idle_timeout, MIN_IDLE_TIMEOUT, key)
+            problems.check_minimum("idle_timeout", self.idle_timeout, MIN_IDLE_TIMEOUT, key)
         problems.raise_if_any(ConfigError)
 
     @property
@@ -412,13 +412,13 @@ class EvaluateOptions:
     """
 
     benchmark: BenchmarkSettings | None = None
-    twin: TwinSettings | None = None
+    twin: ReferenceSettings | None = None
     harness: HarnessSettings | None = None
     load: LoadSettings | None = None
-    ready_timeout: float = option(1800.0, "seconds to wait for the server", least=0)
-    request_timeout: float = option(600.0, "seconds to wait for one answer", least=0)
+    ready_timeout: float = option(1800.0, "seconds to wait for the server", lower=0)
+    request_timeout: float = option(600.0, "seconds to wait for one answer", lower=0)
     protocol: str = option("http", "protocol of the client", choices=PROTOCOLS)
-    gpu_price: float | None = option(None, "price of one GPU for an hour, in USD", least=0)
+    gpu_price: float | None = option(None, "price of one GPU for an hour, in USD", lower=0)
     replicas: int = 0
     grpc_tls: ClientTls | None = None
     resume: bool = option(True, "continue an interrupted evaluation")

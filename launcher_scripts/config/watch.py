@@ -20,16 +20,16 @@ class WatchOptions:
     """
 
     training_dir: ConfigPath
-    interval: float = option(300.0, "seconds between two looks at the folder", least=0)
+    interval: float = option(300.0, "seconds between two looks at the folder", lower=0)
     order: str = option(NEWEST, "which waiting checkpoint is next", choices=ORDERS)
-    parallel: int = option(1, "maximum number of checkpoints evaluated concurrently", least=1)
-    attempts: int = option(2, "maximum number of attempts per checkpoint", least=1)
+    parallel: int = option(1, "maximum number of checkpoints evaluated concurrently", lower=1)
+    attempts: int = option(2, "maximum number of attempts per checkpoint", lower=1)
     level: float = option(0.05, "probability of a false alarm in a series without a drop")
     max_drop: float = option(0.02, "drop that counts as a regression, as in evaluate.policy")
     baseline: ConfigPath | None = option(None, "report.json that every checkpoint is compared with")
-    max_checkpoints: int | None = option(None, "end after this many evaluations", least=1)
+    max_checkpoints: int | None = option(None, "end after this many evaluations", lower=1)
     idle_timeout: float | None = option(
-        None, "end after this many seconds without a new checkpoint", least=0
+        None, "end after this many seconds without a new checkpoint", lower=0
     )
 
     def __post_init__(self) -> None:

@@ -26,7 +26,6 @@ from launcher_scripts.contract.tensors import (
     IS_RETURN_PROGRESS,
     LOG_PROBS,
     MODEL_LOG_PROBS,
-    NEWS,
     NUM_LOG_PROBS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
@@ -34,6 +33,7 @@ from launcher_scripts.contract.tensors import (
     PREPROCESSING_OUTPUTS,
     PROGRESS,
     SAMPLING_EXTENSIONS,
+    TOKEN_DELTAS,
     Tensor,
     array,
     ensemble_passes_on,
@@ -115,7 +115,7 @@ T5_OUTPUTS = (
     ),
     *MODEL_LOG_PROBS,
     *PROGRESS,
-    NEWS,
+    TOKEN_DELTAS,
 )
 
 T5_ENCODER_INPUTS = (
@@ -256,7 +256,7 @@ class Contract:
     batched: bool = False
 
     @cached_property
-    def known(self) -> Mapping[str, Tensor]:
+    def by_name(self) -> Mapping[str, Tensor]:
         """Every input by its name."""
         return {tensor.name: tensor for tensor in self.inputs}
 
@@ -275,13 +275,13 @@ class Contract:
     @cached_property
     def lengths(self) -> str:
         """The input that says how many of a row's ids count."""
-        return "input_lengths" if "input_lengths" in self.known else "sequence_length"
+        return "input_lengths" if "input_lengths" in self.by_name else "sequence_length"
 
     @cached_property
     def output_len(self) -> str | None:
         """The input that says how many tokens to generate, if the model generates any."""
         names = ("request_output_len", "max_output_len")
-        return next((name for name in names if name in self.known), None)
+        return next((name for name in names if name in self.by_name), None)
 
     @cached_property
     def returns_prompts(self) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 STOP, LENGTH = "stop", "length"  # values of finished_reason
-REFUSED, CANCELLED, FAILED = "refused", "cancelled", "failed"  # values of reason
+REJECTED, CANCELLED, FAILED = "refused", "cancelled", "failed"  # values of reason
 
 _FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -128,7 +128,7 @@ CACHE_USE = Metric("launcher_kv_cache_usage_perc", GAUGE, "Share of the cache in
 BATCH = Metric("launcher_batch_size", GAUGE, "Rows per step, on average over the last second")
 CACHE_TOKENS = Metric("launcher_kv_cache_tokens", GAUGE, "Tokens of the cache", ("model",))
 CACHE_USED = Metric("launcher_kv_cache_tokens_used", GAUGE, "Tokens of it in use", ("model",))
-GIVEN_UP = Metric(
+PREEMPTED = Metric(
     "launcher_requests_given_up",
     COUNTER,
     "Requests that were cancelled, or took longer than their timeout",
@@ -138,7 +138,7 @@ GIVEN_UP = Metric(
 HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
 COUNTERS = (
     *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS),
-    *(DRAFT_TOKENS, ACCEPTED_TOKENS, SUCCESS, FAILURE, GIVEN_UP),
+    *(DRAFT_TOKENS, ACCEPTED_TOKENS, SUCCESS, FAILURE, PREEMPTED),
 )
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)
 MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES)

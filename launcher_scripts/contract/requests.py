@@ -249,7 +249,7 @@ class SharedId(NamedTuple):
     number: int | None
 
 
-class RowNews(NamedTuple):
+class RowDelta(NamedTuple):
     """New tokens of one row, and whether those were the last.
 
     num_cached_tokens: prompt tokens that were in the prefix cache, with the first tokens
@@ -261,7 +261,9 @@ class RowNews(NamedTuple):
     num_cached_tokens: int = 0
 
 
-News = tuple[int, Sequence[int], bool, int]  # a RowNews, or a tuple like it, which is made faster
+PlainDelta = tuple[
+    int, Sequence[int], bool, int
+]  # a RowNews, or a tuple like it, which is made faster
 
 
 def open_id(stream: str) -> str:
@@ -284,7 +286,7 @@ def shared_id(request_id: str) -> SharedId | None:
     return None
 
 
-def pack(rows: Iterable[News]) -> NDArray[np.int32]:
+def pack(rows: Iterable[PlainDelta]) -> NDArray[np.int32]:
     """The tensor `news` of a shared stream, [1, 1, n]: of every row number, end, count, ids.
 
     Cached tokens are in front, as the only id of -1 - number, which older gateways skip.
@@ -298,7 +300,7 @@ def pack(rows: Iterable[News]) -> NDArray[np.int32]:
     return np.fromiter(numbers, np.int32, len(numbers)).reshape(1, 1, -1)
 
 
-def unpack(packed: NDArray[np.int32]) -> Iterator[RowNews]:
+def unpack(packed: NDArray[np.int32]) -> Iterator[RowDelta]:
     """The rows of `pack`."""
     numbers = packed.reshape(-1).tolist()
     offset = 0
@@ -310,4 +312,4 @@ def unpack(packed: NDArray[np.int32]) -> Iterator[RowNews]:
         if number < 0:
             cached[-1 - number] = ids[0]
             continue
-        yield RowNews(number, ids, bool(finished), cached.pop(number, 0))
+        yield RowDelta(number, ids, bool(finished), cached.pop(number, 0))

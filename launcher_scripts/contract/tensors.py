@@ -187,7 +187,7 @@ PROGRESS = (
 )
 
 # What text models are sent, in one tensor; see backends/fastertransformer/forwarded.py.
-NEWS = array(
+TOKEN_DELTAS = array(
     "news",
     "INT32",
     (-1, -1),
@@ -289,7 +289,7 @@ GPT_OUTPUTS = (
     *MODEL_LOG_PROBS,
     *PROGRESS,
     TEXT_START,
-    NEWS,
+    TOKEN_DELTAS,
     NUM_CACHED_TOKENS,
 )
 

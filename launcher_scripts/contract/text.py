@@ -16,7 +16,7 @@ from launcher_scripts.contract.tensors import (
 from launcher_scripts.contract.text_names import SAME_AS
 
 # What belongs to the text model alone.
-_OWN = ("stream", "exclude_input_in_output")
+_TEXT_ONLY = ("stream", "exclude_input_in_output")
 
 
 def _signed(name: str) -> Tensor:
@@ -77,7 +77,7 @@ def _todays_inputs(supported: Iterable[str]) -> tuple[Tensor, ...]:
 
     supported: names of the ensemble's inputs
     """
-    names = {*supported, *_OWN}
+    names = {*supported, *_TEXT_ONLY}
     return tuple(tensor for tensor in _INPUTS if SAME_AS.get(tensor.name, tensor.name) in names)
 
 

@@ -198,7 +198,7 @@ class Engine:
         else:
             row.grows = may_grow(request, self.config) and not self.settings.deterministic
             if self.settings.enable_prefix_caching:
-                row.prefix = prefix_of(request, prompt, row.own_capacity, self.config)
+                row.prefix = prefix_of(request, prompt, row.row_capacity, self.config)
         with self._lock:
             if self._error is None and not self._closed:
                 if session is not None:

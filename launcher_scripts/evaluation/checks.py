@@ -17,9 +17,9 @@ from launcher_scripts.config.policy import (
     LoadBounds,
     MetricBounds,
     PolicySettings,
+    ReferenceBounds,
     SpeedBounds,
     TimeBounds,
-    TwinBounds,
 )
 from launcher_scripts.evaluation import comparison
 from launcher_scripts.evaluation.comparison import ComparedAnswers
@@ -115,7 +115,9 @@ def checks(content: Content, policy: PolicySettings, folder: Path) -> Iterator[C
     """
     tasks = tasks_of(content, folder)
     halves = [("", policy), ("if_measured.", policy.if_measured)]
-    explicit = {key for _, bounds in halves if bounds is not None for key in _with_own_drop(bounds)}
+    explicit = {
+        key for _, bounds in halves if bounds is not None for key in _with_explicit_drop(bounds)
+    }
     for prefix, bounds in halves:
         if bounds is None:
             continue
@@ -156,7 +158,7 @@ def _of_bounds(
         if block is not None:
             yield from _agreement(name, block, tasks, others, explicit, hint)
     if bounds.twin is not None:
-        yield from _twin(content.get("twin"), bounds.twin)
+        yield from _reference(content.get("twin"), bounds.twin)
     if bounds.speed is not None:
         rows = content.get("speed", {}).get("rows", [])
         yield from _speed(rows, bounds.speed)
@@ -172,7 +174,7 @@ def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBo
                 yield (group, task), metric, limits
 
 
-def _with_own_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
+def _with_explicit_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
     """The figures whose largest drop is not that of the block."""
     for key, metric, limits in _figures_of(bounds):
         if limits.max_drop is not None:
@@ -282,7 +284,7 @@ def _task_agreement(
         yield Check(f"{name}.min_agreement", label, same, limit, hint, percent, note, limit == 1)
     if bounds.max_log_likelihood_difference is not None:
         label = f"the largest difference of an item's log-likelihood in {key[1]}"
-        max_difference = comparison.largest_difference(others)
+        max_difference = comparison.max_difference(others)
         if max_difference is not None or not others.pairs:
             limit = bounds.max_log_likelihood_difference
             yield Check(f"{name}.max_log_likelihood_difference", label, max_difference, limit, hint)
@@ -303,7 +305,7 @@ def _drop(
     return Check(bound, label, interval, limit, hint, percent, note)
 
 
-def _twin(section: Content | None, bounds: TwinBounds) -> Iterator[Check]:
+def _reference(section: Content | None, bounds: ReferenceBounds) -> Iterator[Check]:
     hint = "evaluate.twin measures it"
     items = (section or {}).get("items", [])
     for field, key, label, show in (

@@ -27,8 +27,8 @@ from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Interval,
     Model,
-    Pace,
     ProgressCallback,
+    Speed,
     Task,
     TaskResult,
 )
@@ -60,10 +60,10 @@ class TimedModel:
         return {"requests": self._requests, "tokens": self._tokens, "seconds": self._seconds}
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> Speed:
         """Pace of all answers until now."""
         rate = self._tokens / self._seconds if self._tokens and self._seconds else None
-        return Pace(self._requests, self._seconds, self._tokens, rate)
+        return Speed(self._requests, self._seconds, self._tokens, rate)
 
     def score(
         self, rows: Iterable[Sequence[int]], in_flight: int = 8
@@ -71,11 +71,11 @@ class TimedModel:
         """See Model.score."""
         return self._timed(self._model.score(rows, in_flight))
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         """See Model.generate_each."""
-        for output in self._timed(self._model.generate_each(rows, in_flight)):
+        for output in self._timed(self._model.generate_rows(rows, in_flight)):
             self._tokens += len(output.output_ids)
             yield output
 
@@ -325,7 +325,7 @@ def drop(
     return _relative(lost_by_item, name, other), "paired bootstrap"
 
 
-def largest_difference(others: ComparedAnswers) -> float | None:
+def max_difference(others: ComparedAnswers) -> float | None:
     """The largest difference of an item's log-likelihood, without its sign."""
     both = [
         abs(one[LOG_LIKELIHOOD] - other[LOG_LIKELIHOOD])

@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.exit_codes import VERDICTS
-from launcher_scripts.common.files import CHAIN, ask_to_publish, replica_files
+from launcher_scripts.common.files import CHAIN, replica_files, request_publication
 from launcher_scripts.config.options import is_same_path
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings
@@ -74,7 +74,7 @@ def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> V
     Raises ConfigError when the baseline cannot be read.
     """
     all_checks = list(checks(content, policy, folder))
-    reasons = [reason(check, policy.min_items) for check in all_checks] or [_nothing_asked()]
+    reasons = [reason(check, policy.min_items) for check in all_checks] or [_no_bounds()]
     reasons.sort(key=_order)
     exit_code = EXIT_CODES[reasons[0].level]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -143,7 +143,7 @@ def _items_that_decide(check: Check, measured: Interval, min_items: int) -> str:
     return f"it takes about {items:,} items like these to decide it"
 
 
-def _nothing_asked() -> Reason:
+def _no_bounds() -> Reason:
     text = (
         "the policy asks nothing of what was measured, so GO means no more than that it could be "
         "measured; evaluate.policy or a reference asks more"
@@ -152,7 +152,7 @@ def _nothing_asked() -> Reason:
 
 
 GO = "GO"
-_PATIENCE_SECONDS = 120.0  # a shared disk may show a new file a minute late
+_TIMEOUT_SECONDS = 120.0  # a shared disk may show a new file a minute late
 _POLL_SECONDS = 0.2
 
 
@@ -165,14 +165,14 @@ def promote(settings: EvaluateSettings, verdict: str) -> None:
     if settings.published_as is None or settings.server_job_folder is None or verdict != GO:
         return
     folder = settings.server_job_folder
-    ask_to_publish(Path(folder))
+    request_publication(Path(folder))
     files = replica_files(Path(settings.published_as), settings.replicas)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while late := [path for path in files if not is_same_path(_job_of(path) or "", folder)]:
         if time.monotonic() > deadline:
             raise ServerError(
                 problem(
-                    f"the server has not published its address within {_PATIENCE_SECONDS:g} s",
+                    f"the server has not published its address within {_TIMEOUT_SECONDS:g} s",
                     got=[str(path) for path in late],
                     change=f"nothing here: the log in {folder} says how the server ended",
                 )

@@ -136,7 +136,7 @@ def _gateway(
 
 def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     """Return the gateway's data of each model that it serves, by name."""
-    return {model["id"]: model for model in _ask(f"{openai}/models", key)["data"]}
+    return {model["id"]: model for model in _query(f"{openai}/models", key)["data"]}
 
 
 def run(
@@ -316,7 +316,7 @@ def _address(harness: HarnessSettings, ready: Mapping[str, Any], ready_file: str
     return str(openai).rstrip("/")
 
 
-def _ask(url: str, key: str | None) -> dict[str, Any]:
+def _query(url: str, key: str | None) -> dict[str, Any]:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:

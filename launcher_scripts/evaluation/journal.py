@@ -27,7 +27,7 @@ VERSION = 1
 WHERE = "evaluate.run.results_dir"
 
 # Results from a number on, in order, as plain values.
-Ask = Callable[[int], Iterator[Any]]
+Send = Callable[[int], Iterator[Any]]
 
 
 class Journal:
@@ -50,7 +50,7 @@ class Journal:
         Results of another set-up, or that are not to be used, are put aside as <name>.old.
         """
         self.path = path
-        self.kept: list[Any] = []
+        self.stored: list[Any] = []
         self.counts: dict[str, float] = {}
         self._head = json.loads(json.dumps({"journal": VERSION, "set_up": set_up}))
         self._measured_on = dict(measured_on)
@@ -73,14 +73,14 @@ class Journal:
         return last | {"runs": [run["date"] for run in self._runs]}
 
     def continued(
-        self, send: Ask, counts: Callable[[], Mapping[str, float]] = dict
+        self, send: Send, counts: Callable[[], Mapping[str, float]] = dict
     ) -> Iterator[Any]:
         """The results of earlier runs, then what `send` gives from their number on.
 
         counts: what all results until now took
         """
-        yield from self.kept
-        for result in send(len(self.kept)):
+        yield from self.stored
+        for result in send(len(self.stored)):
             self.note(result, counts())
             yield result
 
@@ -121,7 +121,7 @@ class Journal:
             return
         except OSError as error:
             raise ConfigError(problem(f"cannot read {self.path}: {error}", change=WHERE)) from error
-        values = list(_whole(lines))
+        values = list(_complete(lines))
         if not values:
             return
         reason = "evaluate.resume is False" if not resume else self._other(values[0])
@@ -134,11 +134,13 @@ class Journal:
             if "run" in value:
                 self._runs.append(value["run"])
             else:
-                self.kept.append(value.pop("result"))
+                self.stored.append(value.pop("result"))
                 self.counts = value
         self._end = sum(map(len, lines[: len(values)]))
         began = f"begun {self._runs[0]['date']}" if self._runs else "begun before"
-        _say(f"{self.path.stem} continues after {len(self.kept)} results of the evaluation {began}")
+        _say(
+            f"{self.path.stem} continues after {len(self.stored)} results of the evaluation {began}"
+        )
 
     def _other(self, head: Any) -> str | None:
         """Why the results are of no use here; None where they are."""
@@ -148,7 +150,7 @@ class Journal:
         return "other " + ", ".join(name for name, *_ in changed) if changed else None
 
 
-def _whole(lines: list[bytes]) -> Iterator[Any]:
+def _complete(lines: list[bytes]) -> Iterator[Any]:
     """The values of the lines until the first that is torn: a killed process may leave one."""
     for number, line in enumerate(lines):
         try:

@@ -17,10 +17,10 @@ from launcher_scripts.evaluation import costs, plots
 Section = Mapping[str, Any]
 
 # Rows of one table at most: report.json holds all of them.
-ITEMS_SHOWN = 200
-CHANGES_SHOWN = 100
-TIMELINES_SHOWN = 6
-TEXT_SHOWN = 1500  # letters of one text
+MAX_ITEMS = 200
+MAX_CHANGES = 100
+MAX_TIMELINES = 6
+MAX_LETTERS = 1500  # letters of one text
 WORDS_COMPARED = 400  # of two texts side by side: more take too long
 
 # The sections in their order; each has a template of its name.
@@ -56,7 +56,7 @@ def html(report: Section) -> str:
     parts = {
         "quality": tasks,
         "changes": {name: view for name, view in tasks.items() if view["changes"]},
-        "twin": _twin(report["twin"]) if report.get("twin") else None,
+        "twin": _reference(report["twin"]) if report.get("twin") else None,
         "harness": _harness(report["harness"]) if report.get("harness") else None,
         "ladder": _ladder(report["ladder"]) if report.get("ladder") else None,
         "load": {"plots": _load_plots(runs), "timelines": list(_timelines(runs))} if runs else None,
@@ -72,7 +72,7 @@ def html(report: Section) -> str:
         key_figures=list(_key_figures(report)),
         titles={name: heading for name, heading in TITLES.items() if parts[name]},
         parts=parts,
-        figure=figure,
+        figure=formatted,
         milliseconds=milliseconds,
         money=money,
         size=size,
@@ -81,11 +81,11 @@ def html(report: Section) -> str:
         plain=plain,
         hardware=hardware,
         run_name=run_name,
-        shown=ITEMS_SHOWN,
+        shown=MAX_ITEMS,
     )
 
 
-def figure(value: float | None, percent: bool = False) -> str:
+def formatted(value: float | None, percent: bool = False) -> str:
     """A number as people read it: percentages with one decimal, four digits of others."""
     if value is None:
         return "-"
@@ -138,7 +138,7 @@ def cell(value: Any) -> str:
     return "-" if value is None else clipped(str(value))
 
 
-def clipped(text: str, length: int = TEXT_SHOWN) -> str:
+def clipped(text: str, length: int = MAX_LETTERS) -> str:
     return text if len(text) <= length else f"{text[:length]} …"
 
 
@@ -182,16 +182,18 @@ def _key_figures(report: Section) -> Iterator[dict[str, str]]:
     """Iterate over the key metrics: quality, similarity to the original, speed, cost."""
     for name, task in list(report["tasks"].items())[:3]:
         for metric, values in list(task["metrics"].items())[:1]:
-            low, high = (figure(values[end], values["percent"]) for end in ("low", "high"))
+            low, high = (formatted(values[end], values["percent"]) for end in ("low", "high"))
             label = f"{title(name)}: {title(metric)}"
-            yield _key(label, figure(values["value"], values["percent"]), f"95 %: {low} to {high}")
+            yield _key(
+                label, formatted(values["value"], values["percent"]), f"95 %: {low} to {high}"
+            )
     top1 = report.get("twin", {}).get("metrics", {}).get("top1")
     if top1:
-        yield _key("same likeliest token", figure(top1["value"], True), "as the original's")
+        yield _key("same likeliest token", formatted(top1["value"], True), "as the original's")
     best = max(_valid(report), key=lambda run: float(run["tokens_per_second"]), default=None)
     if best:
         where = f"{best['path']}, {run_name(best)}"
-        yield _key("tokens per second", figure(best["tokens_per_second"]), where)
+        yield _key("tokens per second", formatted(best["tokens_per_second"]), where)
         first = best["first_token_ms"] or {"p50": None, "p99": None}
         after, latest = milliseconds(first["p50"]), milliseconds(first["p99"])
         yield _key("time to first token", f"{after} ms", f"p99 {latest} ms; {where}")
@@ -232,14 +234,14 @@ def _metric_rows(metrics: Section, reference: Section | None = None) -> list[dic
     for name, metric in metrics.items():
         percent, other = metric["percent"], reference_metrics.get(name)
         difference = (reference or {}).get("difference", {}).get(name)
-        ends = [figure(metric[end], percent) for end in ("low", "high")]
+        ends = [formatted(metric[end], percent) for end in ("low", "high")]
         rows.append(
             {
                 "name": title(name),
-                "value": figure(metric["value"], percent),
+                "value": formatted(metric["value"], percent),
                 "interval": "-" if metric["low"] is None else f"{ends[0]} to {ends[1]}",
-                "marks": _marks(metric, other),
-                "reference": figure(other["value"], percent) if other else None,
+                "marks": _values(metric, other),
+                "reference": formatted(other["value"], percent) if other else None,
                 "difference": None
                 if difference is None
                 else f"{difference * (100 if percent else 1):+.2f}",
@@ -249,7 +251,7 @@ def _metric_rows(metrics: Section, reference: Section | None = None) -> list[dic
     return rows
 
 
-def _marks(metric: Section, reference: Section | None) -> dict[str, float | None]:
+def _values(metric: Section, reference: Section | None) -> dict[str, float | None]:
     """Positions from 0 to 100: percentages on their whole scale, others on one of their own."""
     values = {"value": metric["value"], "low": metric["low"], "high": metric["high"]}
     values["reference"] = reference["value"] if reference else None
@@ -267,7 +269,7 @@ def _changes(items: Sequence[Section], reference: Section) -> list[dict[str, Any
     """The items that the reference answers otherwise, both answers side by side."""
     by_index = {item["index"]: item for item in items}
     changes = []
-    for index in reference["different"][:CHANGES_SHOWN]:
+    for index in reference["different"][:MAX_CHANGES]:
         local, original = by_index[index], reference["items"][str(index)]
         both = [_answer(item) for item in (local, original)]
         served, other = _side_by_side(*both)
@@ -303,7 +305,7 @@ def _side_by_side(
     return tuple([piece for piece in side if piece[0]] for side in pieces)  # type: ignore[return-value]
 
 
-def _twin(section: Section) -> dict[str, Any]:
+def _reference(section: Section) -> dict[str, Any]:
     return {
         "rows": _metric_rows(section["metrics"]),
         "plot": plots.positions(section["positions"]) if section["positions"] else None,
@@ -357,7 +359,7 @@ def _timelines(runs: Sequence[Section]) -> Iterator[dict[str, Any]]:
     paths = dict.fromkeys(run["path"] for run in runs)
     ordered = [best[path] for path in paths if path in best]
     ordered += [run for run in drawn if run is not best[run["path"]]]
-    for run in ordered[:TIMELINES_SHOWN]:
+    for run in ordered[:MAX_TIMELINES]:
         name = f"{run['path']}, {run_name(run)}{'' if run['valid'] else ' (invalid)'}"
         yield {"svg": plots.timeline(run, name), "first": best[run["path"]] is run}
 
@@ -367,7 +369,7 @@ def _provenance(report: Section) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for name, section in _measured(report):
         on = section["measured_on"]
-        set_up = _facts(on)
+        set_up = _set_up(on)
         group = next((group for group in groups if group["facts"] == set_up), None)
         if group is None:
             group = {"facts": set_up, "names": [], "sections": []}
@@ -383,7 +385,7 @@ def _measured(report: Section) -> Iterator[tuple[str, Section]]:
     yield from ((name, section) for name, section in sections if "measured_on" in section)
 
 
-def _facts(on: Section) -> dict[str, Any]:
+def _set_up(on: Section) -> dict[str, Any]:
     """Return the set-up of a section, a line each."""
     server = on.get("server", {})
     lines = {

@@ -72,7 +72,7 @@ def task(items: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     title = "Log-likelihood of the target, right and wrong items"
     with rc_context(STYLE):
-        metric, axes = _figure(title)
+        metric, axes = _new_plot(title)
         groups = [
             [item["log_likelihood"] for item in items if item["correct"] is right]
             for right in (True, False)
@@ -90,7 +90,7 @@ def positions(rows: Sequence[Mapping[str, Any]]) -> str:
     """A twin's divergence by position, on a logarithmic axis."""
     title = "Divergence from the original by position [nats]"
     with rc_context(STYLE):
-        metric, axes = _figure(title)
+        metric, axes = _new_plot(title)
         middle = range(len(rows))
         axes.plot(middle, [row["kl"] for row in rows], "o-", color=SERIES[0])
         if min(row["kl"] for row in rows) > 0:
@@ -147,7 +147,7 @@ def _thinned(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[flo
 def _throughput_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], by: str, label: str) -> str:
     title = f"Generated tokens per second by {label}"
     with rc_context(STYLE):
-        metric, axes = _figure(title)
+        metric, axes = _new_plot(title)
         for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             axes.plot(
                 [run[by] for run in runs],
@@ -166,7 +166,7 @@ def _throughput_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], by: str, 
 def _latency_plot(lines: Mapping[str, Sequence[Mapping[str, Any]]], label: str) -> str:
     title = "Time to the first token [ms] against throughput"
     with rc_context(STYLE):
-        metric, axes = _figure(title)
+        metric, axes = _new_plot(title)
         for (path, runs), style in zip(lines.items(), LINES(), strict=False):
             tokens = [run["tokens_per_second"] for run in runs]
             first = [run["first_token_ms"] for run in runs]
@@ -204,7 +204,7 @@ def _best_of(lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _speed_plot(rows: Sequence[Mapping[str, Any]], value: str, title: str) -> str:
     pairs = list(dict.fromkeys((row["input_len"], row["output_len"]) for row in rows))
     with rc_context(STYLE):
-        metric, axes = _figure(title)
+        metric, axes = _new_plot(title)
         for pair, style in zip(pairs, LINES(), strict=False):
             selected = [row for row in rows if (row["input_len"], row["output_len"]) == pair]
             selected.sort(key=lambda row: int(row["batch_size"]))
@@ -249,7 +249,7 @@ def _log_axis(axes: Axes) -> None:
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
+def _new_plot(title: str) -> tuple[Figure, Axes]:
     """Small enough for its text to be read on a phone."""
     metric = Figure(figsize=SIZE, layout="constrained")
     axes = metric.add_subplot()

@@ -42,8 +42,8 @@ from launcher_scripts.config.evaluation import (
     HarnessSettings,
     LadderSettings,
     LoadSettings,
+    ReferenceSettings,
     TaskSettings,
-    TwinSettings,
 )
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.costs import step_reads
@@ -55,7 +55,7 @@ from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_c
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tables import LadderRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
-from launcher_scripts.evaluation.twin.measurement import TwinResult
+from launcher_scripts.evaluation.twin.measurement import ReferenceResult
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # What figures are computed with, where a client has it: NeMo is asked without any.
@@ -64,7 +64,7 @@ CLIENT_PACKAGES = (
     *("transformers", "tritonclient"),
 )
 # Where the server is and how long to wait for it: no figure depends on these.
-_PLACES = (
+_LOCATIONS = (
     *("ready_file", "results_dir", "ready_timeout", "request_timeout", "grpc_tls"),
     *("server_job_folder", "published_as", "resume", "steps"),
 )
@@ -136,7 +136,7 @@ def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _configuration(settings: EvaluateSettings) -> dict[str, Any]:
     values = dataclasses.asdict(settings)
-    return {name: value for name, value in values.items() if name not in _PLACES}
+    return {name: value for name, value in values.items() if name not in _LOCATIONS}
 
 
 def data_files(task: TaskSettings) -> tuple[str, ...]:
@@ -269,7 +269,7 @@ class Report:
         self._put("speed", _section(measured_on, settings, {"rows": _plain(rows)}))
 
     def add_twin(
-        self, settings: TwinSettings, result: TwinResult, measured_on: dict[str, Any]
+        self, settings: ReferenceSettings, result: ReferenceResult, measured_on: dict[str, Any]
     ) -> None:
         """The comparison with the original."""
         self._put("twin", _section(measured_on, settings, dataclasses.asdict(result)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.untrusted import parse_json, read_plain
-from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
+from launcher_scripts.evaluation.tasks.task import Metric, Speed, TaskResult
 
 FILE_NAME = "report.json"
 SCHEMA = 1
@@ -82,7 +82,7 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         try:
             index = int(sample["doc_id"])
             item = items.setdefault(index, {"index": index, "target": str(sample["target"])})
-            item.update(_said(sample, task["metrics"]))
+            item.update(_answers(sample, task["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
             message = (
                 f"{task.get('samples')} is not a samples file: {type(error).__name__}: {error}"
@@ -91,7 +91,7 @@ def harness_items(task: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     return [items[index] for index in sorted(items)]
 
 
-def _said(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _answers(sample: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The answer that went through a filter, and its values; nothing where no figure is of it."""
     of_filter = sample.get("filter", "none")
     suffix = "" if of_filter == "none" else f",{of_filter}"
@@ -112,5 +112,5 @@ def task_result(section: Mapping[str, Any]) -> TaskResult:
     """A task's section without its reference. Raises KeyError, TypeError or ValueError."""
     metrics = {name: Metric(**values) for name, values in section["metrics"].items()}
     items = [{**item, "index": int(item["index"])} for item in section["items"]]
-    speed = Pace(**section["pace"]) if section.get("pace") else None
+    speed = Speed(**section["pace"]) if section.get("pace") else None
     return TaskResult(metrics, items, pace=speed)

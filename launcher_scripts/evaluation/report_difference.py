@@ -55,7 +55,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricDifference:
     """One figure of both reports.
 
     low, high: ends of the 95 % interval of the difference over the items that both have, paired;
@@ -80,7 +80,7 @@ class SectionDifference:
     """
 
     name: str
-    figures: dict[str, Figure]
+    figures: dict[str, MetricDifference]
     shared: int
     missing_a: int
     missing_b: int
@@ -211,7 +211,7 @@ def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDi
     shared = [index for index, item in items_a.items() if same_item(item, items_b)]
     pairs = {index: (items_a[index], items_b[index]) for index in shared}
     figures = {
-        metric: _figure(metric, values, b["metrics"][metric], list(pairs.values()))
+        metric: _metric_difference(metric, values, b["metrics"][metric], list(pairs.values()))
         for metric, values in a["metrics"].items()
         if metric in b["metrics"]
     }
@@ -224,7 +224,7 @@ def _section(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> SectionDi
         changed={
             index: (one, other) for index, (one, other) in pairs.items() if _changed(one, other)
         },
-        largest=_largest(list(pairs.values())),
+        largest=_max_differences(list(pairs.values())),
     )
 
 
@@ -244,12 +244,12 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def _figure(
+def _metric_difference(
     name: str,
     a: Mapping[str, Any],
     b: Mapping[str, Any],
     pairs: list[tuple[dict[str, Any], dict[str, Any]]],
-) -> Figure:
+) -> MetricDifference:
     """A figure with the paired interval of its difference (see statistics).
 
     lm-eval's items call a log-likelihood by the figure's name: perplexity.
@@ -269,14 +269,14 @@ def _figure(
                 interval = interval.mapped(lambda change: of_a * math.expm1(-change))
         low, high = interval.low, interval.high
     difference = b["value"] - a["value"]
-    return Figure(a["value"], b["value"], difference, low, high, bool(a["percent"]))
+    return MetricDifference(a["value"], b["value"], difference, low, high, bool(a["percent"]))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
-def _largest(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
+def _max_differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, float]:
     """Return the largest differences of the items' numbers, besides flags."""
     max_differences: dict[str, float] = {}
     for one, other in pairs:
@@ -339,8 +339,8 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError for options that no report can be compared by.
     """
     problems = Problems("the command line")
-    problems.check_at_least("--items", args.items, 0)
-    problems.check_at_least("--tolerance", args.tolerance, 0)
+    problems.check_minimum("--items", args.items, 0)
+    problems.check_minimum("--tolerance", args.tolerance, 0)
     problems.raise_if_any(ConfigError)
     try:
         a, b = (read_content(path, "the command line") for path in (args.a, args.b))
@@ -395,7 +395,7 @@ def _print_section(section: SectionDifference, items: int) -> Iterator[str]:
         num_items += f", {missing} in {name} alone" if missing else ""
     yield f"\n{section.name} ({num_items})"
     rows = [["", "A", "B", "difference", "95 % interval (paired)"]]
-    rows += [_figure_row(name, difference) for name, difference in section.figures.items()]
+    rows += [_metric_row(name, difference) for name, difference in section.figures.items()]
     yield align(rows)
     for key, value in section.largest.items():
         yield f"largest difference of an item's {key}: {value:.2g}"
@@ -407,7 +407,7 @@ def _print_section(section: SectionDifference, items: int) -> Iterator[str]:
         yield f"  and {len(section.changed) - items} more: --items"
 
 
-def _figure_row(name: str, difference: Figure) -> list[str]:
+def _metric_row(name: str, difference: MetricDifference) -> list[str]:
     scale, form = (100.0, ".2f") if difference.percent else (1.0, ".4f")
     values = [format(value * scale, form) for value in (difference.a, difference.b)]
     row = [name.replace("_", " ") + (" [%]" if difference.percent else ""), *values]

@@ -10,21 +10,23 @@ from typing import Any
 
 from launcher_scripts.common.exit_codes import VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import align
-from launcher_scripts.config.evaluation import LadderRung
+from launcher_scripts.config.evaluation import LadderPrecision
 from launcher_scripts.evaluation.harness import HarnessResult
 from launcher_scripts.evaluation.load.figures import LoadRun, Percentiles
 from launcher_scripts.evaluation.report_content import harness_tasks
 from launcher_scripts.evaluation.speed import SpeedRow
-from launcher_scripts.evaluation.tasks.task import Metric, Pace, TaskResult
-from launcher_scripts.evaluation.twin.measurement import TwinResult
+from launcher_scripts.evaluation.tasks.task import Metric, Speed, TaskResult
+from launcher_scripts.evaluation.twin.measurement import ReferenceResult
 
 
 def task_table(name: str, result: TaskResult) -> str:
     """A line per figure: value and 95 % interval."""
     rows = [[f"{name} ({len(result.items)} items)", "value", "95 % interval"]]
     for metric_name, metric in result.metrics.items():
-        rows.append([metric_name.replace("_", " "), _figure(metric, metric.value), _ends(metric)])
-    served = [] if result.pace is None else [pace_line(result.pace)]
+        rows.append(
+            [metric_name.replace("_", " "), _formatted(metric, metric.value), _ends(metric)]
+        )
+    served = [] if result.pace is None else [speed_line(result.pace)]
     if result.reference is None:
         return "\n".join([align(rows), *served])
     rows[0] += ["reference", "difference"]
@@ -35,18 +37,18 @@ def task_table(name: str, result: TaskResult) -> str:
         else:
             difference = result.reference.difference[name]
             cells += [
-                _figure(other, other.value),
+                _formatted(other, other.value),
                 f"{difference * (100 if other.percent else 1):+.2f}",
             ]
     same = len(result.items) - len(result.reference.different)
     count_text = f"{same} of {len(result.items)} answers are the reference's"
     lines = [align(rows), *served, f"{count_text}: {result.reference.source}"]
     if result.reference.pace is not None:
-        lines.append(f"the reference: {pace_line(result.reference.pace)}")
+        lines.append(f"the reference: {speed_line(result.reference.pace)}")
     return "\n".join(lines)
 
 
-def pace_line(speed: Pace) -> str:
+def speed_line(speed: Speed) -> str:
     """Requests and seconds; tokens per second where tokens were generated."""
     line = f"{speed.requests} requests in {speed.seconds:.2f} s"
     if speed.tokens_per_second is not None:
@@ -54,7 +56,7 @@ def pace_line(speed: Pace) -> str:
     return line
 
 
-def twin_table(result: TwinResult) -> str:
+def reference_table(result: ReferenceResult) -> str:
     """A line per figure, then every finding."""
     rows = [[f"twin ({len(result.items)} texts)", "value", "95 % interval"]]
     for name, metric in result.metrics.items():
@@ -94,7 +96,7 @@ def harness_table(result: HarnessResult) -> str:
     rows = [[f"lm_eval {result.version}", "items", "value", "95 % interval"]]
     for name, task in result.tasks.items():
         for metric_name, metric in task.metrics.items():
-            value = _figure(metric, metric.value)
+            value = _formatted(metric, metric.value)
             rows.append([f"{name} {metric_name}", str(task.items), value, _ends(metric)])
     return align(rows)
 
@@ -122,7 +124,7 @@ def _times(times: Percentiles | None) -> str:
     return "-" if times is None else f"{times['p50']:.1f} {times['p99']:.1f}"
 
 
-def _figure(metric: Metric, value: float) -> str:
+def _formatted(metric: Metric, value: float) -> str:
     if metric.percent:
         return f"{100 * value:.1f} %"
     # A similarity is near 1, and a difference near 0.
@@ -133,13 +135,13 @@ def interval(metric: Metric | None) -> str:
     """The value with the ends of its interval; a dash for none."""
     if metric is None:
         return "-"
-    return f"{_figure(metric, metric.value)} ({_ends(metric)})"
+    return f"{_formatted(metric, metric.value)} ({_ends(metric)})"
 
 
 def _ends(metric: Metric) -> str:
     if metric.low is None or metric.high is None:
         return "-"
-    return f"{_figure(metric, metric.low)} to {_figure(metric, metric.high)}"
+    return f"{_formatted(metric, metric.low)} to {_formatted(metric, metric.high)}"
 
 
 GO = VERDICTS[0]
@@ -169,7 +171,7 @@ class LadderRow:
     failure: str | None = None
 
 
-def read_row(precision: LadderRung, weight_bytes: int | None) -> LadderRow:
+def read_row(precision: LadderPrecision, weight_bytes: int | None) -> LadderRow:
     """The row of a precision: from what its report has of this ladder's run, else why not."""
     path = Path(precision.report_dir) / "report.json"
     report = _read(path)

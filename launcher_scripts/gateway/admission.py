@@ -52,7 +52,7 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.running = 0
         self.waiting = 0
-        self.most = max_running + max_waiting
+        self.maximum = max_running + max_waiting
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._rows: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Admission:
 
     def _share(self, others: int) -> int:
         """Maximum number of rows of a client beside so many of others."""
-        return max(1, int(CLIENT_SHARE * (self.most - others)))
+        return max(1, int(CLIENT_SHARE * (self.maximum - others)))
 
 
 class QueuedRow:

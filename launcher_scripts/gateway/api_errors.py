@@ -105,7 +105,7 @@ def unavailable(message: str, seconds: int = 1) -> ApiError:
     return ApiError(503, message, code="unavailable", headers=headers)
 
 
-def given_up() -> ApiError:
+def aborted() -> ApiError:
     """The gateway ends before the answer does; another one may answer the same request."""
     return unavailable("the gateway has ended before the whole answer was there", 5)
 

@@ -19,7 +19,7 @@ from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission, ClientThreads, ThreadsOfClient
-from launcher_scripts.gateway.api_errors import ApiError, bad_request, given_up, unsupported
+from launcher_scripts.gateway.api_errors import ApiError, aborted, bad_request, unsupported
 from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
 from launcher_scripts.gateway.embeddings import Embeddings, no_embeddings
@@ -155,7 +155,7 @@ class Gateway:
         self.metrics.begin(record)
         try:
             embeddings = await Embeddings.of(model, body, record, self._limits)
-            return JSONResponse(await _unless_left(request, self.life, embeddings.whole()))
+            return JSONResponse(await _unless_left(request, self.life, embeddings.full()))
         finally:
             self.life.leave()
 
@@ -328,7 +328,7 @@ class Gateway:
         record: Record = request.state.record
         body = validated(kind, await read_body(request, self._max_body), record.warnings)
         answering = await answering_of(self._generating(body.model), body, record, self._limits)
-        answering.generation.give_up()
+        answering.generation.abort()
         return answering.generation.rendered()
 
     async def _generate(
@@ -352,7 +352,7 @@ class Gateway:
         try:
             answering = await answering_of(model, body, record, self._limits)
             if not answering.body.stream:
-                return JSONResponse(await _unless_left(request, self.life, answering.whole()))
+                return JSONResponse(await _unless_left(request, self.life, answering.full()))
             events = answering.events()
             # An error before the first event has a status of its own.
             first = await _unless_left(request, self.life, anext(events))
@@ -421,7 +421,7 @@ async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result
         with life.limited(working, record):
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.cancelled():
-            raise life.error(record) or given_up()
+            raise life.error(record) or aborted()
         if working.done():
             return working.result()
         raise ClientDisconnect

@@ -65,7 +65,7 @@ class RowRequest:
     log_probs: int | None = None
     prompt_log_probs: int | None = None
     timeout: float | None = None
-    whole: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Replicas:
                         yield increment
                 return
             except ServerLost as error:
-                if has_started and not request.whole:
+                if has_started and not request.full:
                     raise
                 lost = error
         raise lost or unavailable(f"no server of {self._model} is healthy")

@@ -20,7 +20,7 @@ from launcher_scripts.gateway.generation import (
     Record,
     check_rows,
 )
-from launcher_scripts.gateway.harmony import THOUGHT, HarmonyText
+from launcher_scripts.gateway.harmony import REASONING, HarmonyText
 from launcher_scripts.gateway.reasoning import NAMES, Reasoning, ReasoningText
 from launcher_scripts.gateway.row_text import Piece, of_chat, of_completion, token_names
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
@@ -61,7 +61,7 @@ class AnswerText:
 
 
 # OpenAI's default for completions.
-_USUAL_TOKENS = 16
+_DEFAULT_TOKENS = 16
 DONE = b"data: [DONE]\n\n"
 _SOME_TEXT = "some text"  # in whose place the texts are written
 
@@ -89,7 +89,7 @@ class Answering(ABC):
         self._opening = b"data: " + opening[:-1] + b',"choices":'
         self._frames: dict[int, list[bytes]] = {}
 
-    async def whole(self) -> dict[str, Any]:
+    async def full(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
         result: dict[int, list[Piece]] = {}
         async with aclosing(self.generation.pieces()) as pieces:
@@ -202,7 +202,7 @@ class Completion(Answering):
         cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
     ) -> Completion:
         """Raises ApiError for what cannot be done."""
-        max_tokens = _USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         rows = body.n if body.best_of is None else body.best_of
         check_rows(len(body.prompt), rows, limits.admission)
         model = model.between(body.source_language, body.target_language)
@@ -259,7 +259,7 @@ class Chat(Answering):
         reasoning = None
         harmony = model.template is not None and model.template.writes_harmony
         if harmony:
-            reasoning = THOUGHT
+            reasoning = REASONING
         elif model.template is not None:
             continues = body.continue_final_message
             reasoning = Reasoning.after(text, model.template.text, continues=continues)
@@ -271,7 +271,7 @@ class Chat(Answering):
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text}
-        return {"message": message, **self._rest(answer)}
+        return {"message": message, **self._common(answer)}
 
     def deltas(self, _choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the deltas of a response's next text. finished: it is the last one"""
@@ -283,9 +283,9 @@ class Chat(Answering):
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         content = {"content": piece.text} if piece.text or piece.entries else {}
-        return {"delta": content, **self._rest(piece)}
+        return {"delta": content, **self._common(piece)}
 
-    def _rest(self, piece: Piece) -> dict[str, Any]:
+    def _common(self, piece: Piece) -> dict[str, Any]:
         log_probs = None
         if self.body.logprobs:
             top = self.body.top_logprobs or 0
@@ -315,7 +315,7 @@ class ReadChat(Chat):
         self._reasoning = reasoning
         self._harmony = harmony
         self._texts: dict[int, AnswerText | HarmonyText] = {}
-        self._named_begun: set[int] = set()
+        self._named_started: set[int] = set()
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -328,20 +328,23 @@ class ReadChat(Chat):
         if calls:
             entries = [call.entry() for call in calls]
             message |= {"content": message["content"] or None, "tool_calls": entries}
-        return {"message": message, **self._rest(answer), **self._reason(answer, bool(calls))}
+        return {"message": message, **self._common(answer), **self._reason(answer, bool(calls))}
 
     def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
         deltas = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
         if self.body.tools or not deltas:
             deltas.append({})
-        called = choice in self._named_begun or bool(self._texts[choice].calls)
-        before = [{"delta": delta, **self._rest(Piece())} for delta in deltas[:-1]]
-        return [*before, {"delta": deltas[-1], **self._rest(piece), **self._reason(piece, called)}]
+        called = choice in self._named_started or bool(self._texts[choice].calls)
+        before = [{"delta": delta, **self._common(Piece())} for delta in deltas[:-1]]
+        return [
+            *before,
+            {"delta": deltas[-1], **self._common(piece), **self._reason(piece, called)},
+        ]
 
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
         for text in texts:
             for delta in self.deltas(choice, text, finished=False):
-                yield to_json([{"index": choice, "delta": delta, **self._rest(Piece())}])
+                yield to_json([{"index": choice, "delta": delta, **self._common(Piece())}])
 
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
         texts = self._texts.setdefault(choice, self._new_text())
@@ -357,10 +360,10 @@ class ReadChat(Chat):
         self, choice: int, name: str, arguments: str, finished: bool
     ) -> list[dict[str, Any]]:
         """Return the deltas of a forced call: its name once, its arguments as they come."""
-        first = choice not in self._named_begun
+        first = choice not in self._named_started
         if not arguments and not (first and finished):
             return []
-        self._named_begun.add(choice)
+        self._named_started.add(choice)
         entry: dict[str, Any] = ToolCall(name, "").entry(0) if first else {"index": 0}
         name_delta = {"name": name} if first else {}
         return [{**entry, "function": {**name_delta, "arguments": arguments}}]

@@ -39,7 +39,7 @@ class Embeddings:
         self._timeout = limits.timeout
         record.model = model.name
         record.prompt_tokens = sum(map(len, inputs))
-        self._places = limits.admission.reserve(record.client, len(inputs))
+        self._slots = limits.admission.reserve(record.client, len(inputs))
 
     @classmethod
     async def of(
@@ -58,16 +58,16 @@ class Embeddings:
             check_length(model, len(ids), 0, "input")
         return cls(model, body, inputs, record, limits)
 
-    async def whole(self) -> dict[str, Any]:
+    async def full(self) -> dict[str, Any]:
         """Return the response. Raises ApiError."""
         vectors: dict[int, Vector] = {}
-        rows = [self._row(index, slot) for index, slot in enumerate(self._places)]
+        rows = [self._row(index, slot) for index, slot in enumerate(self._slots)]
         try:
             async with aclosing(merged(rows, self._timeout)) as results:
                 async for index, vector in results:
                     vectors[index] = vector
         finally:
-            for position in self._places:
+            for position in self._slots:
                 position.leave()
         data = [
             {"object": "embedding", "index": index, "embedding": self._encoded(vectors[index])}
@@ -80,11 +80,11 @@ class Embeddings:
     async def _row(self, index: int, slot: QueuedRow) -> AsyncGenerator[tuple[int, Vector], None]:
         name = self._record.request_id
         request = RowRequest(
-            name if len(self._places) == 1 else f"{name}-{index}",
+            name if len(self._slots) == 1 else f"{name}-{index}",
             self._inputs[index],
             0,
             timeout=self._timeout,
-            whole=True,
+            full=True,
         )
         increments = self._model.backend.generate(request)
         async with slot.taken(), aclosing(increments):

@@ -58,7 +58,7 @@ class Member:
     replica: Replica
     server: TritonServer
     ready: Mapping[str, Any] = field(default_factory=dict)
-    found: Mapping[str, TokenModel] = field(default_factory=dict)
+    token_models: Mapping[str, TokenModel] = field(default_factory=dict)
     next_check: float = -math.inf
     failures: int = 0
     why: str = ""
@@ -82,7 +82,7 @@ class Fleet:
             )
         self._failed = asyncio.Event()
 
-    async def until_found(self) -> dict[str, TokenModel]:
+    async def until_ready(self) -> dict[str, TokenModel]:
         """Every model that a server serves, once each place of the settings has a healthy server.
 
         Raises ServerError where that takes longer than ready_timeout.
@@ -96,7 +96,9 @@ class Fleet:
             missing = [why for path in self._settings.ready if (why := self._missing(Path(path)))]
             if not missing:
                 healthy = [member for member in self._members.values() if member.replica.healthy]
-                return {k: v for member in reversed(healthy) for k, v in member.found.items()}
+                return {
+                    k: v for member in reversed(healthy) for k, v in member.token_models.items()
+                }
             if time.monotonic() > deadline:
                 seconds = f"{self._settings.ready_timeout:g}"
                 message = f"no server was ready within {seconds} s: {'; '.join(missing)}"
@@ -119,7 +121,7 @@ class Fleet:
 
         async def loads() -> None:
             await asyncio.sleep(_LOAD_SECONDS)
-            await self.look_at_loads()
+            await self.check_loads()
 
         await asyncio.gather(_repeat(files), _repeat(servers), _repeat(loads))
 
@@ -148,7 +150,7 @@ class Fleet:
             *(_check(member, now) for member in members if member.next_check <= now)
         )
 
-    async def look_at_loads(self) -> None:
+    async def check_loads(self) -> None:
         """Read how full the servers' caches are. It decides nothing: it is for people to see."""
 
         async def update(member: Member) -> None:
@@ -222,8 +224,8 @@ async def _check(member: Member, now: float) -> None:
     replica = member.replica
     try:
         if not replica.healthy:
-            member.found = await _models_of(member.server, member.ready)
-        for name in member.found:
+            member.token_models = await _models_of(member.server, member.ready)
+        for name in member.token_models:
             if not await member.server.is_ready(name):
                 raise ServerFailure(f"{name} is not ready")
     except ServerFailure as error:
@@ -235,8 +237,8 @@ async def _check(member: Member, now: float) -> None:
         member.failures += 1
         return
     if not replica.healthy:
-        replica.backends = {name: model.backend for name, model in member.found.items()}
-        LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.found))
+        replica.backends = {name: model.backend for name, model in member.token_models.items()}
+        LOG.info("server %s is healthy and serves %s", replica.address, sorted(member.token_models))
     replica.healthy, member.failures, member.next_check = True, 0, -math.inf
 
 

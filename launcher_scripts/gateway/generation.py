@@ -30,11 +30,11 @@ from launcher_scripts.gateway.schemas import ChatBody, SamplingBody, StreamOptio
 from launcher_scripts.gateway.served_model import ServedModel
 
 _MAX_BEAMS = 64
-_USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 # Of a row's request, to show.
 _RENDERED = (
-    *_USUAL,
+    *_DEFAULTS,
     *("max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "seed"),
     *("end_id", "stop_ids", "beam_width", "length_penalty", "grammar", "num_speculative_tokens"),
 )
@@ -140,7 +140,7 @@ class Generation:
         record.model = model.name
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else options.rows)
-        self._places = limits.admission.reserve(record.client, rows)
+        self._slots = limits.admission.reserve(record.client, rows)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.
@@ -151,7 +151,7 @@ class Generation:
         rows = [
             self._row(number, request, slot)
             for number, (request, slot) in enumerate(
-                zip(self.row_requests(), self._places, strict=True)
+                zip(self.row_requests(), self._slots, strict=True)
             )
         ]
         try:
@@ -165,13 +165,13 @@ class Generation:
         except TokenizationError as error:
             raise bad_request(f"the answer cannot be shown: {error}") from error
         finally:
-            self.give_up()
+            self.abort()
 
     def row_requests(self) -> list[RowRequest]:
         """Return the engine's requests, one for each row."""
         values = self.body.seed
         seed = random.getrandbits(62) if values is None else values
-        return [self._request(number, seed + number) for number in range(len(self._places))]
+        return [self._request(number, seed + number) for number in range(len(self._slots))]
 
     def rendered(self) -> list[dict[str, Any]]:
         """Return the rows' prompts and sampling as clients see them."""
@@ -186,9 +186,9 @@ class Generation:
             for number, request in enumerate(self.row_requests())
         ]
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Leave all places."""
-        for slot in self._places:
+        for slot in self._slots:
             slot.leave()
 
     def _prompt(self, number: int) -> Prompt:
@@ -205,7 +205,7 @@ class Generation:
         """
         self._cached[number] = tokens
         rows = self._rows_per_prompt
-        starts = range(0, len(self._places), rows)
+        starts = range(0, len(self._slots), rows)
         self.record.cached_tokens = sum(
             min(self._cached[row] for row in range(start, start + rows)) for start in starts
         )
@@ -216,14 +216,14 @@ class Generation:
         end_ids = () if body.ignore_eos else model.end_ids
         sampling: dict[str, Any] = {
             name: model.defaults.get(name, default) if (raw := getattr(body, name)) is None else raw
-            for name, default in _USUAL.items()
+            for name, default in _DEFAULTS.items()
         }
         sampling["top_k"] = max(0, int(sampling["top_k"]))
         # The best of more rows than are shown are found by their log-probabilities.
         ranked = not self._beams and options.rows > body.n
         name = self.record.request_id
         return RowRequest(
-            request_id=name if len(self._places) == 1 else f"{name}-{number}",
+            request_id=name if len(self._slots) == 1 else f"{name}-{number}",
             prompt_ids=self._prompt(number).ids,
             max_tokens=options.max_tokens,
             decoder_ids=model.special.decoder,
@@ -246,7 +246,7 @@ class Generation:
             log_probs=0 if ranked and options.log_probs is None else options.log_probs,
             prompt_log_probs=options.log_probs if options.echo else None,
             timeout=self._timeout,
-            whole=not body.stream,
+            full=not body.stream,
         )
 
     async def _row(
@@ -260,16 +260,16 @@ class Generation:
                 for beam in range(request.beam_width):
                     yield choice + beam, Piece(echo, finish_reason="length")
                 return
-            streamed = _Shown(self, request, self._prompt(number))
+            streamed = _StreamedText(self, request, self._prompt(number))
             async with aclosing(self.model.backend.generate(request)) as increments:
                 async for increment in increments:
                     if increment.num_cached_tokens or increment.begins_again:
                         self._count_cached(number, increment.num_cached_tokens)
                     if increment.begins_again:
-                        streamed = _Shown(self, request, self._prompt(number))
+                        streamed = _StreamedText(self, request, self._prompt(number))
                         yield choice, Piece(begins_again=True)
                         continue
-                    streamed.take_prompt(increment)
+                    streamed.accept_prompt(increment)
                     if self._beams:
                         for beam, ids in enumerate(increment.beams):
                             yield choice + beam, streamed.hypothesis(ids)
@@ -280,7 +280,7 @@ class Generation:
                         return
 
 
-class _Shown:
+class _StreamedText:
     """One row as the client sees it: the echoed prompt first."""
 
     def __init__(self, generation: Generation, request: RowRequest, prompt: Prompt) -> None:
@@ -291,7 +291,7 @@ class _Shown:
         self._entries: tuple[LogProbEntry, ...] = ()
         self._text = self._new_text()
 
-    def take_prompt(self, increment: Increment) -> None:
+    def accept_prompt(self, increment: Increment) -> None:
         """Keep the prompt's log-probabilities for the beginning of the answer."""
         if increment.prompt_log_probs is not None:
             texts = token_texts(self._generation.model.tokenizer, ())

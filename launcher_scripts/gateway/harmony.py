@@ -18,14 +18,16 @@ from launcher_scripts.gateway.tool_calls import ToolCall, ToolText, names_of
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 # Special tokens that the text of an answer shows. Those behind its last message end the row.
-MARKS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
+DELIMITERS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 _ENDS = re.compile("|".join(map(re.escape, (END, START))))
 _BEGINNINGS = (START, CHANNEL, "to=")  # of a header
 # What a text of a given form may come behind.
-THOUGHT = Reasoning(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANNEL}final{MESSAGE}")
+REASONING = Reasoning(
+    f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+)
 
 
 def writes_harmony(template: str) -> bool:
@@ -77,9 +79,9 @@ class _Message:
     begun:   whether there was text of it
     """
 
-    thought: bool
+    reasoning: bool
     called: str | None = None
-    begun: bool = False
+    started: bool = False
 
 
 class HarmonyText:
@@ -105,27 +107,27 @@ class HarmonyText:
         self._forced = ToolText(tools, lists_only=True, must_call=must_call) if lists_only else None
         header, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
         self._message = self._of_header(header) if mark else None
-        self._held = ""
+        self._buffered = ""
         self._seen: set[bool] = set()  # of what there was text: of thoughts, of an answer
         self.calls: list[ToolCall] = []
 
     def take(self, text: str, *, finished: bool) -> dict[str, Any]:
         """Return the new part of a message, without its calls. finished: no more text comes"""
-        self._held += text
+        self._buffered += text
         texts = {True: "", False: ""}  # what is thought, and what is answered
         while message := self._message or self._next_message(finished):
-            end = _ENDS.search(self._held)
+            end = _ENDS.search(self._buffered)
             complete = finished or end is not None
             if message.called is None:
-                num_buffered = 0 if complete else overlap(self._held, END, START)
-                text = self._cut(end.start() if end else len(self._held) - num_buffered)
-                texts[message.thought] += self._text_of(message, text)
+                num_buffered = 0 if complete else overlap(self._buffered, END, START)
+                text = self._cut(end.start() if end else len(self._buffered) - num_buffered)
+                texts[message.reasoning] += self._text_of(message, text)
             elif complete:
-                text = self._cut(end.start() if end else len(self._held))
+                text = self._cut(end.start() if end else len(self._buffered))
                 self.calls.append(ToolCall(message.called, text.strip()))
             if end is None:
                 break
-            self._held = self._held.removeprefix(END)
+            self._buffered = self._buffered.removeprefix(END)
             self._message = None
         content = texts[False]
         if self._forced is not None:
@@ -136,33 +138,33 @@ class HarmonyText:
 
     def _cut(self, count: int) -> str:
         """The first `count` characters that are held, which then are not any more."""
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._buffered = self._buffered[:count], self._buffered[count:]
         return text
 
     def _text_of(self, message: _Message, text: str) -> str:
         """The next text of a message, on a line of its own behind an earlier one's."""
-        if text and not message.begun:
-            message.begun = True
-            if message.thought in self._seen:
+        if text and not message.started:
+            message.started = True
+            if message.reasoning in self._seen:
                 text = f"\n{text}"
-            self._seen.add(message.thought)
+            self._seen.add(message.reasoning)
         return text
 
     def _next_message(self, finished: bool) -> _Message | None:
         """The one whose header is there as a whole. Text without a header is an answer."""
-        start = self._held.lstrip()
+        start = self._buffered.lstrip()
         if not start:
             return None
         if not any(
             start.startswith(beginning) or beginning.startswith(start) for beginning in _BEGINNINGS
         ):
-            self._message = _Message(thought=False)
+            self._message = _Message(reasoning=False)
             return self._message
-        header, mark, remaining = self._held.partition(MESSAGE)
+        header, mark, remaining = self._buffered.partition(MESSAGE)
         if mark:
-            self._held, self._message = remaining, self._of_header(header)
+            self._buffered, self._message = remaining, self._of_header(header)
         elif finished:
-            self._held = ""
+            self._buffered = ""
         return self._message
 
     def _of_header(self, header: str) -> _Message:
@@ -170,5 +172,5 @@ class HarmonyText:
         channel, called = _CHANNEL.search(header), _RECIPIENT.search(header)
         if called is not None:
             name = called[1].removeprefix(_FUNCTIONS)
-            return _Message(thought=True, called=name if name in self._names else None)
-        return _Message(thought=channel is not None and channel[1] == "analysis")
+            return _Message(reasoning=True, called=name if name in self._names else None)
+        return _Message(reasoning=channel is not None and channel[1] == "analysis")

@@ -39,7 +39,7 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
 
     Raises ServerError where they are not in time, ConfigError where none can be served as text.
     """
-    result = await fleet.until_found()
+    result = await fleet.until_ready()
     if unknown := sorted({*settings.models} - result.keys()):
         subject = "no server serves a model of this name that generates or encodes text"
         raise ConfigError(problem(subject, got=unknown, choices=sorted(result), change="--models"))
@@ -58,7 +58,7 @@ async def load_models(settings: GatewaySettings, fleet: Fleet) -> list[ServedMod
     return models
 
 
-def own_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+def local_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template beside a tokenizer, None without one; ValueError for a damaged one."""
     files = _companions(folder)
     return _template(files, _token_names(files, tokenizer))

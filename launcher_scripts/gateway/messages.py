@@ -296,7 +296,7 @@ class MessageAnswer(Retelling[MessagesBody]):
         super().__init__(body, chat)
         self._blocks: list[dict[str, Any]] = []
         self._grown = ""  # the text of the block that is open, which is the last one
-        self._ended: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._completed: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     @classmethod
     def rename(cls, error: ApiError) -> None:
@@ -332,8 +332,8 @@ class MessageAnswer(Retelling[MessagesBody]):
         elif calls:
             reason = "tool_use"
         met = stop_reason if reason == "stop_sequence" else None
-        self._ended = {"stop_reason": reason, "stop_sequence": met}
-        yield "message_delta", {"delta": self._ended, "usage": self._usage()}
+        self._completed = {"stop_reason": reason, "stop_sequence": met}
+        yield "message_delta", {"delta": self._completed, "usage": self._usage()}
         yield "message_stop", {}
 
     def answer(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class MessageAnswer(Retelling[MessagesBody]):
             "role": "assistant",
             "model": self.chat.model.name,
             "content": [dict(block) for block in self._blocks],
-            **self._ended,
+            **self._completed,
             "usage": self._usage(),
         }
 
@@ -357,19 +357,19 @@ class MessageAnswer(Retelling[MessagesBody]):
             "output_tokens": record.generated_tokens,
         }
 
-    def trouble(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, Any]:
         return error.body()
 
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:
         """Begin a block after the one that was open."""
         yield from self._close()
         self._blocks.append(block)
-        yield "content_block_start", {**self._place, "content_block": dict(block)}
+        yield "content_block_start", {**self._location, "content_block": dict(block)}
 
     def _grow(self, text: str) -> Iterator[Event]:
         self._grown += text
         kind, name = _DELTAS[self._blocks[-1]["type"]]
-        yield "content_block_delta", {**self._place, "delta": {"type": kind, name: text}}
+        yield "content_block_delta", {**self._location, "delta": {"type": kind, name: text}}
 
     def _close(self) -> Iterator[Event]:
         """End the block that is open, if there is one."""
@@ -380,10 +380,10 @@ class MessageAnswer(Retelling[MessagesBody]):
             block["input"] = _object(text)
         else:
             block[block["type"]] = text
-        yield "content_block_stop", self._place
+        yield "content_block_stop", self._location
 
     @property
-    def _place(self) -> dict[str, int]:
+    def _location(self) -> dict[str, int]:
         return {"index": len(self._blocks) - 1}
 
 

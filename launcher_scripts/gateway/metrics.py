@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
-from launcher_scripts.common.http_answer import ask
+from launcher_scripts.common.http_answer import query
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.generation import Record
 
@@ -90,7 +90,7 @@ class Metrics:
         self._generation_tokens = self._counter(names.GATEWAY_GENERATION_TOKENS)
         self._first_token = self._histogram(names.GATEWAY_FIRST_TOKEN)
         self._request = self._histogram(names.GATEWAY_REQUEST)
-        self._counted: dict[Record, int] = {}  # generated tokens of requests under way
+        self._recorded: dict[Record, int] = {}  # generated tokens of requests under way
         self.clients = ClientTable()
 
     def watch(self, metric: names.Metric, level: Callable[[], float]) -> None:
@@ -99,13 +99,13 @@ class Metrics:
 
     def begin(self, record: Record) -> None:
         """Count the request's tokens as they come, until its answer has gone out."""
-        self._counted[record] = 0
+        self._recorded[record] = 0
 
     def count(self, path: str, record: Record, status: int) -> None:
         """The answer of a request has gone out. Times are those of requests that were answered."""
         self._requests.labels(self._route(path), str(status)).inc()
         self._count_tokens(record)
-        self._counted.pop(record, None)
+        self._recorded.pop(record, None)
         self.clients.count(record, status)
         if not record.model:
             return
@@ -117,7 +117,7 @@ class Metrics:
 
     def response(self) -> Response:
         """All of them, in Prometheus' text format."""
-        for record in self._counted:
+        for record in self._recorded:
             self._count_tokens(record)
         text = generate_latest(self._registry)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -131,9 +131,9 @@ class Metrics:
 
     def _count_tokens(self, record: Record) -> None:
         """Count the tokens since the last call; none if a row has restarted."""
-        before = self._counted.get(record, 0)
+        before = self._recorded.get(record, 0)
         if record.generated_tokens > before:
-            self._counted[record] = record.generated_tokens
+            self._recorded[record] = record.generated_tokens
             self._generation_tokens.labels(record.model).inc(record.generated_tokens - before)
 
     def _counter(self, metric: names.Metric) -> Any:
@@ -157,7 +157,7 @@ async def server_metrics(address: str | None) -> str:
     if address is None:
         return ""
     try:
-        return (await asyncio.to_thread(ask, address, "/metrics", _SERVER_SECONDS))[1]
+        return (await asyncio.to_thread(query, address, "/metrics", _SERVER_SECONDS))[1]
     except OSError:
         return ""
 

@@ -26,9 +26,9 @@ from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import OPEN_PATHS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
+    aborted,
     bad_request,
     cancelled,
-    given_up,
     unavailable,
 )
 from launcher_scripts.gateway.generation import Record
@@ -85,7 +85,7 @@ class Lifecycle:
         """Returns the reason for which a request was ended before its answer was complete."""
         if record.cancelled:
             return cancelled()
-        return given_up() if self.over else None
+        return aborted() if self.over else None
 
     def cancel(self, record: Record) -> None:
         """End one request."""
@@ -93,7 +93,7 @@ class Lifecycle:
         for task in [task for task, item in self._limited.items() if item is record]:
             task.cancel()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End the requests that are still running; each client is told so."""
         self.over = True
         for task in self._limited:

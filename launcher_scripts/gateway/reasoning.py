@@ -19,24 +19,24 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
         """included: the stop text stays at the end of the answer"""
-        self.found: str | None = None
+        self.match: str | None = None
         self.texts = tuple(stops)
         self._included = included
-        self._held = ""
+        self._buffered = ""
 
     def take(self, piece: str, *, finished: bool = False) -> str:
         """Return the text that may be shown after the next delta; none once a stop text was
         found."""
-        if not self.texts or self.found is not None:
-            return "" if self.found is not None else piece
-        text = self._held + piece
+        if not self.texts or self.match is not None:
+            return "" if self.match is not None else piece
+        text = self._buffered + piece
         met = [(text.find(stop), -len(stop), stop) for stop in self.texts if stop in text]
         if met:
-            index, _, self.found = min(met)
-            self._held = ""
-            return text[: index + len(self.found) if self._included else index]
+            index, _, self.match = min(met)
+            self._buffered = ""
+            return text[: index + len(self.match) if self._included else index]
         num_buffered = 0 if finished else overlap(text, *self.texts)
-        self._held = text[len(text) - num_buffered :]
+        self._buffered = text[len(text) - num_buffered :]
         return text[: len(text) - num_buffered]
 
 
@@ -46,7 +46,7 @@ def overlap(text: str, *delimiters: str) -> int:
     return next((size for size in sizes if any(m.startswith(text[-size:]) for m in delimiters)), 0)
 
 
-MARKS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
+DELIMITERS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
 # Two names of one thing: vLLM's and OpenRouter's, and DeepSeek's, which most templates read.
 NAMES = ("reasoning", "reasoning_content")
 
@@ -67,12 +67,12 @@ class Reasoning:
 
     begin: str
     end: str
-    begun: bool = False
+    started: bool = False
 
     @property
     def marks(self) -> dict[str, str]:
         """Delimiters that are to come, as guided_grammar names them."""
-        return {"end": self.end} if self.begun else {"begin": self.begin, "end": self.end}
+        return {"end": self.end} if self.started else {"begin": self.begin, "end": self.end}
 
     @classmethod
     def after(cls, prompt: str, template: str, *, continues: bool = False) -> Reasoning | None:
@@ -81,7 +81,7 @@ class Reasoning:
 
         continues: the prompt ends within an answer
         """
-        for begin, end in MARKS:
+        for begin, end in DELIMITERS:
             if end in template:
                 is_open = prompt.rstrip().endswith(begin)
                 if continues:
@@ -97,8 +97,8 @@ class ReasoningText:
     """
 
     def __init__(self, delimiters: Reasoning) -> None:
-        self._marks = delimiters
-        self._held = ""
+        self._delimiters = delimiters
+        self._buffered = ""
         self._thinks: bool | None = None
         self._begins = True  # blanks that come are left out
 
@@ -107,30 +107,32 @@ class ReasoningText:
         comes"""
         if self._thinks is False:
             return "", self._after_blanks(text)
-        self._held += text
+        self._buffered += text
         if self._thinks is None and not self._decide(finished):
             return "", ""
         if not self._thinks:
-            text, self._held = self._held, ""
+            text, self._buffered = self._buffered, ""
             return "", text
-        reasoning, end, answer = self._held.partition(self._marks.end)
+        reasoning, end, answer = self._buffered.partition(self._delimiters.end)
         if end or finished:
-            self._held = ""
+            self._buffered = ""
             reasoning = self._after_blanks(reasoning).rstrip()
             self._thinks, self._begins = False, True
             return reasoning, self._after_blanks(answer)
-        streamable = self._held[: len(self._held) - overlap(self._held, self._marks.end)].rstrip()
-        self._held = self._held[len(streamable) :]
+        streamable = self._buffered[
+            : len(self._buffered) - overlap(self._buffered, self._delimiters.end)
+        ].rstrip()
+        self._buffered = self._buffered[len(streamable) :]
         return self._after_blanks(streamable), ""
 
     def _decide(self, finished: bool) -> bool:
         """Return whether it is known if the answer begins with the first mark, which is taken
         away."""
-        start = self._held.lstrip()
-        if start.startswith(self._marks.begin):
-            self._thinks, self._held = True, start.removeprefix(self._marks.begin)
-        elif finished or not self._marks.begin.startswith(start):
-            self._thinks = self._begins = self._marks.begun
+        start = self._buffered.lstrip()
+        if start.startswith(self._delimiters.begin):
+            self._thinks, self._buffered = True, start.removeprefix(self._delimiters.begin)
+        elif finished or not self._delimiters.begin.startswith(start):
+            self._thinks = self._begins = self._delimiters.started
         return self._thinks is not None
 
     def _after_blanks(self, text: str) -> str:

@@ -96,7 +96,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         raise bad_request("input: it is empty", "input")
     for item in body.input:
         if item.type == "message":
-            reasoning = result.pop() if item.role == "assistant" and _is_thought(result) else {}
+            reasoning = result.pop() if item.role == "assistant" and _is_reasoning(result) else {}
             result.append({**reasoning, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
             reasoning = {NAMES[0]: plain_text(item.content)}
@@ -113,7 +113,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     return result
 
 
-def _is_thought(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_reasoning(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the last message is what was thought before the one that comes."""
     return bool(messages) and NAMES[0] in messages[-1] and messages[-1]["content"] is None
 
@@ -136,7 +136,7 @@ class _Output:
             self.items[-1]["content"][0]["text"] += text
             event, _, more = _TEXTS[kind]
             raw = {"content_index": 0, "delta": text, **more}
-            yield f"response.{event}.delta", {**self._place, **raw}
+            yield f"response.{event}.delta", {**self._location, **raw}
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self.close()
@@ -145,7 +145,10 @@ class _Output:
             arguments = call["function"]["arguments"]
             self.items[-1]["arguments"] += arguments
             if arguments:
-                yield "response.function_call_arguments.delta", {**self._place, "delta": arguments}
+                yield (
+                    "response.function_call_arguments.delta",
+                    {**self._location, "delta": arguments},
+                )
 
     def end(self, status: str) -> Iterator[Event]:
         """End the answer, which has one item at least; the events that it is."""
@@ -162,12 +165,12 @@ class _Output:
         if item["type"] in _TEXTS:
             event, _, more = _TEXTS[item["type"]]
             (part,) = item["content"]
-            raw = {**self._place, "content_index": 0}
+            raw = {**self._location, "content_index": 0}
             yield f"response.{event}.done", {**raw, "text": part["text"], **more}
             yield "response.content_part.done", {**raw, "part": dict(part)}
         else:
             raw = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**self._place, **raw}
+            yield "response.function_call_arguments.done", {**self._location, **raw}
         yield "response.output_item.done", {"output_index": len(self.items) - 1, "item": dict(item)}
 
     def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
@@ -179,7 +182,7 @@ class _Output:
         )
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _location(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _begin_text(self, kind: str) -> Iterator[Event]:
@@ -192,7 +195,7 @@ class _Output:
             message = {"summary": [], "content": [part]}
         yield from self._begin({**self._head(kind, prefix), **message})
         added = {"content_index": 0, "part": dict(part)}
-        yield "response.content_part.added", {**self._place, **added}
+        yield "response.content_part.added", {**self._location, **added}
 
     def _head(self, kind: str, prefix: str) -> dict[str, Any]:
         item_id = f"{prefix}_{self.request_id}_{len(self.items)}"
@@ -211,13 +214,13 @@ class Responding(Retelling[ResponsesBody]):
         self._store = store
         self._output = _Output(self.record.request_id)
         self._status = "in_progress"
-        self._thought = 0
+        self._reasoning = 0
         self._number = 0
 
-    async def whole(self) -> dict[str, Any]:
+    async def full(self) -> dict[str, Any]:
         """See Retelling."""
         with self._in_progress():
-            return await super().whole()
+            return await super().full()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """See Retelling."""
@@ -255,7 +258,7 @@ class Responding(Retelling[ResponsesBody]):
     def _end(self, status: str) -> Iterator[Event]:
         """End the items, and store the response; the events that this is."""
         self._status = status
-        self._thought = self._thought_tokens()
+        self._reasoning = self._reasoning_tokens()
         yield from self._output.end("incomplete" if status == "cancelled" else status)
         if self._store is not None and not self._store.add(self):
             self._store = None
@@ -266,7 +269,7 @@ class Responding(Retelling[ResponsesBody]):
             [*_items(self.body), *ITEMS.validate_python([dict(i) for i in self._output.items])]
         )
 
-    def trouble(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, Any]:
         return {"code": error.code, "message": error.message, "param": error.param}
 
     def answer(self) -> dict[str, Any]:
@@ -279,7 +282,7 @@ class Responding(Retelling[ResponsesBody]):
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": self.record.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": self._thought},
+                "output_tokens_details": {"reasoning_tokens": self._reasoning},
                 "total_tokens": self.record.prompt_tokens + self.record.generated_tokens,
             }
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -313,7 +316,7 @@ class Responding(Retelling[ResponsesBody]):
     def response_id(self) -> str:
         return f"resp_{self.record.request_id}"
 
-    def _thought_tokens(self) -> int:
+    def _reasoning_tokens(self) -> int:
         """As the model's tokenizer divides what was thought."""
         encode = self.chat.model.encode
         texts = (item["content"] for item in self._output.items if item["type"] == "reasoning")

@@ -53,10 +53,10 @@ class Retelling(ABC, Generic[Body]):
     def as_chat(body: Body) -> ChatBody:
         """The same request as a chat. Raises ApiError."""
 
-    async def whole(self) -> dict[str, Any]:
+    async def full(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
         try:
-            answer = await self.chat.whole()
+            answer = await self.chat.full()
         except ApiError as error:
             self.rename(error)
             raise
@@ -77,14 +77,16 @@ class Retelling(ABC, Generic[Body]):
                 async for choice, piece in pieces:
                     if not has_started:
                         has_started = True
-                        yield self._said(self.begin())
+                        yield self._formatted(self.begin())
                     finish_reason, stop_reason = piece.finish_reason, piece.stop_reason
                     finished = finish_reason is not None
                     deltas: Sequence[Mapping[str, Any]]
                     deltas = self.chat.deltas(choice, piece.text, finished=finished)
-                    if events := self._said(item for delta in deltas for item in self.take(delta)):
+                    if events := self._formatted(
+                        item for delta in deltas for item in self.take(delta)
+                    ):
                         yield events
-            last = self._said(self.end(finish_reason, stop_reason))
+            last = self._formatted(self.end(finish_reason, stop_reason))
         except ApiError as error:
             self.rename(error)
             if not has_started:
@@ -94,9 +96,9 @@ class Retelling(ABC, Generic[Body]):
 
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that has begun and cannot go on."""
-        return self._said([("error", self.trouble(error))])
+        return self._formatted([("error", self.failure(error))])
 
-    def _said(self, events: Iterator[Event] | Sequence[Event]) -> bytes:
+    def _formatted(self, events: Iterator[Event] | Sequence[Event]) -> bytes:
         return b"".join(
             b"event: " + kind.encode() + b"\ndata: " + to_json(self.event(kind, fields)) + b"\n\n"
             for kind, fields in events
@@ -123,5 +125,5 @@ class Retelling(ABC, Generic[Body]):
         """All of the answer, once it has ended."""
 
     @abstractmethod
-    def trouble(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, Any]:
         """Return the event of an error."""

@@ -19,7 +19,7 @@ from launcher_scripts.common.text_deltas import GrowingText
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.backend import Increment, TokenLogProb
-from launcher_scripts.gateway.reasoning import MARKS, StopTexts
+from launcher_scripts.gateway.reasoning import DELIMITERS, StopTexts
 
 # How many tokens of the prompt the first generated ones are decoded with.
 _CONTEXT = 32
@@ -54,9 +54,9 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
     joined = tokenizer.joined_bytes
     if joined is None:
         return None
-    texts = list(chain(*MARKS))
+    texts = list(chain(*DELIMITERS))
     if tokenizer.special_id(harmony.CHANNEL) is not None:
-        texts += harmony.MARKS
+        texts += harmony.DELIMITERS
     special = {tokenizer.special_id(mark): mark.encode() for mark in texts}
     return cache(lambda token: special[token] if token in special else joined(token))
 
@@ -195,8 +195,8 @@ class RowText:
         if self._tokens >= self._min_tokens:
             text = self._stops.take(text, finished=finished)
         piece = Piece(text, tokens=self._tokens, parts=tuple(parts))
-        if self._stops.found is not None:
-            return piece._replace(finish_reason="stop", stop_reason=self._stops.found)
+        if self._stops.match is not None:
+            return piece._replace(finish_reason="stop", stop_reason=self._stops.match)
         if not finished:
             return piece
         last = ids[-1] if ids else None
@@ -221,7 +221,7 @@ def prompt_entries(
 
 
 # JSON has no infinity.
-LEAST = -9999.0
+MIN_LOG_PROB = -9999.0
 TokenName = Callable[[int], str]
 
 
@@ -288,4 +288,4 @@ def of_chat(
 
 
 def _finite(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, MIN_LOG_PROB)

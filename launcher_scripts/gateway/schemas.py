@@ -152,13 +152,13 @@ class StructuredOutputs(StrictBody):
     json_object: Literal[True] | None = None
 
     @property
-    def wanted(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         """As guided_grammar says it."""
         return self.model_dump(exclude_none=True)
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        if len(self.wanted) != 1:
+        if len(self.requested) != 1:
             raise ValueError("it has one of json, regex, choice, grammar and json_object")
         return self
 
@@ -211,7 +211,7 @@ class SamplingBody(StrictBody):
             name: {kind: value} for name, (kind, value) in grammars.items() if value is not None
         }
         if self.structured_outputs is not None:
-            result["structured_outputs"] = self.structured_outputs.wanted
+            result["structured_outputs"] = self.structured_outputs.requested
         form = self.response_format
         if form is not None and form.json_schema is not None:
             result["response_format"] = {"json_schema": form.json_schema.json_schema}

@@ -187,7 +187,7 @@ class ServedModel:
             ids = self.tokenizer.encode(text)
         except TokenizationError as error:
             raise bad_request(str(error), "prompt") from error
-        return self.special.around(ids) if special_tokens else ids
+        return self.special.surround(ids) if special_tokens else ids
 
     async def encode_aside(
         self, texts: Sequence[str], threads: ThreadsOfClient, *, special_tokens: bool = True

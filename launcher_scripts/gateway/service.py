@@ -54,7 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._since = 0.0
         self._receives = False
         self._timer: asyncio.TimerHandle | None = None
-        self._refused = False
+        self._rejected = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,7 +69,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._receives:
             self._begin()
         self._received += len(data)
-        if self._refused:
+        if self._rejected:
             if self._received > _LINGER_BYTES:
                 self.transport.abort()
             return
@@ -77,7 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head += len(data)
         super().data_received(data)
         if self._head > self.max_head and not self.transport.is_closing():
-            self._refuse(
+            self._reject(
                 ApiError(
                     431,
                     f"the request has more than {self.max_head} bytes beside its body",
@@ -104,24 +104,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._receives = True
         self._since, self._received = self.loop.time(), 0
         if self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self._look)
+            self._timer = self.loop.call_later(self.seconds, self._inspect)
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """Give up a request that has had its time."""
         self._timer = None
-        if not self._receives or self._refused or self.transport.is_closing():
+        if not self._receives or self._rejected or self.transport.is_closing():
             return
         if self.flow.read_paused:  # until an earlier request is answered
             self._since = self.loop.time()
         left = self._since + self.seconds + self._received / self.rate - self.loop.time()
         if left > 0:
-            self._timer = self.loop.call_later(left, self._look)
+            self._timer = self.loop.call_later(left, self._inspect)
         elif self._received:
-            self._refuse(ApiError(408, "the request was not complete in time", code="too_slow"))
+            self._reject(ApiError(408, "the request was not complete in time", code="too_slow"))
         else:
             self.transport.close()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         """Answer with the error if nothing was answered yet, and close the connection."""
         client = self.client[0] if self.client else "-"
         self.logger.warning("client=%s status=%d %s", client, error.status, error.message)
@@ -134,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         # Closing at once, with unread bytes on their way, would take the answer back.
-        self._refused = True
+        self._rejected = True
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -232,7 +232,7 @@ class DrainingServer(uvicorn.Server):
             await asyncio.wait_for(life.drained(), self._drain_seconds)
         except asyncio.TimeoutError:
             _say(f"{life.working} requests are given up after {self._drain_seconds:g} s")
-            life.give_up()
+            life.abort()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(life.drained(), _LAST_SECONDS)
         self.should_exit = True

@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 
 from launcher_scripts.clients.connection import ServerFailure, TritonServer
-from launcher_scripts.contract.requests import NO_STREAM, RowNews, open_id, row_id, unpack
+from launcher_scripts.contract.requests import NO_STREAM, RowDelta, open_id, row_id, unpack
 
-NEWS = ["news"]
+OUTPUTS = ["news"]
 FAILURES = (ServerFailure, grpc.RpcError)  # what a TritonServer's streams raise
 # Rows that are told of their news in one turn of the event loop.
-_TOLD_AT_ONCE = 8
+_MAX_SENT = 8
 
 
 class NoStream(Exception):
@@ -41,31 +41,31 @@ class _RowBuffer:
         self._ids: list[int] = []
         self._finished = False
         self._num_cached_tokens = 0
-        self._told = asyncio.get_running_loop().create_future()
-        self.begun = False
+        self._sent = asyncio.get_running_loop().create_future()
+        self.started = False
         self.error: Exception | None = None
 
-    def add(self, delta: RowNews) -> None:
+    def add(self, delta: RowDelta) -> None:
         self._ids += delta.ids
         self._finished = delta.finished
         self._num_cached_tokens += delta.num_cached_tokens
 
     def tell(self) -> None:
         """Wake whoever waits in `take`."""
-        if not self._told.done():
-            self._told.set_result(None)
+        if not self._sent.done():
+            self._sent.set_result(None)
 
-    async def take(self) -> RowNews:
+    async def take(self) -> RowDelta:
         """All that is there, at least something. Raises the error."""
         while not self._ids and not self._finished:
             if self.error is not None:
                 raise self.error
-            self._told = asyncio.get_running_loop().create_future()
-            await self._told
+            self._sent = asyncio.get_running_loop().create_future()
+            await self._sent
         ids, self._ids = tuple(self._ids), []
-        count = 0 if self.begun else self._num_cached_tokens
-        self.begun = True
-        return RowNews(self._number, ids, self._finished, count)
+        count = 0 if self.started else self._num_cached_tokens
+        self.started = True
+        return RowDelta(self._number, ids, self._finished, count)
 
 
 class SharedStream:
@@ -99,7 +99,7 @@ class SharedStream:
 
     async def generate(
         self, tensors: Mapping[str, Any], request_id: str, **more: Any
-    ) -> AsyncGenerator[RowNews, None]:
+    ) -> AsyncGenerator[RowDelta, None]:
         """The row's news, until it is finished; closing the generator gives the row up.
 
         Raises NoStream, StreamLost, and the server's failures.
@@ -117,7 +117,7 @@ class SharedStream:
                 finished = delta.finished
                 yield delta
         except Exception as error:
-            if not inbox.begun and NO_STREAM in str(error):
+            if not inbox.started and NO_STREAM in str(error):
                 raise NoStream from error
             raise
         finally:
@@ -134,7 +134,7 @@ class SharedStream:
         """
         try:
             async with aclosing(
-                self._server.stream(self._model, tensors, NEWS, **more)
+                self._server.stream(self._model, tensors, OUTPUTS, **more)
             ) as responses:
                 async for _ in responses:
                     pass
@@ -148,7 +148,7 @@ class SharedStream:
         error: Exception = StreamLost(NO_STREAM)
         try:
             async with aclosing(
-                self._server.stream(self._model, tensors, NEWS, request_id=open_id(name))
+                self._server.stream(self._model, tensors, OUTPUTS, request_id=open_id(name))
             ) as responses:
                 async for arrays in responses:
                     self._name = name
@@ -172,13 +172,13 @@ class SharedStream:
             inbox.add(delta)
             if inbox not in self._untold:
                 self._untold[inbox] = None
-                self._untold.move_to_end(inbox, last=inbox.begun)
+                self._untold.move_to_end(inbox, last=inbox.started)
         if not telling:
             self._tell()
 
     def _tell(self) -> None:
         """Tell some rows now, and the others in the next turns."""
-        for _ in range(min(_TOLD_AT_ONCE, len(self._untold))):
+        for _ in range(min(_MAX_SENT, len(self._untold))):
             self._untold.popitem(last=False)[0].tell()
         if self._untold:
             asyncio.get_running_loop().call_soon(self._tell)

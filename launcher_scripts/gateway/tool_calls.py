@@ -81,7 +81,7 @@ _PAIRS = {
 }
 _OPEN = re.compile("|".join(map(re.escape, _PAIRS)))
 # Llama's and Mistral's calls are JSON from the first character on; what is before it is a mark.
-_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
+_DELIMITERS = ("[TOOL_CALLS]", "<|python_tag|>")
 # How an object or a list of objects begins, as far as it is there.
 _OBJECTS = re.compile(r"(\[\s*)?(\{\s*(\".*)?)?", re.DOTALL)
 _LISTS = re.compile(r"(\[\s*(\{\s*(\".*)?)?)?", re.DOTALL)
@@ -170,8 +170,8 @@ class ToolText:
         self._pairs = {} if lists_only else _PAIRS
         self._beginning = _LISTS if lists_only else _OBJECTS
         self._schemas = {name: schema_of_one(tools, name) for name in names_of(tools)}
-        self._held = ""
-        self._begun = False  # there was content, so what looks like JSON is content, too
+        self._buffered = ""
+        self._started = False  # there was content, so what looks like JSON is content, too
         self.calls: list[ToolCall] = []
 
     def take(self, text: str, *, finished: bool) -> tuple[str, list[ToolCall]]:
@@ -179,53 +179,53 @@ class ToolText:
 
         finished: no more text comes
         """
-        self._held += text
+        self._buffered += text
         content, num_calls = "", len(self.calls)
-        while self._pairs and (mark := _OPEN.search(self._held)):
-            before = self._held[: mark.start()]
-            body, close, after = self._held[mark.end() :].partition(_PAIRS[mark[0]])
+        while self._pairs and (mark := _OPEN.search(self._buffered)):
+            before = self._buffered[: mark.start()]
+            body, close, after = self._buffered[mark.end() :].partition(_PAIRS[mark[0]])
             if not close and not finished:
-                self._held = self._held[len(before) :]
+                self._buffered = self._buffered[len(before) :]
                 return content + self._content(before), self.calls[num_calls:]
             calls = self._read(body) or self._read_tags(body)
             content += self._content(before)
             content += "" if calls else self._content(mark[0] + body + close)
             self.calls += calls
-            self._held = after
+            self._buffered = after
         if not finished and self._may_be_a_call():
             return content, self.calls[num_calls:]
         if finished:
-            calls = self._read(self._held) if self._may_be_a_call() else []
+            calls = self._read(self._buffered) if self._may_be_a_call() else []
             if self._must_call and not calls:
-                calls = self._all_calls(_first_values(self._held))
+                calls = self._all_calls(_first_values(self._buffered))
             self.calls += calls
-            content += "" if calls or self._must_call else self._content(self._held)
-            self._held = ""
+            content += "" if calls or self._must_call else self._content(self._buffered)
+            self._buffered = ""
         else:
-            num_buffered = overlap(self._held, *self._pairs) if self._pairs else 0
-            content += self._content(self._held[: len(self._held) - num_buffered])
-            self._held = self._held[len(self._held) - num_buffered :]
+            num_buffered = overlap(self._buffered, *self._pairs) if self._pairs else 0
+            content += self._content(self._buffered[: len(self._buffered) - num_buffered])
+            self._buffered = self._buffered[len(self._buffered) - num_buffered :]
         return content, self.calls[num_calls:]
 
     def _content(self, text: str) -> str:
         """Blanks around calls are none."""
-        if self.calls or not self._begun:
+        if self.calls or not self._started:
             text = text if text.strip() else ""
-        self._begun = self._begun or bool(text)
+        self._started = self._started or bool(text)
         return text
 
     def _may_be_a_call(self) -> bool:
         """Return whether the answer may be JSON from its first character on."""
-        start = self._held.lstrip()
-        if self._begun or self.calls:
+        start = self._buffered.lstrip()
+        if self._started or self.calls:
             return False
-        marked = any(mark.startswith(start) or start.startswith(mark) for mark in _MARKS)
+        marked = any(mark.startswith(start) or start.startswith(mark) for mark in _DELIMITERS)
         return marked or self._beginning.fullmatch(start) is not None
 
     def _read(self, text: str) -> list[ToolCall]:
         """The calls that all of a text is; none where it is something else."""
         text = text.strip()
-        for mark in _MARKS:
+        for mark in _DELIMITERS:
             text = text.removeprefix(mark).lstrip()
         values: list[Any] = []
         for value in _json_values(text):

@@ -36,7 +36,7 @@ from launcher_scripts.gateway.api_errors import (
 from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.shared_stream import (
     FAILURES,
-    NEWS,
+    OUTPUTS,
     NoStream,
     SharedStream,
     StreamLost,
@@ -46,7 +46,7 @@ from launcher_scripts.gateway.shared_stream import (
 NO_END_ID = (1 << 31) - 1
 # What the token model writes before its errors in a stream, where Triton gives them no status.
 _ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL")
-_NEWS_HEAD = 4
+_DELTA_HEAD = 4
 _STATES = "output_hidden_state"
 _OPENING = RowRequest("", (0,), 1)  # what opens a shared stream: Triton wants the model's tensors
 # What a server says in a stream that is being stopped, without a status; and what gRPC itself says
@@ -258,13 +258,13 @@ class _Row:
         """counts_cached: whether the model has the output num_cached_tokens"""
         self.finished = False
         self._request = request
-        self._prompt_known = request.prompt_log_probs is None
+        self._has_prompt = request.prompt_log_probs is None
         self.outputs = [
-            *NEWS,
+            *OUTPUTS,
             *_log_prob_outputs(TOKEN_LOG_PROBS, request.log_probs),
             *_log_prob_outputs(PROMPT_LOG_PROBS, request.prompt_log_probs),
         ]
-        self.is_plain = request.beam_width == 1 and self.outputs == NEWS
+        self.is_plain = request.beam_width == 1 and self.outputs == OUTPUTS
         if counts_cached:
             self.outputs.append(NUM_CACHED_TOKENS.name)
 
@@ -307,9 +307,9 @@ class _Row:
         self, arrays: Mapping[str, Any]
     ) -> tuple[TokenLogProb | None, ...] | None:
         """Once: [1, prompt], [1, prompt, K]; the first token has none."""
-        if self._prompt_known or "prompt_log_probs" not in arrays:
+        if self._has_prompt or "prompt_log_probs" not in arrays:
             return None
-        self._prompt_known = True
+        self._has_prompt = True
         ids = self._request.prompt_ids
         if not ids:
             return ()
@@ -364,7 +364,7 @@ def _log_prob_outputs(outputs: Mapping[str, str], count: int | None) -> list[str
 def _new_ids(packed: Any) -> tuple[int, ...]:
     """The generated ids in one beam of `news`: total, prompt, first place, finished, ids."""
     total, prompt, offset = (int(number) for number in packed[:3])
-    ids = packed[_NEWS_HEAD : _NEWS_HEAD + total - offset]
+    ids = packed[_DELTA_HEAD : _DELTA_HEAD + total - offset]
     return tuple(ids[max(0, prompt - offset) :].tolist())
 
 

@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
             about = "folder, id, name, name/run or model"
             nargs = 1 if names == "1" else names
             command.add_argument("jobs", metavar="JOB", nargs=nargs, help=about)
-        _add_own(command, name)
+        _add_specific(command, name)
     return parser
 
 
@@ -119,7 +119,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _add_own(command: argparse.ArgumentParser, name: str) -> None:
+def _add_specific(command: argparse.ArgumentParser, name: str) -> None:
     """The options of a single command."""
     if name == "status":
         command.add_argument(

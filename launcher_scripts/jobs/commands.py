@@ -20,9 +20,10 @@ from launcher_scripts.cluster.record import FORGOTTEN, RECORD
 from launcher_scripts.common.errors import ClusterError, problem
 from launcher_scripts.common.processes import remove_leftovers
 from launcher_scripts.common.rendering import align
-from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, read_jobs
+from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, read_jobs
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
-from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status, look
+from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status
+from launcher_scripts.jobs.status import statuses as look
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,7 +120,7 @@ class Request:
     port: int | None = None
     open: bool = False
 
-    def chosen(self) -> list[KnownJob]:
+    def chosen(self) -> list[Job]:
         jobs = choose_jobs(self.results, self.jobs)
         selected = [job for job in jobs if self.stage in (None, job.record.stage)]
         if not selected:
@@ -140,7 +141,7 @@ def list_jobs(request: Request) -> int:
 
 def status(request: Request) -> int:
     """The state of the named jobs, or of all that have not ended, and what their servers say."""
-    statuses, damaged = _asked_for(request)
+    statuses, damaged = _requested(request)
     _complain(damaged)
     if request.every is not None:
         return _watch(request, request.every)
@@ -175,18 +176,18 @@ def wait(request: Request) -> int:
         statuses = look(jobs, query_servers=request.ready)
         lost = [s for s in statuses if s.state.name == FORGOTTEN or s.blocked]
         if lost:
-            print(f"error: {_said(lost[0])}", file=sys.stderr)
+            print(f"error: {_described(lost[0])}", file=sys.stderr)
             return FAILED if lost[0].blocked else NOBODY_KNOWS
-        failed = [s for s in statuses if s.state.ended and _disappoints(s, request.ready)]
+        failed = [s for s in statuses if s.state.finished and _disappoints(s, request.ready)]
         if failed:
-            print(f"error: {_said(failed[0])}\n{tail(failed[0].job)}", file=sys.stderr)
+            print(f"error: {_described(failed[0])}\n{tail(failed[0].job)}", file=sys.stderr)
             return failed[0].state.exit_code or 1
-        if all(_is_there(s, request.ready) for s in statuses):
+        if all(_is_running(s, request.ready) for s in statuses):
             show(statuses, STATUS_COLUMNS, request.as_json)
             return 0
         if time.monotonic() > deadline:
-            waiting = next(s for s in statuses if not _is_there(s, request.ready))
-            print(f"error: after {timeout:g} s: {_said(waiting)}", file=sys.stderr)
+            waiting = next(s for s in statuses if not _is_running(s, request.ready))
+            print(f"error: after {timeout:g} s: {_described(waiting)}", file=sys.stderr)
             return TIMED_OUT
         time.sleep(_WAIT_SECONDS)
 
@@ -236,8 +237,8 @@ def resume(request: Request) -> int:
     """
     (*_, item) = look(request.chosen(), query_servers=False)
     record = item.job.record
-    if not item.state.ended:
-        raise ClusterError(f"{_said(item)}: it can be resumed when it has ended")
+    if not item.state.finished:
+        raise ClusterError(f"{_described(item)}: it can be resumed when it has ended")
     if not record.command:
         raise ClusterError(f"{item.job.folder / RECORD} has no command line")
     print(f"in {record.directory}: {shlex.join(record.command)}", flush=True)
@@ -252,7 +253,7 @@ def tunnel(request: Request) -> int:
     (*_, item) = look(request.chosen(), query_servers=False)
     endpoints = item.endpoints
     if not (item.is_service and endpoints):
-        print(f"error: {_said(item)}: it has no address yet", file=sys.stderr)
+        print(f"error: {_described(item)}: it has no address yet", file=sys.stderr)
         return NOT_YET
     address = endpoints.get("openai") or f"http://{endpoints.get('http') or endpoints['grpc']}"
     parts = urlsplit(address)
@@ -317,49 +318,49 @@ def _complain(damaged: Sequence[str]) -> None:
         print(f"warning: left out: {message}", file=sys.stderr)
 
 
-def _asked_for(request: Request) -> tuple[list[Status], list[str]]:
+def _requested(request: Request) -> tuple[list[Status], list[str]]:
     """The named jobs, or all that have not ended; and what is wrong with the records of others."""
     if request.jobs:
         return look(request.chosen()), []
     jobs, damaged = read_jobs(request.results)
-    return [s for s in look(jobs) if not s.state.ended], damaged
+    return [s for s in look(jobs) if not s.state.finished], damaged
 
 
 def _watch(request: Request, every: float) -> int:
     """The table again and again until Ctrl-C, in place where there is a terminal."""
     if not sys.stdout.isatty():
         while True:
-            show(_asked_for(request)[0], STATUS_COLUMNS, request.as_json)
+            show(_requested(request)[0], STATUS_COLUMNS, request.as_json)
             sys.stdout.flush()
             time.sleep(every)
     from rich.live import Live
 
     with Live(auto_refresh=False, screen=True) as live:
         while True:
-            live.update(coloured(_asked_for(request)[0], STATUS_COLUMNS), refresh=True)
+            live.update(coloured(_requested(request)[0], STATUS_COLUMNS), refresh=True)
             time.sleep(every)
 
 
 def _end(request: Request, end_job: Callable[[Any], Callable[..., None]]) -> int:
     jobs = request.chosen()
     for item in look(jobs, query_servers=False):
-        if not item.state.ended:
+        if not item.state.finished:
             end_job(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
     statuses = look(jobs, query_servers=False)
     show(statuses, LIST_COLUMNS, request.as_json)
-    return 0 if all(item.state.ended for item in statuses) else 1
+    return 0 if all(item.state.finished for item in statuses) else 1
 
 
 def _disappoints(item: Status, ready: bool) -> bool:
     return not item.state.succeeded or (ready and item.is_service)
 
 
-def _is_there(item: Status, ready: bool) -> bool:
-    return item.serves if ready and item.is_service else item.state.ended
+def _is_running(item: Status, ready: bool) -> bool:
+    return item.serves if ready and item.is_service else item.state.finished
 
 
-def _said(item: Status) -> str:
+def _described(item: Status) -> str:
     code = "" if item.state.exit_code is None else f" with exit code {item.state.exit_code}"
     reason = f" ({item.reason})" if item.reason else ""
     return f"job {item.job_id} {item.job.name} is {item.word}{code}{reason}"

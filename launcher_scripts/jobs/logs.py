@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from launcher_scripts.jobs.folders import KnownJob
+from launcher_scripts.jobs.folders import Job
 from launcher_scripts.jobs.status import job_state
 
 _POLL_SECONDS = 0.2
@@ -27,7 +27,7 @@ _REASON = re.compile(
 )
 
 
-def log_files(job: KnownJob) -> list[Path]:
+def log_files(job: Job) -> list[Path]:
     """The logs of a job's replicas, and of a server beside its client, as far as they are there."""
     paths = []
     for job_id in job.ids:
@@ -36,7 +36,7 @@ def log_files(job: KnownJob) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def print_logs(jobs: Sequence[KnownJob], lines: int | None) -> dict[Path, int]:
+def print_logs(jobs: Sequence[Job], lines: int | None) -> dict[Path, int]:
     """Print every log, or its last lines; returns how much of each has been read."""
     paths = [path for job in jobs for path in log_files(job)]
     read = {}
@@ -56,7 +56,7 @@ def print_logs(jobs: Sequence[KnownJob], lines: int | None) -> dict[Path, int]:
 
 
 def follow_logs(
-    jobs: Sequence[KnownJob], choose: Callable[[], Sequence[KnownJob]], read: dict[Path, int]
+    jobs: Sequence[Job], choose: Callable[[], Sequence[Job]], read: dict[Path, int]
 ) -> None:
     """Print what the logs gain until every job has ended.
 
@@ -80,16 +80,14 @@ def follow_logs(
             return
         if time.monotonic() - looked > _STATE_SECONDS:
             looked = time.monotonic()
-            finished = all(job_state(job, job_id).ended for job in jobs for job_id in job.ids)
+            finished = all(job_state(job, job_id).finished for job in jobs for job_id in job.ids)
         if not finished:
             time.sleep(_POLL_SECONDS)
         elif later := _later_jobs(jobs, choose):
             jobs, finished = [*jobs, *later], False
 
 
-def _later_jobs(
-    jobs: Sequence[KnownJob], choose: Callable[[], Sequence[KnownJob]]
-) -> list[KnownJob]:
+def _later_jobs(jobs: Sequence[Job], choose: Callable[[], Sequence[Job]]) -> list[Job]:
     """The jobs of further stages. On one machine each is submitted when the one before has ended,
     which takes the launcher a moment.
     """
@@ -98,7 +96,7 @@ def _later_jobs(
     return [job for job in choose() if job.record.stage not in stages]
 
 
-def tail(job: KnownJob, lines: int = 20) -> str:
+def tail(job: Job, lines: int = 20) -> str:
     """The end of a job's logs, for an error; what says why comes first where other lines follow."""
     parts = []
     for path in log_files(job):

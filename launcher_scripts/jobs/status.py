@@ -27,10 +27,10 @@ from launcher_scripts.cluster.record import (
 from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
 from launcher_scripts.common.errors import ClusterError, ServerError
 from launcher_scripts.common.exit_codes import VERDICT_FILE
-from launcher_scripts.common.http_answer import ask
+from launcher_scripts.common.http_answer import query
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.jobs.folders import KnownJob
+from launcher_scripts.jobs.folders import Job
 
 _SECONDS = 2.0
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -155,7 +155,7 @@ def parse_load(text: str) -> Load:
 def _answer(address: str, path: str, headers: Mapping[str, str] = _NO_HEADERS) -> str | None:
     """Return a server's response; None unless its status is 200."""
     try:
-        status, text = ask(address, path, _SECONDS, headers=headers)
+        status, text = query(address, path, _SECONDS, headers=headers)
     except OSError:
         return None
     return text if status == 200 else None
@@ -213,7 +213,7 @@ class Status:
     badge: what an evaluation decided; None: nothing
     """
 
-    job: KnownJob
+    job: Job
     job_id: str
     state: JobState
     ready: dict[str, Any] | None = None
@@ -268,9 +268,9 @@ class Status:
         """Exit code of `status`: 0 serves or is done, 1 has failed, 3 is not so far, 5 unknown."""
         if self.state.name in (UNKNOWN, FORGOTTEN):
             return NOBODY_KNOWS
-        if self.state.ended and not self.state.succeeded:
+        if self.state.finished and not self.state.succeeded:
             return FAILED
-        well = self.serves and self.state.running if self.is_service else self.state.ended
+        well = self.serves and self.state.running if self.is_service else self.state.finished
         return WELL if well else NOT_YET
 
     def to_json(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class Status:
             "status": self.word,
             "state": state.pop("name"),
             **state,
-            "ended": self.state.ended,
+            "ended": self.state.finished,
             "reason": self.reason,
             "verdict": None if self.badge is None else vars(self.badge),
             "ready": self.serves if self.is_service else None,
@@ -297,14 +297,14 @@ class Status:
         }
 
 
-def look(jobs: Iterable[KnownJob], *, query_servers: bool = True) -> list[Status]:
+def statuses(jobs: Iterable[Job], *, query_servers: bool = True) -> list[Status]:
     """The status of every job and replica, in order; they are asked at the same time."""
     pairs = [(job, job_id) for job in jobs for job_id in job.ids]
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return list(pool.map(lambda pair: _look(*pair, query_servers=query_servers), pairs))
+        return list(pool.map(lambda pair: _status(*pair, query_servers=query_servers), pairs))
 
 
-def job_state(job: KnownJob, job_id: str) -> JobState:
+def job_state(job: Job, job_id: str) -> JobState:
     """The state of a job or replica; its end is remembered in the job folder."""
     try:
         state = read_end(job.folder, job_id)
@@ -313,14 +313,14 @@ def job_state(job: KnownJob, job_id: str) -> JobState:
         state = job.cluster.state(job.folder, job.record, job_id)
     except ClusterError as error:  # a damaged job folder is no reason to say nothing of others
         return JobState(UNKNOWN, reason=str(error))
-    if state.name == FORGOTTEN or not state.ended:
+    if state.name == FORGOTTEN or not state.finished:
         return read_end(job.folder, job_id) or state
     with contextlib.suppress(ClusterError):  # the folder of somebody else's job
         write_end(job.folder, job_id, state)
     return state
 
 
-def _look(job: KnownJob, job_id: str, *, query_servers: bool) -> Status:
+def _status(job: Job, job_id: str, *, query_servers: bool) -> Status:
     state = job_state(job, job_id)
     ready = _ready(job, job_id) if state.running else None
     if ready is None or not query_servers:
@@ -330,7 +330,7 @@ def _look(job: KnownJob, job_id: str, *, query_servers: bool) -> Status:
     return Status(job, job_id, state, ready, answers, busy)
 
 
-def _ready(job: KnownJob, job_id: str) -> dict[str, Any] | None:
+def _ready(job: Job, job_id: str) -> dict[str, Any] | None:
     """The ready file of this run of the server, and of no other."""
     if job.record.ready_file is None:
         return None

@@ -471,18 +471,18 @@ class PeerBuffers:
     exchanges: int32 [parts of a row], zeros at first: how often each part was exchanged
     """
 
-    own: Tensor
+    local: Tensor
     addresses: Tensor
     exchanges: Tensor
     rank: int
 
     @property
     def ranks(self) -> int:
-        return self.own.shape[1]
+        return self.local.shape[1]
 
     @property
     def lane_words(self) -> int:
-        return self.own.shape[2]
+        return self.local.shape[2]
 
 
 class Ranks(Protocol):

@@ -157,9 +157,9 @@ def _counted(x: Tensor, count: Tensor) -> Tensor:
     return x * present[:, None]
 
 
-def _decays(whole: Tensor) -> Tensor:
+def _decays(full: Tensor) -> Tensor:
     """How much of token k is left at token q of cumulated logarithms [Q, H]: [H, Q, Q]."""
-    logarithms = whole.t()
+    logarithms = full.t()
     difference = logarithms[:, :, None] - logarithms[:, None]
     later = torch.ones_like(difference[0], dtype=torch.bool).triu(1)
     return difference.masked_fill(later, -torch.inf).exp()

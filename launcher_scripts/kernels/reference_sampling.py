@@ -26,7 +26,7 @@ from torch import Tensor
 from launcher_scripts.kernels.operands import BeamColumns, SamplingColumns
 
 # What a hypothesis that ended loses, so that it goes on only where nothing else can.
-ENDED = -1e9
+DONE_SCORE = -1e9
 COPIED_TOKENS = 4096
 
 
@@ -39,12 +39,12 @@ class BeamShape:
 
     width: int
     siblings: int
-    kept: int
+    candidates: int
 
     def within(self, vocab: int) -> BeamShape:
         """Return the shape for fewer tokens."""
         siblings = min(self.siblings, vocab)
-        return BeamShape(self.width, siblings, min(self.kept, self.width * siblings))
+        return BeamShape(self.width, siblings, min(self.candidates, self.width * siblings))
 
 
 def rank_beams(
@@ -82,7 +82,7 @@ def rank_beams(
     groups = ranked.shape[0]
     if bonus is not None:
         ranked = ranked + bonus[:, None, :count]
-    ranking, best = ranked.view(groups, -1).topk(shape.kept)  # [G, K]
+    ranking, best = ranked.view(groups, -1).topk(shape.candidates)  # [G, K]
     parents = torch.arange(width, device=logits.device)[:, None].expand(width, count)
     fields = (parents.reshape(1, -1).expand(groups, -1), tokens, ends.long())
     choices = torch.stack([fact.reshape(groups, -1).gather(1, best) for fact in fields])
@@ -102,7 +102,7 @@ def continue_beams(
     order = torch.arange(ends.shape[1], device=ends.device)
     selected = (order + ends * ends.shape[1]).topk(width, largest=False).indices  # [G, W]
     columns.token.index_copy_(0, slots, token.gather(1, selected).view(-1))
-    score = (scores[1] + ends * ENDED).gather(1, selected)
+    score = (scores[1] + ends * DONE_SCORE).gather(1, selected)
     columns.beam_score.index_copy_(0, slots, score.view(-1))
     return slots.view(-1, width).gather(1, parent.gather(1, selected)).view(-1)
 
@@ -157,8 +157,8 @@ def looking_is_free(device: torch.device) -> bool:
 
 
 TEMPERATURE_EPSILON = 1e-6
-LARGEST = torch.finfo(torch.float32).max
-SMALLEST = torch.finfo(torch.float32).tiny
+FLOAT_MAX = torch.finfo(torch.float32).max
+FLOAT_TINY = torch.finfo(torch.float32).tiny
 UNITS = 2.0**40
 NEGATIVE_INFINITY = float("-inf")
 
@@ -229,9 +229,9 @@ def sample(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> tuple[Ten
     candidates of the row's method (of the k largest those that min-p has left, the vocabulary for
     top-p).
     """
-    scores = temper(logits, slots, columns).clamp(max=LARGEST)
+    scores = temper(logits, slots, columns).clamp(max=FLOAT_MAX)
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    top = ordered[:, :1].clamp(min=-LARGEST)
+    top = ordered[:, :1].clamp(min=-FLOAT_MAX)
     shares = (ordered - top).exp()
     weights = (shares * UNITS).long()
     p = columns.top_p[slots]
@@ -302,7 +302,7 @@ def penalize(
     changed = torch.where(logits < 0, logits * repetition, logits / repetition)
     changed = changed - frequency * counts - torch.where(counts > 0, output_presence, 0.0)
     changed = changed - presence / _factor(slots, columns)[:, None]
-    return torch.where(seen, changed.clamp(-LARGEST, LARGEST), logits)
+    return torch.where(seen, changed.clamp(-FLOAT_MAX, FLOAT_MAX), logits)
 
 
 def temper(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
@@ -313,7 +313,7 @@ def temper(logits: Tensor, slots: Tensor, columns: SamplingColumns) -> Tensor:
 def _factor(slots: Tensor, columns: SamplingColumns) -> Tensor:
     temperature = columns.temperature[slots]
     factor = torch.where(temperature == 1, 1.0, 1.0 / (temperature + TEMPERATURE_EPSILON))
-    return factor.clamp(min=SMALLEST)
+    return factor.clamp(min=FLOAT_TINY)
 
 
 def forbid(

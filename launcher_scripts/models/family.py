@@ -351,7 +351,7 @@ class ModelConfig(ABC):
     ) -> None:
         """Note the sizes below 1, and the words that are none of their choices."""
         for name in sizes:
-            problems.check_at_least(name, getattr(self, name), 1)
+            problems.check_minimum(name, getattr(self, name), 1)
         for name, allowed in choices.items():
             problems.check_choice(name, getattr(self, name), allowed)
 

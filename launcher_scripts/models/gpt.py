@@ -280,7 +280,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
         if dense != (self.dense_ffn_size is not None):
             problems.add("layers without experts and dense_ffn_size need each other")
         if self.dense_ffn_size is not None:
-            problems.check_at_least("dense_ffn_size", self.dense_ffn_size, 1)
+            problems.check_minimum("dense_ffn_size", self.dense_ffn_size, 1)
         if self.router_score_function is not None:
             function = self.router_score_function
             problems.check_choice("router_score_function", function, SCORE_FUNCTIONS)
@@ -332,9 +332,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
                     problems.add(f"{name} needs kv_lora_rank", got=getattr(self, name))
             return
         for name in ("kv_lora_rank", *sizes):
-            problems.check_at_least(name, getattr(self, name) or 0, 1)
+            problems.check_minimum(name, getattr(self, name) or 0, 1)
         if self.q_lora_rank is not None:
-            problems.check_at_least("q_lora_rank", self.q_lora_rank, 1)
+            problems.check_minimum("q_lora_rank", self.q_lora_rank, 1)
         rope = self.rope_head_size or 0
         if rope % 2 or rope >= self.head_size:
             problems.add(

@@ -16,7 +16,7 @@ from launcher_scripts.models.family import Source
 # Its rows sum to the bias: what is left of a float32 after each rounding to the eight bits of a
 # bfloat16, since a bias decides by differences that the weights' type may not hold.
 EXPERT_BIAS = "layers.*.mlp.router.expert_bias"
-_WHOLE = ("wte", "wpe", "lm_head.weight", "lm_head.bias")
+_SHARED = ("wte", "wpe", "lm_head.weight", "lm_head.bias")
 
 GPT2 = {
     "wte": Source(("wte.weight",)),
@@ -489,7 +489,7 @@ def sources(name: str) -> dict[str, Source]:
             )
             for dialect, weights in result.items()
         }
-    stem, part = (name, None) if name in _WHOLE else name.rsplit(".", 1)
+    stem, part = (name, None) if name in _SHARED else name.rsplit(".", 1)
     result = {}
     for dialect, table in DIALECTS.items():
         if name in table:

@@ -29,7 +29,7 @@ GATEWAY = "gateway"
 
 def reserved_ports(settings: DeploySettings) -> AbstractContextManager[dict[str, int]]:
     """The ports of settings.hosts, and of the GATEWAY where there is one, as `reserved` does."""
-    return reserved(_wanted(settings))
+    return reserved(_requested(settings))
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _wanted(settings: DeploySettings) -> Iterator[tuple[str, str, int, str]]:
+def _requested(settings: DeploySettings) -> Iterator[tuple[str, str, int, str]]:
     """Name, address, number and configuration key of every port."""
     for name, host in settings.hosts.items():
         yield name, host, getattr(settings, f"{name}_port"), f"deploy.server.{name}_port"
@@ -122,7 +122,7 @@ def _advice(error: OSError, host: str, port: int, key: str) -> dict[str, Any]:
 EVERY_ADDRESS = ("0.0.0.0", "::", "")
 Listening = TypeVar("Listening", DeploySettings, GatewayJobSettings)
 _ELSEWHERE = "192.0.2.1"  # of a network for documents
-_REACH_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
 def local_address(host: str, port: int) -> str:
@@ -197,7 +197,7 @@ def _public_address(settings: Listening, host: str, port: int) -> str:
     the loopback address where the node cannot reach itself by name.
     """
     if host != LOOPBACK:
-        host = settings.public_host or (_own_name(port) if host in EVERY_ADDRESS else host)
+        host = settings.public_host or (_host_name(port) if host in EVERY_ADDRESS else host)
     return _host_port(host, port)
 
 
@@ -205,18 +205,18 @@ def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _own_name(port: int) -> str:
+def _host_name(port: int) -> str:
     """The node's name, if what listens on the port is reached by it."""
     name = socket.gethostname()
     try:
-        with socket.create_connection((name, port), timeout=_REACH_SECONDS):
+        with socket.create_connection((name, port), timeout=_CONNECT_SECONDS):
             return name
     except OSError:
         return LOOPBACK
 
 
 RENEW_SECONDS = 5.0
-_PATIENCE_SECONDS = 2.5 * RENEW_SECONDS
+_TIMEOUT_SECONDS = 2.5 * RENEW_SECONDS
 _POLL_SECONDS = 0.2
 
 
@@ -232,8 +232,8 @@ class ReadyFiles:
         self._key = f"{settings.stage}.run.results_dir"
         self._shared = settings.ready_file
         folder = settings.job_folder
-        self._own = None if folder is None else Path(folder) / self._shared.name
-        self._facts: dict[str, Any] = {}
+        self._local = None if folder is None else Path(folder) / self._shared.name
+        self._identity: dict[str, Any] = {}
         self._written = 0.0
         self._before: dict[str, Any] = {}  # the facts of the server whose place it took
         self._published = self._shared
@@ -246,7 +246,7 @@ class ReadyFiles:
         return self._shared != self._published
 
     def _may_publish(self) -> bool:
-        return self._own is not None and may_publish(self._own.parent)
+        return self._local is not None and may_publish(self._local.parent)
 
     def prepare(self) -> None:
         """Make the folder of the ready file, and remove what a dead server has left there.
@@ -255,7 +255,7 @@ class ReadyFiles:
         """
         try:
             self._shared.parent.mkdir(parents=True, exist_ok=True)
-            self._refuse_living()
+            self._reject_living()
             self._shared.unlink(missing_ok=True)
         except OSError as error:
             raise ServerError(
@@ -264,20 +264,20 @@ class ReadyFiles:
 
     def write(self, content: dict[str, Any]) -> None:
         """From now on others may use the server. Raises ServerError where one has come before."""
-        self._refuse_living()
-        self._facts = json.loads(json.dumps(content))  # as it will be read
+        self._reject_living()
+        self._identity = json.loads(json.dumps(content))  # as it will be read
         if self._held_back:
-            self._facts["candidate"] = True
-        self._write(filter(None, (self._own, self._shared)))
+            self._identity["candidate"] = True
+        self._write(filter(None, (self._local, self._shared)))
 
     def publish(self) -> Path | None:
         """The ready file, as soon as a server that was held back may have it; None before."""
         if not (self._held_back and self._may_publish()):
             return None
         candidate, self._shared = self._shared, self._published
-        self._before = self._shown()
-        del self._facts["candidate"]
-        self._write(filter(None, (self._own, self._shared)))
+        self._before = self._content()
+        del self._identity["candidate"]
+        self._write(filter(None, (self._local, self._shared)))
         candidate.unlink(missing_ok=True)
         return self._shared
 
@@ -292,14 +292,14 @@ class ReadyFiles:
         A disk that is full now is no reason to end a server. Another server's file stays, but for
         the one whose place was taken: it may just have been renewing its file.
         """
-        is_current = self._shared_is_ours() or (self._before and _same(self._shown(), self._before))
+        is_current = self._owns_shared() or (self._before and _same(self._content(), self._before))
         with contextlib.suppress(ServerError):
-            self._write(filter(None, (self._own, self._shared if is_current else None)))
+            self._write(filter(None, (self._local, self._shared if is_current else None)))
 
     def _write(self, paths: Iterable[Path]) -> None:
         self._written = time.monotonic()
         alive_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        text = json.dumps({**self._facts, "alive_at": alive_at}, indent=2) + "\n"
+        text = json.dumps({**self._identity, "alive_at": alive_at}, indent=2) + "\n"
         for path in paths:
             try:
                 atomic_write(path, text)
@@ -308,15 +308,15 @@ class ReadyFiles:
 
     def remove(self) -> None:
         """Take the address back; another server's stays."""
-        if self._own is not None:
-            self._own.unlink(missing_ok=True)
-        if self._shared_is_ours():
+        if self._local is not None:
+            self._local.unlink(missing_ok=True)
+        if self._owns_shared():
             self._shared.unlink(missing_ok=True)
 
-    def _shared_is_ours(self) -> bool:
-        return bool(self._facts) and _same(self._shown(), self._facts)
+    def _owns_shared(self) -> bool:
+        return bool(self._identity) and _same(self._content(), self._identity)
 
-    def _shown(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         """Read the shared file; {} if it is missing or of another run."""
         with contextlib.suppress(OSError, ValueError):
             content = json.loads(self._shared.read_text(encoding="utf-8"))
@@ -324,21 +324,21 @@ class ReadyFiles:
                 return content
         return {}
 
-    def _refuse_living(self) -> None:
+    def _reject_living(self) -> None:
         """Raise ServerError if the shared file is another server's that is alive.
 
         One that was killed looks alive for a while: the file must be seen to be renewed.
         """
-        first = self._shown()
+        first = self._content()
         try:
             silent = seconds_silent(first)
         except (TypeError, ValueError):
             return
-        if silent is None or silent > STALE_SECONDS or self._shared_is_ours():
+        if silent is None or silent > STALE_SECONDS or self._owns_shared():
             return
         print(f"{self._shared} names a {self._kind}: waiting for its next sign of life", flush=True)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (content := self._shown()) == first:
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while (content := self._content()) == first:
             if time.monotonic() > deadline:
                 return
             time.sleep(_POLL_SECONDS)
@@ -357,7 +357,7 @@ def _same(content: Mapping[str, Any], metadata: Mapping[str, Any]) -> bool:
     return {**content, "alive_at": None} == {**metadata, "alive_at": None}
 
 
-def job_facts(settings: DeploySettings) -> dict[str, Any]:
+def job_identity(settings: DeploySettings) -> dict[str, Any]:
     """Identify this run of a server: its job folder, and Slurm's job id and number of restarts."""
     return {
         "folder": settings.job_folder,

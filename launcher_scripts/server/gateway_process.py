@@ -35,7 +35,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 _READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of its log begin
 _TAIL_LINES = 20
 _HEARING_SECONDS = 0.5
-_ASK_SECONDS = 2.0  # between two questions about its health
+_HEALTH_SECONDS = 2.0  # between two questions about its health
 # Each failure takes seconds. A gateway on a busy machine is only slow; a suspended one is not.
 _FAILURES, _SUSPENDED_FAILURES = 6, 1
 
@@ -51,14 +51,14 @@ class _HealthCheck:
         host = LOOPBACK if settings.host in EVERY_ADDRESS else settings.host
         self._connection = connect(host, settings.port, settings.tls_certificate is not None)
         self.failures = 0
-        self._ended = threading.Event()
+        self._completed = threading.Event()
         threading.Thread(target=self._run, name="gateway's health", daemon=True).start()
 
     def end(self) -> None:
-        self._ended.set()
+        self._completed.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(_ASK_SECONDS):
+        while not self._completed.wait(_HEALTH_SECONDS):
             try:
                 self._connection.request("GET", "/health")
                 self._connection.getresponse().read()
@@ -88,8 +88,8 @@ class GatewayProcess:
         self.keyed = settings.api_keys is not None
         self.settings = settings
         self._file = file
-        self._marks = {} if status_dir is None else {STATUS_DIR_VARIABLE: str(status_dir)}
-        self._restarts, self._most_restarts = 0, restarts
+        self._variables = {} if status_dir is None else {STATUS_DIR_VARIABLE: str(status_dir)}
+        self._restarts, self._max_restarts = 0, restarts
         self._draining = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -108,16 +108,16 @@ class GatewayProcess:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Start it again if it has died or is frozen. Raises ServerError where it must not be."""
-        reason = self._frozen() or self._ended()
+        reason = self._frozen() or self._completed()
         if reason is None:
             return
-        if not self.models or self._restarts >= self._most_restarts:
+        if not self.models or self._restarts >= self._max_restarts:
             raise ServerError(reason)
         self._restarts += 1
         print(
-            f"{reason}\nrestart {self._restarts} of {self._most_restarts} of the gateway",
+            f"{reason}\nrestart {self._restarts} of {self._max_restarts} of the gateway",
             flush=True,
         )
         self._launch()
@@ -146,7 +146,7 @@ class GatewayProcess:
         self._end_health()
         self._tail.clear()
         paths = dict.fromkeys([str(_CHECKOUT), *(path for path in sys.path if path)])
-        variables = {**self._marks, "PYTHONPATH": os.pathsep.join(paths)}
+        variables = {**self._variables, "PYTHONPATH": os.pathsep.join(paths)}
         module = "launcher_scripts.steps.start_gateway"
         arguments = [sys.executable, "-m", module, "--settings", str(self._file)]
         self._process, self._reader = start_child(arguments, variables, self._repeat_log)
@@ -169,7 +169,7 @@ class GatewayProcess:
         state = " and is suspended" if suspended else ""
         return f"the gateway (process {self._process.pid}) does not answer /health{state}: killed"
 
-    def _ended(self) -> str | None:
+    def _completed(self) -> str | None:
         """Describe its end, with its last lines; None while it runs, or was not started."""
         if self._process is None or self._process.poll() is None:
             return None
@@ -219,7 +219,7 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
         try:
             process.start()
             while stop.received is None and not process.models:
-                process.look()
+                process.poll()
                 time.sleep(_POLL_SECONDS)
             if process.models:
                 url = openai_url(settings, host, ports[GATEWAY])
@@ -228,7 +228,7 @@ def serve_gateway(settings: GatewayJobSettings) -> None:
                 _announce(settings, url, process, ready_files)
             timeout, served_at = settings.idle_timeout, time.monotonic()
             while stop.received is None:
-                process.look()
+                process.poll()
                 ready_files.keep_alive()
                 if timeout is not None:
                     if has_servers(map(Path, settings.ready)):

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
-from launcher_scripts.common.http_answer import ask
+from launcher_scripts.common.http_answer import query
 from launcher_scripts.config.gateway import OPEN_PATHS, GatewaySettings
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
@@ -119,7 +119,7 @@ class TritonClient:
         return json.loads(text)
 
     def _ask(self, method: str, path: str) -> tuple[int, str]:
-        return ask(self.address, path, _REQUEST_SECONDS, method=method, headers=self.headers)
+        return query(self.address, path, _REQUEST_SECONDS, method=method, headers=self.headers)
 
 
 def all_ready(client: TritonClient, statuses: list[ModelStatus]) -> bool:
@@ -162,7 +162,7 @@ class IdleDetector:
     def _read(self) -> tuple[float | None, bool]:
         """The number of requests since the start, and whether some run or wait."""
         try:
-            status, text = ask(self._address, "/metrics", _METRICS_SECONDS)
+            status, text = query(self._address, "/metrics", _METRICS_SECONDS)
         except OSError:
             return self._requests, True
         return _total(text, _COUNTERS), status != 200 or _total(text, _GAUGES) > 0
@@ -248,7 +248,7 @@ def answers(host: str, port: int, model: str) -> Iterator[tuple[str, str, str]]:
     for tls in (False, True):
         for method, template in PATHS:
             path = template.format(model=model)
-            reply = _ask(host, port, method, path, tls)
+            reply = _query(host, port, method, path, tls)
             if reply is None:  # it speaks no HTTP
                 break
             if reply not in _CLOSED:
@@ -291,7 +291,7 @@ def connect(host: str, port: int, tls: bool) -> HTTPConnection:
     return HTTPConnection(host, port, timeout=_SECONDS)
 
 
-def _ask(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
+def _query(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
     """The status of the answer; None where there is none in HTTP."""
     connection = connect(host, port, tls)
     with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):

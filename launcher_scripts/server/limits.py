@@ -16,12 +16,12 @@ from launcher_scripts.common.processes import PRIVATE
 STACK_BYTES = 256 << 20
 OPEN_FILES = 65536
 
-_WANTED = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_NOFILE: OPEN_FILES}
+_LIMITS = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_NOFILE: OPEN_FILES}
 
 
 def server_limits() -> Mapping[int, tuple[int, int]]:
     """The soft and hard limits of a server's process, by resource; as high as this one may go."""
-    return {kind: _raised(kind, limit) for kind, limit in _WANTED.items()}
+    return {kind: _raised(kind, limit) for kind, limit in _LIMITS.items()}
 
 
 def set_limits(limits: Mapping[int, tuple[int, int]]) -> None:

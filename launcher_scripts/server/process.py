@@ -229,7 +229,7 @@ _MAX_ERRORS = 5
 # An error in Triton's log: level and time, process, place, and the message, mostly in quotes.
 _ERROR_LINE = re.compile(r'E\d{4} [\d:.]+ \d+ \S+\] "?(?P<message>.*?)"?$')
 
-_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 # Logged as an error on every machine without a GPU.
 _HARMLESS = "CudaDriverHelper has not been initialized"
 
@@ -249,7 +249,7 @@ class ServerProcess:
         ports: Mapping[str, int],
         folder: Path,
         protection: Protection,
-        env: Mapping[str, str] = _NOTHING_MORE,
+        env: Mapping[str, str] = _NO_VARIABLES,
     ) -> None:
         """Start it. env: further variables for it and all that it starts."""
         self._hide = protection.hide

@@ -14,15 +14,15 @@ from typing import Any
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.hosts import (
-    ALONE,
     ATTEMPT_VARIABLE,
     INTERFACE_VARIABLE,
     RENDEZVOUS_VARIABLE,
+    SINGLE_NODE,
     NodeRank,
 )
 from launcher_scripts.common.http_answer import UNIX
 from launcher_scripts.common.processes import (
-    ENDED,
+    EXITED,
     NAME_PREFIX,
     SUSPENDED,
     StopRequest,
@@ -40,7 +40,7 @@ from launcher_scripts.server.addresses import (
     ReadyFiles,
     addresses,
     gateway_host,
-    job_facts,
+    job_identity,
     local_address,
     openai_url,
     ports_in_use,
@@ -95,7 +95,7 @@ _SUSPENDED_SECONDS = 2.0  # that a process may be stopped for, by a debugger or 
 _FAILED_SECONDS = 5.0
 
 
-def serve(settings: DeploySettings, node_rank: NodeRank = ALONE) -> None:
+def serve(settings: DeploySettings, node_rank: NodeRank = SINGLE_NODE) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, or until settings.idle_timeout without requests.
 
     A server that was ready is started again settings.restarts times, and one that lost a worker
@@ -157,7 +157,7 @@ class _Run:
         self._stop = stop
         self._ready_files = ready_files
         self._env = env
-        self._give_up_early = stop_early
+        self._stop_early = stop_early
         self._credentials = credentials
         self.was_ready = False
         self.lost_worker = False
@@ -180,7 +180,7 @@ class _Run:
                 service = Service(
                     settings, process, ports, stop, protection, self._ready_files, gateway
                 )
-                if service.wait_until_ready(self._give_up_early):
+                if service.wait_until_ready(self._stop_early):
                     stack.close()
                 if service.open_gateway():
                     service.check_door()
@@ -276,7 +276,7 @@ class Service:
             if gateway is None or gateway.models:
                 return True
             self._check()
-            gateway.look()
+            gateway.poll()
             time.sleep(_POLL_SECONDS)
         return False
 
@@ -315,7 +315,7 @@ class Service:
             },
             "ranks": [{"model": s.model, **rank} for s in statuses for rank in s.ranks],
             "pid": self._process.pid,
-            "job": job_facts(self._settings),
+            "job": job_identity(self._settings),
             "timeline": self._timeline(statuses),
         }
         if GATEWAY in self._ports:
@@ -341,7 +341,7 @@ class Service:
                 return f"no request for {timeout:g} s (deploy.idle_timeout)"
             self._check()
             if self._gateway is not None:
-                self._gateway.look()
+                self._gateway.poll()
             published = self._ready_files.publish()
             if published is not None:
                 print(f"the verdict is GO, published: {published}", flush=True)
@@ -358,16 +358,16 @@ class Service:
         return [
             f"{label} (process {pid}) {failure}"
             for pid, label in self._watched.items()
-            if (failure := self._trouble(pid)) is not None
+            if (failure := self._failure(pid)) is not None
         ]
 
-    def _trouble(self, pid: int) -> str | None:
+    def _failure(self, pid: int) -> str | None:
         """Why a process cannot go on; None while it runs."""
         try:
             state = process_stat(pid).state
         except OSError:
-            state = ENDED[0]
-        if state in ENDED:
+            state = EXITED[0]
+        if state in EXITED:
             return "died"
         if state not in SUSPENDED:
             self._suspended.pop(pid, None)

@@ -61,7 +61,7 @@ def measure(settings: EvaluateSettings) -> None:
                 journal.note(asdict(run))
             report.add_load(load, test.runs, saturation, journal.measured_on)
 
-        test = LoadTest(settings, load, client, noted, list(map(LoadRun.of, journal.kept)))
+        test = LoadTest(settings, load, client, noted, list(map(LoadRun.of, journal.stored)))
         test.run_all()
         if load.find_saturation:
             saturation = test.saturation()

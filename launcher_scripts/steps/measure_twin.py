@@ -22,21 +22,21 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
-from launcher_scripts.config.evaluation import TwinSettings
+from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
 from launcher_scripts.evaluation.served.client import Client, connect
-from launcher_scripts.evaluation.tables import twin_table
+from launcher_scripts.evaluation.tables import reference_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,
-    Twins,
-    measure_twins,
-    read_twin_texts,
+    ComparedModels,
+    compare_models,
+    read_reference_texts,
 )
 from launcher_scripts.evaluation.twin.texts import TextSide
 from launcher_scripts.steps.command import run_evaluation
@@ -53,7 +53,7 @@ from launcher_scripts.steps.references import (
 
 FAMILIES = ("gpt", "t5", "bart")
 # Of the twin's settings: no answer depends on these.
-_PLACES = ("checkpoint", "data_file", "batch_size")
+_LOCATIONS = ("checkpoint", "data_file", "batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def measure(settings: EvaluateSettings) -> None:
     block = settings.twin
     if block is None:
         raise ConfigError(problem("no twin to measure", change="evaluate.twin"))
-    texts = read_twin_texts(block)
+    texts = read_reference_texts(block)
     report = Report(Path(settings.results_dir), settings.model_name)
     folder = Path(settings.tokenizer_dir)
     served = served_checkpoint(folder)
@@ -82,7 +82,7 @@ def measure(settings: EvaluateSettings) -> None:
             Journal(file, dependencies, environment, resume=settings.resume)
         )
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenizer-")))
-        comparison = Twins(
+        comparison = ComparedModels(
             client,
             reference,
             _served_side(client, folder, original),
@@ -93,20 +93,20 @@ def measure(settings: EvaluateSettings) -> None:
             inspection=_inspection(original, served, reference),
             continued=journal.continued,
         )
-        result = measure_twins(block, comparison, texts, str(original.path), log_progress("twin"))
+        result = compare_models(block, comparison, texts, str(original.path), log_progress("twin"))
     report.add_twin(block, result, journal.measured_on)
-    print("\n".join([twin_table(result), "", f"report: {report.html_file}"]))
+    print("\n".join([reference_table(result), "", f"report: {report.html_file}"]))
 
 
 def _set_up(
     environment: Mapping[str, Any],
-    twin: TwinSettings,
+    twin: ReferenceSettings,
     client: Client,
     original: Original,
     reference: Reference,
 ) -> dict[str, Any]:
     """Return everything that the answers of both depend on."""
-    settings = {name: value for name, value in asdict(twin).items() if name not in _PLACES}
+    settings = {name: value for name, value in asdict(twin).items() if name not in _LOCATIONS}
     special = client.special_ids
     return set_up(
         environment,
@@ -136,7 +136,7 @@ def _encodes(client: Client) -> bool:
 
 
 def _reference(
-    settings: TwinSettings, original: Original, stack: ExitStack
+    settings: ReferenceSettings, original: Original, stack: ExitStack
 ) -> tuple[str, Reference]:
     """Return the reference and its name; with `auto` the engine if the maker's code fails."""
     needed, free = weight_bytes(original.source.config, 1, "fp32"), free_memory()
@@ -174,7 +174,7 @@ def _served_side(client: Client, folder: Path, original: Original) -> TextSide |
 
     def encode(text: str) -> Sequence[int]:
         ids = client.encode(text)
-        return special.around(tokenizer.encode(text)) if ids is None else ids
+        return special.surround(tokenizer.encode(text)) if ids is None else ids
 
     decoder = special.decoder or (original.source.config.start_id,)
     return TextSide(encode, tokenizer, chat_render(folder, tokenizer), decoder)

@@ -82,7 +82,7 @@ class ModelConfigSettings:
     )
     enable_custom_all_reduce: bool = option(False, "as in the export's configuration")
     inter_token_target: float = option(
-        0.05, "seconds that a step over prompts may take; 0: no limit", least=0
+        0.05, "seconds that a step over prompts may take; 0: no limit", lower=0
     )
     enable_prefix_caching: bool | None = option(
         None, "compute what prompts have in common once; by default unless deterministic"

@@ -31,7 +31,7 @@ from launcher_scripts.checkpoint.verification import altered_files
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from launcher_scripts.config.evaluation import TwinSettings
+from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.core_model import CoreModel
@@ -41,7 +41,7 @@ from launcher_scripts.evaluation.tasks.transformers_model import TransformersMod
 from launcher_scripts.evaluation.twin.diagnosis import AlteredFile
 from launcher_scripts.evaluation.twin.texts import Render, TextSide
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.loading import own_chat_template
+from launcher_scripts.gateway.loading import local_chat_template
 from launcher_scripts.models import family_of
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.repository import FILE_NAME
@@ -87,7 +87,7 @@ class EngineModel(Reference):
         )
         return np.asarray(self._engine.submit(request).result(SECONDS).context_logits)
 
-    def generate_each(
+    def generate_rows(
         self,
         rows: Iterable[GenerateRequest],
         in_flight: int = 8,  # noqa: ARG002
@@ -199,7 +199,7 @@ def cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
 KEY = "evaluate.twin.checkpoint"
 RUNNER_KEY = "evaluate.twin.runner"
 # What an export may be told: they are not part of what is computed.
-_TOLD = ("start_id", "end_id", "pad_id")
+_SPECIAL_IDS = ("start_id", "end_id", "pad_id")
 
 
 def served_checkpoint(folder: Path) -> FTCheckpoint | None:
@@ -223,7 +223,7 @@ class Original:
     num_heads: int | None = None
 
     @classmethod
-    def of(cls, settings: TwinSettings, served: FTCheckpoint | None) -> Original:
+    def of(cls, settings: ReferenceSettings, served: FTCheckpoint | None) -> Original:
         """The one that the settings name, else what the served model was exported from.
 
         Raises ConfigError where there is none, or it lacks what the served one has learned.
@@ -292,7 +292,7 @@ class Original:
             else:
                 render = reference_text.render if reference_text.has_chat_template else None
                 return TextSide(reference_text.encode, tokenizer, render)
-        before, after = tokenizer.around() if self.format in TRANSFORMERS else ([], [])
+        before, after = tokenizer.surround() if self.format in TRANSFORMERS else ([], [])
         return TextSide(
             lambda text: [*before, *tokenizer.encode(text), *after],
             tokenizer,
@@ -308,7 +308,7 @@ class Original:
         pairs = {
             item.name: (getattr(served_value, item.name), getattr(source_value, item.name))
             for item in dataclasses.fields(source_value)
-            if item.name not in _TOLD
+            if item.name not in _SPECIAL_IDS
         }
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -337,7 +337,7 @@ class Original:
 
 def chat_render(folder: Path, tokenizer: Tokenizer) -> Render | None:
     """Writes a chat as the gateway does with the files of `folder`; None without a template."""
-    template = own_chat_template(folder, tokenizer)
+    template = local_chat_template(folder, tokenizer)
     if template is None:
         return None
 

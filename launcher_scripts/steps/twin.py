@@ -64,9 +64,9 @@ def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     source = checkpoint.manifest.source if checkpoint.manifest is not None else {}
     try:
         texts = _compare_texts(checkpoint, source, settings)
-        return _said(texts | _compare_logits(folder, checkpoint, source, settings))
+        return _described(texts | _compare_logits(folder, checkpoint, source, settings))
     except NoReferenceError as error:
-        return _said({"skipped": str(error)})
+        return _described({"skipped": str(error)})
     except ConfigError as error:
         raise CheckpointError(f"the reference refuses the checkpoint: {error}") from error
 
@@ -89,7 +89,7 @@ def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettin
     different = []
     for text in texts:
         ids, expected = tokenizer.encode(text), reference.encode(text, with_special=False)
-        pairs = [(ids, expected), (special.around(ids), reference.encode(text))]
+        pairs = [(ids, expected), (special.surround(ids), reference.encode(text))]
         pairs.append((tokenizer.decode(expected), reference.decode(expected)))  # type: ignore[arg-type]
         different += [(text, *pair) for pair in pairs if pair[0] != pair[1]][:1]
     if different:
@@ -205,7 +205,7 @@ def _prompt(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ids, (config.start_id, *decoder_ids)
 
 
-def _said(result: dict[str, Any]) -> dict[str, Any]:
+def _described(result: dict[str, Any]) -> dict[str, Any]:
     """Tell the user what the manifest gets."""
     if "texts" in result:
         print(f"{result['texts']} texts have the ids of transformers", flush=True)

@@ -39,7 +39,7 @@ def watch(settings: WatchSettings) -> int:
         if watcher.is_done():
             return watcher.exit_code()
         _submit(settings)
-        watcher.look()
+        watcher.poll()
         _remove_old_looks(settings)
         return 0
 

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
 from launcher_scripts.common.quantization import QUANTIZATIONS
-from launcher_scripts.config.evaluation import LadderRung, LadderSettings
+from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.evaluation.tables import choose, exit_code, ladder_table, read_row
 from launcher_scripts.steps.command import run_step
@@ -43,7 +43,7 @@ def write(settings: LadderSettings) -> int:
     return exit_code(rows)
 
 
-def weight_bytes(precision: LadderRung) -> int | None:
+def weight_bytes(precision: LadderPrecision) -> int | None:
     """Bytes of the weight files of all ranks; None where no manifest tells.
 
     Where the server quantizes the files' matrices, what it makes of them is counted.

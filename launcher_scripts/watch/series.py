@@ -95,7 +95,7 @@ class Series:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def look(self, saved: Iterable[SavedCheckpoint]) -> None:
+    def poll(self, saved: Iterable[SavedCheckpoint]) -> None:
         """Note new checkpoints, those that no longer change, and those that have gone."""
         present = {checkpoint.name: checkpoint for checkpoint in saved}
         for checkpoint in present.values():

@@ -44,9 +44,9 @@ class Watcher:
         self._runs = runs
         self._baseline = None if settings.baseline is None else _tasks_in(Path(settings.baseline))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """One look at the training's folder, at what runs, and at what can start."""
-        self._series.look(saved_checkpoints(Path(self._settings.training_dir)))
+        self._series.poll(saved_checkpoints(Path(self._settings.training_dir)))
         self.follow()
 
     def follow(self) -> None:
@@ -54,7 +54,7 @@ class Watcher:
         for entry in self._series.in_state(STARTED):
             outcome = self._runs.outcome(entry)
             if outcome is not None and outcome.verdict is None:
-                self._give_up(entry, outcome)
+                self._abort(entry, outcome)
             elif outcome is not None:
                 self._judge_or_give_up(entry, str(outcome.verdict))
         while self._startable():
@@ -68,7 +68,7 @@ class Watcher:
     def until_done(self) -> int:
         """Look until the configured end; returns the exit code of the newest checkpoint."""
         while True:
-            self.look()
+            self.poll()
             next_look = time.monotonic() + self._settle_seconds()
             while not self.is_done() and time.monotonic() < next_look:
                 time.sleep(min(_POLL_SECONDS, max(0.0, next_look - time.monotonic())))
@@ -112,7 +112,7 @@ class Watcher:
     def _evaluations(self) -> int:
         return len(self._series.in_state(JUDGED, FAILED))
 
-    def _give_up(self, entry: Entry, outcome: Outcome) -> None:
+    def _abort(self, entry: Entry, outcome: Outcome) -> None:
         """Try again, or note why there is no verdict. An interrupted attempt does not count."""
         reason, attempts = outcome.reason, entry.attempts - outcome.interrupted
         if not entry.path.exists():
@@ -129,7 +129,7 @@ class Watcher:
         try:
             self._judge(entry, measured)
         except ConfigError as error:
-            self._give_up(entry, Outcome(None, str(error)))
+            self._abort(entry, Outcome(None, str(error)))
 
     def _judge(self, entry: Entry, measured: str) -> None:
         """The verdict of the evaluation, or NO-GO if the series shows a regression."""

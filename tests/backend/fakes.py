@@ -56,8 +56,8 @@ class Response:
 class Request:
     """A request and its response sender in one."""
 
-    def __init__(self, inputs: dict[str, torch.Tensor], wanted: tuple[str, ...]) -> None:
-        self.tensors, self.wanted = inputs, wanted
+    def __init__(self, inputs: dict[str, torch.Tensor], requested: tuple[str, ...]) -> None:
+        self.tensors, self.requested = inputs, requested
         self.answers: list[Response] = []
         self.answered = threading.Event()
         self.left = False
@@ -67,7 +67,7 @@ class Request:
         return [Tensor(name, tensor) for name, tensor in self.tensors.items()]
 
     def requested_output_names(self):
-        return list(self.wanted)
+        return list(self.requested)
 
     def get_response_sender(self):
         return self

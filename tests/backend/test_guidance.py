@@ -63,7 +63,7 @@ def allowed(guide: Guide) -> list[int]:
 def drawn(guide: Guide, tokenizer: Tokenizer, draw: random.Random) -> str:
     """A text of tokens that may come."""
     ids: list[int] = []
-    while not guide.ended:
+    while not guide.finished:
         ids.append(draw.choice(allowed(guide)))
         assert guide.accept(ids[-1])
         assert len(ids) < 500
@@ -101,7 +101,7 @@ def test_alternatives_keep_their_own_definitions(thought):
         guide = made.guide(text)
         for token in tokenizer.encode(thought + expected):
             assert guide.accept(token), expected
-        assert guide.ended or tokenizer.end_id in allowed(guide)
+        assert guide.finished or tokenizer.end_id in allowed(guide)
     guide = made.guide(text)
     assert not all(map(guide.accept, tokenizer.encode(thought + '["three"]')))
 
@@ -264,9 +264,9 @@ def test_the_end_token_comes_only_where_the_text_may_end():
     assert tokenizer.end_id not in allowed(guide)
     assert guide.accept(tokenizer.encode("a")[0])
     assert tokenizer.end_id in allowed(guide)
-    assert not guide.ended
+    assert not guide.finished
     assert guide.accept(tokenizer.end_id)
-    assert guide.ended
+    assert guide.finished
 
 
 def accepts(guide: Guide, ids: list[int]) -> bool:
@@ -312,7 +312,7 @@ def test_a_mark_may_be_a_special_token():
     guide = made.guide(json.dumps({"choice": ["no"], "reasoning": {"end": mark}}))
     assert accepts(guide, tokenizer.encode(mark.replace("|", "!") + " so"))
     assert accepts(guide, [tokenizer.end_id, *tokenizer.encode(" no"), tokenizer.end_id])
-    assert guide.ended
+    assert guide.finished
 
 
 @needs_llguidance
@@ -324,8 +324,8 @@ def test_marks_may_be_texts_between_special_tokens(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     sizes = {"vocab_size": tokenizer.vocab_size, "end_id": tokenizer.end_id}
     made = Guidance(tmp_path, small_config(start_id=0, **sizes))
-    text = json.dumps({"choice": ["no"], "reasoning": harmony.THOUGHT.marks})
-    begin, end = harmony.THOUGHT.begin, harmony.THOUGHT.end
+    text = json.dumps({"choice": ["no"], "reasoning": harmony.REASONING.marks})
+    begin, end = harmony.REASONING.begin, harmony.REASONING.end
     for each, complete in (
         (f"{begin}Is it? No.{end}no", True),
         (f"{begin}no", False),

@@ -43,14 +43,14 @@ from tests.processes import wait_for
 CONFIG = small_config(end_id=67)
 
 
-def request(ids, lengths, output_lens, *wanted: str, **more: torch.Tensor) -> Request:
+def request(ids, lengths, output_lens, *requested: str, **more: torch.Tensor) -> Request:
     inputs = {
         "input_ids": torch.tensor(ids).to(torch.uint32),
         "input_lengths": torch.tensor(lengths).to(torch.uint32),
         "request_output_len": torch.tensor(output_lens).to(torch.uint32),
         **more,
     }
-    return Request(inputs, wanted or ("output_ids", "sequence_length"))
+    return Request(inputs, requested or ("output_ids", "sequence_length"))
 
 
 def arguments(folder: Path, **parameters: str) -> dict[str, str]:
@@ -146,8 +146,8 @@ def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):
 class NamedRequest(Request):
     """A request with an id of its own."""
 
-    def __init__(self, request_id: str, inputs: dict[str, torch.Tensor], *wanted: str) -> None:
-        super().__init__(inputs, wanted)
+    def __init__(self, request_id: str, inputs: dict[str, torch.Tensor], *requested: str) -> None:
+        super().__init__(inputs, requested)
         self._id = request_id
 
     def request_id(self):
@@ -411,11 +411,12 @@ def streaming_model(backend, tmp_path, monkeypatch, most_waiting):
 def test_rows_stream_in_step_until_the_longest_ends(streaming_model):
     asked = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
     asked.tensors["is_return_progress"] = torch.tensor([True, True])
-    asked.wanted = ("sequence_length", "streamed_length", "is_finished", "text_start")
+    asked.requested = ("sequence_length", "streamed_length", "is_finished", "text_start")
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
     seen = [
-        [answer.tensors[name][:, 0].tolist() for name in asked.wanted] for answer in asked.answers
+        [answer.tensors[name][:, 0].tolist() for name in asked.requested]
+        for answer in asked.answers
     ]
     assert seen == [
         [[4, 3], [0, 0], [False, False], [3, 2]],
@@ -429,11 +430,11 @@ def test_every_response_of_a_stream_has_the_log_probabilities_so_far(streaming_m
     asked = request([[3, 4, 5]], [3], [[3]])
     asked.tensors["num_log_probs"] = torch.tensor([[2]], dtype=torch.int32)
     asked.tensors["num_prompt_log_probs"] = torch.tensor([[0]], dtype=torch.int32)
-    asked.wanted = ("token_ranks", "top_log_probs", "prompt_log_probs")
+    asked.requested = ("token_ranks", "top_log_probs", "prompt_log_probs")
     streaming_model.execute([asked])
     assert asked.answered.wait(120)
     ranks, tops, prompts = (
-        [answer.tensors[name][0].tolist() for answer in asked.answers] for name in asked.wanted
+        [answer.tensors[name][0].tolist() for answer in asked.answers] for name in asked.requested
     )
     assert ranks == [[[1, 0, 0]], [[1, 1, 0]], [[1, 1, 1]]]
     assert [[bool(first) for first, _ in beam[0]] for beam in tops] == [
@@ -453,9 +454,9 @@ def test_a_response_with_news_has_the_log_probabilities_of_its_tokens_alone(stre
     outputs = ("token_log_probs", "token_ranks", "top_log_probs", "output_log_probs")
     plain = request([[3, 4, 5], [6, 7, 0]], [3, 2], [[2], [4]])
     plain.tensors = dict(asked.tensors)
-    plain.wanted = outputs
+    plain.requested = outputs
     asked.tensors["is_return_progress"] = torch.tensor([True, True])
-    asked.wanted = ("news", "prompt_ranks", *outputs)
+    asked.requested = ("news", "prompt_ranks", *outputs)
     streaming_model.execute([plain])
     assert plain.answered.wait(120)
     streaming_model.execute([asked])

@@ -36,7 +36,7 @@ def model(backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def old(ids: Any, lengths: Any, output_lens: Any) -> OldRequest:
     given = request(ids, lengths, output_lens)
-    return OldRequest(given.tensors, given.wanted)
+    return OldRequest(given.tensors, given.requested)
 
 
 def test_responses_are_returned_in_order_where_there_are_no_senders(model: Any) -> None:

@@ -16,7 +16,7 @@ from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import (
     NO_STREAM,
     GenerateRequest,
-    RowNews,
+    RowDelta,
     SamplingParameters,
     SharedId,
     open_id,
@@ -32,8 +32,8 @@ from tests.processes import wait_for
 IDS = st.integers(0, (1 << 31) - 1)
 
 
-@given(st.lists(st.builds(RowNews, IDS, st.lists(IDS).map(tuple), st.booleans(), IDS)))
-def test_what_is_packed_is_unpacked(rows: list[RowNews]) -> None:
+@given(st.lists(st.builds(RowDelta, IDS, st.lists(IDS).map(tuple), st.booleans(), IDS)))
+def test_what_is_packed_is_unpacked(rows: list[RowDelta]) -> None:
     assert list(unpack(pack(rows))) == rows
 
 
@@ -50,14 +50,14 @@ class Stream:
     def __init__(self, package: str) -> None:
         self.module = importlib.import_module(f"{package}.shared_stream")
         self.failures: list[tuple[str, int]] = []
-        answers = importlib.import_module(f"{package}.answers").Answers
+        answers = importlib.import_module(f"{package}.answer").Answers
         self.answers = answers(lambda *failure: self.failures.append(failure))
         self.engine = Engine()
         self.client = Request({}, ())
         self.streams = self.module.SharedStreams(self.answers)
         self.streams.open("mine", self.client)
 
-    def row(self, number: int, beams: int = 1, wanted: str = "news", **more: Any) -> Request:
+    def row(self, number: int, beams: int = 1, requested: str = "news", **more: Any) -> Request:
         sampling = SamplingParameters(beam_width=beams)
         sender, row = Request({}, ()), GenerateRequest((1,), 50, sampling)
         answer = self.module.SharedAnswer(
@@ -67,7 +67,7 @@ class Stream:
             sender,
             [row],
             {},
-            {wanted},
+            {requested},
             lambda _: {},
             streams=True,
             **more,
@@ -75,7 +75,7 @@ class Stream:
         answer.start(self.engine.submit)
         return sender
 
-    def news(self) -> list[list[RowNews]]:
+    def news(self) -> list[list[RowDelta]]:
         """Of the responses after the first, which opened the stream."""
         responses = self.client.answers[1:]
         return [list(unpack(each.tensors["news"].numpy())) for each in responses if each.tensors]
@@ -110,11 +110,11 @@ def test_one_response_brings_what_is_new_of_every_row(stream: Stream) -> None:
     hold.set()
     wait_for(lambda: len(stream.news()) == 2)
     first, second = stream.news()
-    assert first == [RowNews(3, (0,), False)]
+    assert first == [RowDelta(3, (0,), False)]
     assert sorted(second) == [
-        RowNews(3, (1,), False),
-        RowNews(4, (0, 1, 2), True),
-        RowNews(5, (0, 1), False),
+        RowDelta(3, (1,), False),
+        RowDelta(4, (0, 1, 2), True),
+        RowDelta(5, (0, 1), False),
     ]
     # The row that has ended is answered by nothing, and the others not yet.
     assert senders[1].answered.wait(30)
@@ -131,7 +131,7 @@ def test_the_first_news_of_a_row_have_its_cached_tokens(stream: Stream) -> None:
     stream.engine.step(0, 1)
     wait_for(lambda: sum(map(len, stream.news())) == 3)
     first, *rest = (each for response in stream.news() for each in response)
-    assert first == RowNews(3, (0,), False, 32)
+    assert first == RowDelta(3, (0,), False, 32)
     assert [each.num_cached_tokens for each in rest] == [0, 0]
 
 
@@ -141,7 +141,7 @@ def test_an_error_goes_to_its_own_request(stream: Stream) -> None:
     stream.engine.step(1, last=True)
     assert failing.answered.wait(30) and other.answered.wait(30)
     assert [str(each.error()) for each in failing.answers] == ["broken"]
-    assert stream.news() == [[RowNews(1, (0,), True)]]
+    assert stream.news() == [[RowDelta(1, (0,), True)]]
     assert stream.failures == [("failed", 1)]
 
 

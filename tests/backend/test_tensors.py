@@ -38,7 +38,7 @@ to_requests = partial(request_tensors.to_requests, CONTRACTS["GPT"])
 
 
 def shape(end_id: int, padding: int = 0) -> Shape:
-    return Shape(padding, end_id, torch.float32, prompt_start_id=100, wanted=WANTED)
+    return Shape(padding, end_id, torch.float32, prompt_start_id=100, requested=WANTED)
 
 
 def tensors(**values: object) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_rows_take_defaults_for_what_is_left_out():
 @pytest.mark.parametrize("model", CONTRACTS)
 def test_rows_have_the_contracts_defaults(model):
     """A tensor that was not sent is left to the row's own default."""
-    row, known = GenerateRequest((), 0), CONTRACTS[model].known
+    row, known = GenerateRequest((), 0), CONTRACTS[model].by_name
     own = {name: getattr(row.sampling, field) for name, field in SAMPLING_FIELDS.items()}
     own |= {name: getattr(row, field) for name, field in (REQUEST_FIELDS | TASK_FIELDS).items()}
     shared = own.keys() & known.keys()

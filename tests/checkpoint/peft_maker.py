@@ -83,7 +83,7 @@ class PeftMaker:
         self.tensors[f"{STEM}{module}.lora_B.bias"] = bias
         self.merged[f"{module}.bias"] += scale * bias
 
-    def whole(self, name: str, stored: str | None = None) -> None:
+    def full(self, name: str, stored: str | None = None) -> None:
         """A tensor that was trained as a whole. stored: its name in the file"""
         values = self.random(*self.merged[name].shape)
         self.tensors[STEM + (stored or name)] = values

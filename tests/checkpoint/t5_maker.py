@@ -142,7 +142,7 @@ def _assembled(rows: list[tuple[WeightSpec, Source, torch.Tensor]], config: T5Co
     else:
         whole = torch.cat(turned)
     axis = {Partition.REPLICATED: None, Partition.ROW_PARALLEL: 1}.get(spec.partition, 0)
-    if LAYOUTS[layout].whole:
+    if LAYOUTS[layout].full:
         axis = None
     return MadeTensor(whole.contiguous(), axis, LAYOUTS[layout].sections)
 

@@ -322,13 +322,13 @@ def test_lora_of_a_layer_without_a_gate(pieces: int, shuffled: bool) -> None:
         (16, DIM), [Piece((n * len(part), 0), part) for n, part in enumerate(parts)], "up"
     )
     stem = "decoder.layers.0.mlp.linear_fc1.adapter"
-    down = SourceTensor.whole(np.zeros((DIM, 8), np.float32))
+    down = SourceTensor.full(np.zeros((DIM, 8), np.float32))
     tensors = {f"{stem}.linear_in.weight": down, f"{stem}.linear_out.weight": up}
     said = PeftSettings(settings("LoRA", "x"), Problems("the adapter"), 2, False)
     adapter = adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
     (found,) = adapter.updates["decoder.layers.0.mlp.linear_fc1.weight"]
     np.testing.assert_array_equal(found.up.read(), rows.numpy())
-    tensors[f"{stem}.linear_out.weight"] = SourceTensor.whole(stored_rows.numpy())
+    tensors[f"{stem}.linear_out.weight"] = SourceTensor.full(stored_rows.numpy())
     with pytest.raises(CheckpointError, match="does not show in which order its rows are"):
         adapter_of(Path("adapter"), tensors, said, small_config(), ("mcore",))
 

@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
     weight_files,
 )
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
-from launcher_scripts.checkpoint.layout.layouts import rank_columns, whole_blocks
+from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_weights import weights
@@ -40,7 +40,7 @@ def write(folder: Path, config: GPTConfig, tp_size: int = 2, dtype: str = "fp32"
             name = file.spec.tensor_name(file.layer)
             if name not in whole:
                 whole[name] = random.standard_normal(file.spec.shape_on(config, 1))
-            blocks = whole_blocks(file.spec, config, whole[name])
+            blocks = full_blocks(file.spec, config, whole[name])
             columns = rank_columns(file.spec, config, tp_size, file.tp_rank, blocks)
             part = np.concatenate(columns, axis=-1).astype(writer.dtype)
             writer.write(file, [np.ascontiguousarray(part)])

@@ -54,7 +54,7 @@ def save_model(folder: Path, name: str = "llama") -> None:
 
 def prompt(tokenizer: Any, text: str) -> list[int]:
     """The ids of a prompt, as the text models make them."""
-    before, after = tokenizer.around()
+    before, after = tokenizer.surround()
     return [*before, *tokenizer.encode(text), *after]
 
 

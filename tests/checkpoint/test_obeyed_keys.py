@@ -79,7 +79,7 @@ def test_a_key_that_transformers_ignores_is_refused(key: str) -> None:
 def read(raw: dict[str, Any], names: list[str]) -> Any:
     """Hyperparameters by the reader of the model type; None if it refuses."""
     values = RawConfig(raw, names, Problems("it"))
-    table.refuse_disobeyed(values)
+    table.reject_disobeyed(values)
     try:
         config = table.ARCHITECTURES[raw["model_type"]].read(values)
     except CheckpointError:

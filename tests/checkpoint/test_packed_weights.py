@@ -41,7 +41,7 @@ def stored(name: str) -> tuple[dict[str, SourceTensor], np.ndarray, dict[str, An
     with safe_open(FOLDER / file, "np") as opened:
         config = json.loads(opened.metadata()["config"])
     expected = arrays.pop("expected")
-    return {key: SourceTensor.whole(value) for key, value in arrays.items()}, expected, config
+    return {key: SourceTensor.full(value) for key, value in arrays.items()}, expected, config
 
 
 def applied(
@@ -98,7 +98,7 @@ def test_three_bits_lie_across_words() -> None:
         "m.qzeros": np.ascontiguousarray(packed(np.swapaxes(bits[:2], 0, 1)).T),
         "m.scales": np.array([[0.5] * 32, [2.0] * 32], np.float16),
     }
-    sources = {key: SourceTensor.whole(value) for key, value in tensors.items()}
+    sources = {key: SourceTensor.full(value) for key, value in tensors.items()}
     config = {"quant_method": "gptq", "bits": 3, "group_size": 32, "checkpoint_format": "gptq_v2"}
     assert applied(sources, config) == []
     zeros, scales = np.repeat(numbers[:2], 32, 0), np.repeat(tensors["m.scales"], 32, 0)
@@ -108,7 +108,7 @@ def test_three_bits_lie_across_words() -> None:
 def test_biases_of_zeros_that_gptq_adds_are_removed() -> None:
     tensors, _, config = stored("gptq_4")
     parts = {key.removeprefix("m."): tensor for key, tensor in tensors.items()}
-    zeros, ones = (SourceTensor.whole(np.full(24, value, np.float16)) for value in (0, 1))
+    zeros, ones = (SourceTensor.full(np.full(24, value, np.float16)) for value in (0, 1))
     biases = {"0.up.bias": zeros, "1.up.bias": zeros, "0.q.bias": zeros, "1.q.bias": ones}
     modules = [name.removesuffix(".bias") for name in biases]
     both = {f"{module}.{key}": tensor for module in modules for key, tensor in parts.items()}
@@ -120,7 +120,7 @@ def test_biases_of_zeros_that_gptq_adds_are_removed() -> None:
 
 
 def changed(tensor: SourceTensor, change: Any) -> SourceTensor:
-    return SourceTensor.whole(np.ascontiguousarray(change(tensor.read())))
+    return SourceTensor.full(np.ascontiguousarray(change(tensor.read())))
 
 
 def state(**changes: Any) -> Any:
@@ -291,8 +291,8 @@ def test_fp8_in_modelopts_blocks(axes: int) -> None:
     numbers, scales = torch.randn(130, 200).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5
     spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:130, :200]
     tensors = {
-        "m.weight": SourceTensor.whole(numbers.view(torch.uint8).numpy().view(FLOAT8)),
-        "m.weight_scale": SourceTensor.whole(
+        "m.weight": SourceTensor.full(numbers.view(torch.uint8).numpy().view(FLOAT8)),
+        "m.weight_scale": SourceTensor.full(
             (scales if axes == 2 else scales[:, None, :, None]).numpy()
         ),
     }
@@ -303,6 +303,6 @@ def test_fp8_in_modelopts_blocks(axes: int) -> None:
 def test_int8_of_modelopt() -> None:
     tensors, expected, _ = stored("ct_int8")
     scales = tensors["m.weight_scale"].read()[:, 0]
-    tensors["m.weight_scale"] = SourceTensor.whole(scales)
+    tensors["m.weight_scale"] = SourceTensor.full(scales)
     assert applied(tensors, {"quant_method": "modelopt", "quant_algo": "W8A16"}) == []
     np.testing.assert_array_equal(tensors["m.weight"].read(), expected)

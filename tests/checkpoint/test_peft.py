@@ -57,7 +57,7 @@ def _patterns(maker: PeftMaker) -> None:
 
 def _saved(maker: PeftMaker) -> None:
     for name in (f"{EMBED}.weight", "lm_head.weight", "model.norm.weight"):
-        maker.whole(name)
+        maker.full(name)
     layers("q_proj")(maker)
 
 
@@ -68,7 +68,7 @@ def _tokens(maker: PeftMaker) -> None:
 
 def _tables(maker: PeftMaker) -> None:
     """PEFT stores the table, too, that LoRA was learned for."""
-    maker.whole(f"{EMBED}.weight", f"{EMBED}.base_layer.weight")
+    maker.full(f"{EMBED}.weight", f"{EMBED}.base_layer.weight")
     maker.embedding(EMBED, 2.0)
     maker.lora("lm_head", 2.0)
 
@@ -77,7 +77,7 @@ def _biases(stored: str) -> Callable[[PeftMaker], None]:
     def make(maker: PeftMaker) -> None:
         for module in maker.modules("q_proj", "v_proj"):
             maker.lora(module, 2.0)
-            maker.whole(f"{module}.bias", f"{module}{stored}.bias")
+            maker.full(f"{module}.bias", f"{module}{stored}.bias")
 
     return make
 
@@ -341,7 +341,7 @@ def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
 def test_equal_tables_of_a_tied_base_stay_one(tmp_path: Path) -> None:
     model = MODELS["tied"].save(tmp_path / "base")
     maker = PeftMaker(model)
-    maker.whole(f"{EMBED}.weight")
+    maker.full(f"{EMBED}.weight")
     table = maker.tensors[f"{STEM}{EMBED}.weight"]
     maker.tensors[f"{STEM}lm_head.weight"] = table.clone()
     config = {"target_modules": [], "modules_to_save": ["embed_tokens", "lm_head"]}

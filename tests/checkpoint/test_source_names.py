@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources import core_adapters, core_t5
-from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import own_experts
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import separate_experts
 from launcher_scripts.checkpoint.sources.megatron_core import model_names
 from launcher_scripts.checkpoint.sources.nemo_adapters import read_parts
 from launcher_scripts.common.errors import CheckpointError
@@ -29,7 +29,7 @@ from tests.checkpoint.test_gguf import WIDE, write
 from tests.checkpoint.tiny_models import DECODERS, LATER_DECODERS
 from tests.checkpoint_maker import make_nemo, small_config
 
-ONE = SourceTensor.whole(np.ones((2, 4, 3), np.float32))
+ONE = SourceTensor.full(np.ones((2, 4, 3), np.float32))
 
 
 def changed(folder: Path, model: Any, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
@@ -68,7 +68,7 @@ def test_an_expert_that_is_there_alone_and_among_all() -> None:
         "layers.0.mlp.experts.1.down_proj.weight": ONE,
     }
     with pytest.raises(CheckpointError, match=r"experts\.down_proj and .*1\.down_proj\.weight are"):
-        own_experts(tensors, "qwen3_moe", "it")
+        separate_experts(tensors, "qwen3_moe", "it")
 
 
 def test_rows_of_experts_that_cannot_be_halved(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def other_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def zeros(shape: tuple[int, ...]) -> SourceTensor:
-    return SourceTensor.whole(np.broadcast_to(np.zeros((), np.float32), shape))
+    return SourceTensor.full(np.broadcast_to(np.zeros((), np.float32), shape))
 
 
 def check_shapes(checkpoint: Any) -> None:

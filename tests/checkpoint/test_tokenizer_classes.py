@@ -46,7 +46,7 @@ def check(source: Path, target: Path) -> dict[str, bytes]:
     """Compare ids and texts with transformers'; the files."""
     tokenizer, files = exported(source, target)
     reference = TransformersText(source)
-    before, after = tokenizer.around()
+    before, after = tokenizer.surround()
     for text in [*TEXTS, *(f"a {token} b{token}c" for token in reference.added_tokens())]:
         ids = reference.encode(text, with_special=False)
         assert tokenizer.encode(text) == ids, text

@@ -59,7 +59,7 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_views_share_their_storage(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32)
     state = OrderedDict(
-        whole=base.view(4, 6),
+        full=base.view(4, 6),
         transposed=base.view(4, 6).t(),
         slice=base[3:9],
         strided=base[::5],

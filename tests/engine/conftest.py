@@ -44,7 +44,7 @@ class ForkedRank:
         assert self._process.pid is not None
         return self._process.pid
 
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         code = self._process.exitcode
         if code is None:
             return "is stopped (SIGSTOP)" if is_suspended(self.pid) else None
@@ -53,12 +53,12 @@ class ForkedRank:
     def works(self) -> bool:
         return self._activity.works()
 
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self._process.exitcode is not None
 
     def wait(self, timeout: float) -> bool:
         self._process.join(timeout)
-        return self.ended()
+        return self.finished()
 
     def kill(self) -> None:
         self._process.kill()

@@ -98,25 +98,25 @@ def write_checkpoint(
 
 
 def rank_part(
-    spec: WeightSpec, config: ModelConfig, whole: np.ndarray, tp_size: int, tp_rank: int
+    spec: WeightSpec, config: ModelConfig, full: np.ndarray, tp_size: int, tp_rank: int
 ) -> np.ndarray:
     """One rank's part of a whole tensor."""
     if spec.partition is Partition.ROW_PARALLEL:
-        return np.split(whole, tp_size, axis=0)[tp_rank]
+        return np.split(full, tp_size, axis=0)[tp_rank]
     if spec.partition is not Partition.COLUMN_PARALLEL:
-        return whole
+        return full
     if not isinstance(config, GPTConfig) or not spec.blocks:
-        blocks = np.split(whole, max(1, len(spec.blocks)), axis=-1)
+        blocks = np.split(full, max(1, len(spec.blocks)), axis=-1)
         return np.concatenate([np.split(b, tp_size, axis=-1)[tp_rank] for b in blocks], axis=-1)
     sizes = [getattr(config, block) for block in spec.blocks]
-    heads = (*whole.shape[:-1], config.num_kv_heads, config.head_size)
+    heads = (*full.shape[:-1], config.num_kv_heads, config.head_size)
     copies = config.kv_copies(tp_size)
     parts = [
-        np.repeat(part.reshape(heads), copies, axis=-2).reshape(*whole.shape[:-1], -1)
+        np.repeat(part.reshape(heads), copies, axis=-2).reshape(*full.shape[:-1], -1)
         if block == "kv_size"
         else part
         for block, part in zip(
-            spec.blocks, np.split(whole, np.cumsum(sizes)[:-1], axis=-1), strict=True
+            spec.blocks, np.split(full, np.cumsum(sizes)[:-1], axis=-1), strict=True
         )
     ]
     return np.concatenate([np.split(part, tp_size, axis=-1)[tp_rank] for part in parts], axis=-1)

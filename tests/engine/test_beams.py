@@ -54,9 +54,9 @@ def run(engine: Engine, *args: object, **more: object) -> GenerateOutput:
     return engine.submit(request(*args, **more)).result(60)
 
 
-def check(output: GenerateOutput, wanted: list[tuple[Text, float]]) -> None:
-    assert [beam.output_ids for beam in output.beams] == [text for text, _ in wanted]
-    for beam, (_, total) in zip(output.beams, wanted, strict=True):
+def check(output: GenerateOutput, requested: list[tuple[Text, float]]) -> None:
+    assert [beam.output_ids for beam in output.beams] == [text for text, _ in requested]
+    for beam, (_, total) in zip(output.beams, requested, strict=True):
         assert beam.cum_log_probs == pytest.approx(total, abs=1e-4)
         assert sum(beam.output_log_probs) == pytest.approx(total, abs=1e-4)
 
@@ -291,7 +291,7 @@ def test_tokens_that_all_hypotheses_share_are_not_copied(monkeypatch):
     engine = engine_for(config, random_tensors(config))
     got = texts(run(engine, PROMPT, 80, 4))
     less, copied[:] = sum(copied), []
-    monkeypatch.setattr("launcher_scripts.engine.core.hypotheses.LOOK_BACK", 0)
+    monkeypatch.setattr("launcher_scripts.engine.core.hypotheses.LOOKUP_WINDOW", 0)
     assert texts(run(engine, PROMPT, 80, 4)) == got
     engine.close()
     assert sum(copied) == sum(range(1, 79))

@@ -59,8 +59,8 @@ def together(engine: Engine, rows: list[GenerateRequest]) -> list[GenerateOutput
     return [future.result(60) for future in [engine.submit(row) for row in rows]]
 
 
-def compare(wanted: list[GenerateOutput], got: list[GenerateOutput]) -> None:
-    for one, other in zip(wanted, got, strict=True):
+def compare(requested: list[GenerateOutput], got: list[GenerateOutput]) -> None:
+    for one, other in zip(requested, got, strict=True):
         pairs = list(zip(one.hypotheses, other.hypotheses, strict=True))
         assert [a.output_ids for a, _ in pairs] == [b.output_ids for _, b in pairs]
         for a, b in pairs:

@@ -184,7 +184,7 @@ def test_answers_are_those_without_a_draft_model(
     draft = (config, near(tensors)) if agrees else (SMALLER, random_tensors(SMALLER))
     plain = engine_for(config, tensors)
     drafting = engine_for(config, tensors, max_batch_size=9, draft=draft)
-    check_same(plain, drafting, seed=len(model), least=20 if agrees else -1)
+    check_same(plain, drafting, seed=len(model), lower=20 if agrees else -1)
 
 
 @pytest.mark.usefixtures("no_lookup")
@@ -292,7 +292,7 @@ def test_ranks_keep_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     plain = engine_for(CONFIG, TENSORS)
     folder = write_checkpoint(tmp_path / "draft", CONFIG, near(TENSORS), tp)
     drafting = load_engine(tmp_path, CONFIG, TENSORS, tp, pp, draft_checkpoint_dir=folder)
-    check_same(plain, drafting, seed=2, count=8, least=5)
+    check_same(plain, drafting, seed=2, count=8, lower=5)
     assert accepted(drafting) > 0.5 * tried(drafting)
 
 

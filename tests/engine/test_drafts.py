@@ -82,7 +82,7 @@ def requests_of(seed: int, count: int) -> list[GenerateRequest]:
 
 
 def check_same(
-    plain: Engine, drafting: Engine, seed: int, count: int = 16, *, least: int = 20
+    plain: Engine, drafting: Engine, seed: int, count: int = 16, *, lower: int = 20
 ) -> None:
     """Every second row drafts, beside those that do not; more than `least` tokens come so."""
     draw = random.Random(seed)
@@ -98,7 +98,7 @@ def check_same(
     for want, got in same_answers(wanted, futures):
         if want.token_log_probs is not None:
             assert got.token_log_probs.ranks.tolist() == want.token_log_probs.ranks.tolist()
-    assert accepted(drafting) > least
+    assert accepted(drafting) > lower
     assert tried(drafting) > accepted(drafting)
     assert drafting.cache_tokens_used == 0
     plain.close()
@@ -116,7 +116,7 @@ def accepted(engine: Engine) -> float:
 @pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window", "latent"])
 def test_answers_are_those_without_drafts(model: str) -> None:
     plain, drafting = (engine_for(*MODELS[model], max_batch_size=9) for _ in range(2))
-    check_same(plain, drafting, seed=len(model), least=15)
+    check_same(plain, drafting, seed=len(model), lower=15)
 
 
 def test_answers_are_the_same_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_rows_that_move_and_wait_again_take_their_drafts_along(
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_ranks_keep_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     plain = engine_for(CONFIG, TENSORS)
-    check_same(plain, load_engine(tmp_path, CONFIG, TENSORS, tp, pp), seed=2, count=8, least=5)
+    check_same(plain, load_engine(tmp_path, CONFIG, TENSORS, tp, pp), seed=2, count=8, lower=5)
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:

@@ -21,7 +21,7 @@ from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.step_budget import GROWN_TOKENS
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
-from launcher_scripts.engine.messages.plan import Place, Plan
+from launcher_scripts.engine.messages.plan import Plan, Relocation
 from launcher_scripts.engine.model.kv_cache import ExtentAllocator
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.engine.small_models import (
@@ -81,12 +81,12 @@ class TokenDevice:
             self._cache[start + part.past : start + part.past + part.count] = ids
             self._rows[part.slot][1] = part.past + part.count
             if part.past + part.count == len(self._ids[part.slot]):
-                tokens.append(self._chosen(part.slot))
+                tokens.append(self._sampled(part.slot))
         for slot in plan.decode:
             start, length, token = self._rows[slot]
             self._cache[start + length] = token
             self._rows[slot][1] = length + 1
-            tokens.append(self._chosen(slot))
+            tokens.append(self._sampled(slot))
 
         class Known(StepResult):
             def read(self):
@@ -94,7 +94,7 @@ class TokenDevice:
 
         return Known()
 
-    def _chosen(self, slot: int) -> TokenResult:
+    def _sampled(self, slot: int) -> TokenResult:
         start, length, _ = self._rows[slot]
         token = following(tuple(self._cache[start : start + length]))
         self._rows[slot][2] = token
@@ -180,7 +180,7 @@ def test_a_row_that_cannot_grow_there_moves() -> None:
     moved = next(plan for plan in plans if plan.places)
     assert moved.copies[0].source == 0
     assert moved.copies[0].count == 10 + SMALL
-    assert Place(first.slots[0], moved.copies[0].target) in moved.places
+    assert Relocation(first.slots[0], moved.copies[0].target) in moved.places
     for row in (first, second):
         assert row.future.result(0).output_ids == wanted(row)
     assert scheduler.used_tokens == 0
@@ -254,7 +254,7 @@ def test_every_row_ends_with_its_own_text(seed: int, caching: bool) -> None:
             grows=draw.random() < 0.8,
         )
         if caching:
-            row.prefix = prefix_of(row.request, prompt, row.own_capacity, CONFIG)
+            row.prefix = prefix_of(row.request, prompt, row.row_capacity, CONFIG)
         rows.append(row)
         scheduler.add(row)
         if draw.random() < 0.2:
@@ -324,10 +324,10 @@ Answers = Sequence[Future[GenerateOutput]]
 
 
 def same_answers(
-    wanted: Answers, futures: Answers
+    requested: Answers, futures: Answers
 ) -> Iterator[tuple[GenerateOutput, GenerateOutput]]:
     """Pairs of the answers, whose tokens and log-probabilities are the same."""
-    for one, other in zip(wanted, futures, strict=True):
+    for one, other in zip(requested, futures, strict=True):
         want, got = one.result(60), other.result(60)
         assert got.output_ids == want.output_ids
         assert got.output_log_probs == pytest.approx(want.output_log_probs, abs=1e-3)

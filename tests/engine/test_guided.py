@@ -39,7 +39,7 @@ class Steps:
         self.asked = 0
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self._left == 0
 
     def is_ready(self, timeout: float) -> bool:  # noqa: ARG002
@@ -85,7 +85,7 @@ def submit(
 def expected(text: tuple[int, ...], guide: Steps) -> tuple[int, ...]:
     """The likeliest token that may come, by a forward pass without cache for each."""
     generated: list[int] = []
-    while not guide.ended:
+    while not guide.finished:
         ids = torch.tensor([(*text, *generated)])
         logits = reference_forward_gpt.logits(WEIGHTS, CONFIG, ids)[0, -1]
         token = max(guide._allowed, key=lambda each: float(logits[each]))
@@ -235,7 +235,7 @@ def test_a_t5_decodes_what_may_come(ahead, monkeypatch):
     answer = submit(engine, SOURCE, steps(6)).result(60)
     engine.close()
     text = [0]
-    while not guide.ended:
+    while not guide.finished:
         logits = plain.logits(SOURCE, text)[-1]
         text.append(max(guide._allowed, key=lambda each: float(logits[each])))
         assert guide.accept(text[-1])

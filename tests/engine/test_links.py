@@ -48,7 +48,7 @@ def test_both_ends_speak_once_proven(listener):
     assert [other.receive(MESSAGES), other.receive(MESSAGES)] == [Failed("one"), Stop()]
     other.send(Stop())
     assert link.receive(MESSAGES) == Stop()
-    assert other.other_host == link.own_host == LOOPBACK
+    assert other.other_host == link.local_host == LOOPBACK
     link.close()
     with pytest.raises(EOFError, match="the other end closed the connection"):
         other.receive(MESSAGES)
@@ -62,10 +62,10 @@ def test_a_link_is_closed_only_when_nobody_reads_it(listener, monkeypatch):
     connection, begun, going_on = link._connection, threading.Event(), threading.Event()
     real = connection.recv_bytes
 
-    def read_slowly(most):
+    def read_slowly(maximum):
         begun.set()
         going_on.wait()
-        return real(most)
+        return real(maximum)
 
     monkeypatch.setattr(connection, "recv_bytes", read_slowly)
     said = SimpleQueue()

@@ -294,7 +294,7 @@ def test_an_engine_waits_for_its_kernels(
     hopper: Hopper, compiled: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(
-        engine_module, "KernelPrecompiler", lambda *known: KernelPrecompiler(*known[:3], GPU)
+        engine_module, "KernelPrecompiler", lambda *by_name: KernelPrecompiler(*by_name[:3], GPU)
     )
     engine = Engine.load(few_kernels(tmp_path / "1-gpu"))
     try:

@@ -15,7 +15,7 @@ import torch
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core.prefix_cache import Found, Prefix, PrefixCache, prefix_of
+from launcher_scripts.engine.core.prefix_cache import CachedPrefix, Prefix, PrefixCache, prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Scheduler
@@ -79,7 +79,7 @@ def test_a_kept_extent_is_cut_to_its_blocks_and_counts_as_free() -> None:
     first = kept(cache, text(40), 60)
     assert (first.tokens, cache.free_tokens) == (32, 100)
     assert cache.allocate(68) == 32  # beside it
-    assert cache.find(prefix(text(80)).digests) == Found(0, 32, 32)
+    assert cache.find(prefix(text(80)).digests) == CachedPrefix(0, 32, 32)
     cache.free(32, 68)
     assert cache.allocate(100) == 0  # and in its place
     assert cache.find(first.digests).tokens == 0
@@ -135,7 +135,7 @@ def test_rows_get_a_gap_whenever_there_is_one_without_what_is_kept() -> None:
             cache.add(held[-1])
         assert cache.free_tokens == 300 - sum(lengths[row] for row in held)
         spans = [(row.start, lengths[row]) for row in held]
-        spans += [(each.start, each.tokens) for each in cache._kept]
+        spans += [(each.start, each.tokens) for each in cache._cached]
         assert sorted(cache._free) == gaps(spans)
     assert min(refused, found) > 50
 
@@ -154,7 +154,7 @@ def gaps(spans: Iterable[tuple[int, int]], capacity: int = 300) -> list[tuple[in
 def row(prompt: Ids, output_len: int = 4, config: ModelConfig = CONFIG, **more: Any) -> Row:
     request = GenerateRequest(prompt, output_len, **more)
     made = Row(request, Future(), prompt, end_id=END)
-    made.prefix = prefix_of(request, prompt, made.own_capacity, config)
+    made.prefix = prefix_of(request, prompt, made.row_capacity, config)
     return made
 
 
@@ -238,9 +238,9 @@ def test_a_row_that_waits_has_its_place_already() -> None:
     scheduler = scheduler_with(first, second, slots=2)
     scheduler.add(late)
     step(scheduler)
-    assert (second.begun, second.slots, late.slots) == (False, (1,), ())
+    assert (second.started, second.slots, late.slots) == (False, (1,), ())
     step(scheduler)
-    assert second.begun
+    assert second.started
 
 
 def test_a_row_waits_only_for_those_that_came_before() -> None:

@@ -95,7 +95,7 @@ def test_parts_come_apart_as_they_were_packed():
     assert batch.spans.tiles.tolist() == [[0, 5, 10, 0], [5, 3, 100, 20], [8, 60, 200, 64]]
     assert (batch.row_slots.tolist(), batch.lengths.tolist()) == ([0, 1, 2], [5, 23, 124])
     assert batch.last.tolist() == [4, 7, 0]
-    assert batch.ended.tolist() == [0, 1, NOWHERE.slot]
+    assert batch.finished.tolist() == [0, 1, NOWHERE.slot]
 
 
 def test_what_fills_up_goes_nowhere():
@@ -105,7 +105,7 @@ def test_what_fills_up_goes_nowhere():
     assert sizes == Sizes(tokens=128, tiles=19, rows=16)
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
     assert set(batch.slots[67:].tolist()) == {NOWHERE.token}
-    assert set(batch.row_slots[2:].tolist()) == set(batch.ended[2:].tolist()) == {NOWHERE.slot}
+    assert set(batch.row_slots[2:].tolist()) == set(batch.finished[2:].tolist()) == {NOWHERE.slot}
     assert batch.spans.tiles[3].tolist() == [67, -61, 0, 0]
     assert not batch.spans.tiles[4:].any()
     assert not batch.lengths[2:].any()

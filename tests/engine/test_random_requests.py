@@ -96,9 +96,9 @@ def t5() -> tuple[Engine, Callable[[GenerateRequest], Row]]:
     return engine_for(config, tensors, max_batch_size=16), row
 
 
-def check(output: GenerateOutput, wanted: list[Expected]) -> None:
-    assert [each.output_ids for each in output.hypotheses] == [each.ids for each in wanted]
-    for got, each in zip(output.hypotheses, wanted, strict=True):
+def check(output: GenerateOutput, requested: list[Expected]) -> None:
+    assert [each.output_ids for each in output.hypotheses] == [each.ids for each in requested]
+    for got, each in zip(output.hypotheses, requested, strict=True):
         assert got.cum_log_probs == pytest.approx(each.total, rel=1e-3, abs=2e-3)
         assert got.output_log_probs == pytest.approx(each.per_token, rel=1e-3, abs=2e-3)
 

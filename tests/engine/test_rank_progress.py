@@ -12,7 +12,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.heartbeat import (
     COMPILING,
     FIRST_SECONDS,
-    OWN_WORK,
+    LOCAL_WORK,
     RECORDING,
     SLOW_LINKS,
     RankProgress,
@@ -107,7 +107,7 @@ def test_a_step_is_allowed_what_it_announces():
     assert rank.progress.heartbeat().allowed == 5.0
     rank.progress.begin_step()
     rank.progress.expect("decode", 200)
-    assert rank.progress.heartbeat().patience == 2.0
+    assert rank.progress.heartbeat().timeout == 2.0
 
 
 def test_ranks_that_load_wait_for_each_other_as_long_as_it_takes():
@@ -132,15 +132,15 @@ def test_what_the_host_does_by_itself_is_announced():
     rank.clock.now += 2
     with rank.progress.phase(RECORDING):
         beat = rank.progress.heartbeat()
-        assert (beat.phase, beat.quiet, beat.patience) == (RECORDING, 0.0, OWN_WORK[RECORDING])
+        assert (beat.phase, beat.quiet, beat.timeout) == (RECORDING, 0.0, LOCAL_WORK[RECORDING])
         rank.progress.compiles()
         beat = rank.progress.heartbeat()
-        assert (beat.phase, beat.patience) == (COMPILING, OWN_WORK[COMPILING])
+        assert (beat.phase, beat.timeout) == (COMPILING, LOCAL_WORK[COMPILING])
         assert beat.doing() == "in step 2, compiling a kernel"
         rank.progress.compiled()
         assert rank.progress.heartbeat().phase == RECORDING
     beat = rank.progress.heartbeat()
-    assert (beat.phase, beat.quiet, beat.patience) == ("computing", 0.0, 0.0)
+    assert (beat.phase, beat.quiet, beat.timeout) == ("computing", 0.0, 0.0)
     assert (beat.launched, beat.held, beat.allowed) == (1, 2.0, FIRST_SECONDS)
 
 
@@ -166,7 +166,7 @@ def test_without_a_device_of_its_own_a_step_ends_when_it_is_computed():
     progress.begin_step()
     progress.expect("prefill", 1000)
     beat = progress.heartbeat()
-    assert (beat.launched, beat.finished, beat.patience) == (0, 0, 0.0)
+    assert (beat.launched, beat.finished, beat.timeout) == (0, 0, 0.0)
     progress.end_step()
     beat = progress.heartbeat()
     assert (beat.launched, beat.finished, beat.held) == (1, 1, 0.0)

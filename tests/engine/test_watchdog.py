@@ -6,7 +6,7 @@ import pytest
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.heartbeat import (
-    ALONE_SECONDS,
+    SOLO_SECONDS,
     WORKING_SECONDS,
     Heartbeat,
     Watchdog,
@@ -18,7 +18,7 @@ LONG, SHORT = 30.0, 0.5
 
 
 def beat(phase, ticks, quiet=LONG, step=7, **more):
-    return Heartbeat(step, phase, ticks, quiet, **{"alone": ALONE_SECONDS, **more})
+    return Heartbeat(step, phase, ticks, quiet, **{"alone": SOLO_SECONDS, **more})
 
 
 # sizes, the beats of ranks 0 and 1, whether the step was sent long ago, who is stuck
@@ -46,8 +46,8 @@ CASES = {
     ),
     "much is on its way": (
         TP2,
-        beat("all_reduce", 4, patience=60.0),
-        beat("all_reduce", 4, patience=60.0),
+        beat("all_reduce", 4, timeout=60.0),
+        beat("all_reduce", 4, timeout=60.0),
         [],
     ),
     "all have just begun": (TP2, beat("all_reduce", 4, SHORT), beat("all_reduce", 4, SHORT), []),
@@ -136,12 +136,12 @@ ON_DEVICES = {
     ),
     "it compiles a kernel": (
         on_device("waiting for its device", 7, 6),
-        on_device("compiling a kernel", 6, 6, 0.0, patience=120.0),
+        on_device("compiling a kernel", 6, 6, 0.0, timeout=120.0),
         [],
     ),
     "it never ends compiling a kernel": (
         on_device("waiting for its device", 7, 6),
-        on_device("compiling a kernel", 6, 6, 0.0, quiet=130.0, patience=120.0),
+        on_device("compiling a kernel", 6, 6, 0.0, quiet=130.0, timeout=120.0),
         [1],
     ),
     "it has launched the step at last": (
@@ -161,7 +161,7 @@ ON_DEVICES = {
     ),
     "it launches a big prefill": (
         on_device("waiting for its device", 7, 7, 0.0),
-        on_device("computing", 6, 6, 0.0, patience=60.0),
+        on_device("computing", 6, 6, 0.0, timeout=60.0),
         [],
     ),
     "rank 0 cannot launch the next step, for the other device does not finish one": (

@@ -22,13 +22,13 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier) -> None:
         super().__init__(Parallelism(len(given)), rank)
-        self._given = given
+        self._inputs = given
         self._barrier = barrier
 
     def _of_all(self, tensor: Tensor) -> list[Tensor]:
-        self._given[self.rank] = tensor.clone()
+        self._inputs[self.rank] = tensor.clone()
         self._barrier.wait(TIMEOUT)
-        found = list(self._given)
+        found = list(self._inputs)
         self._barrier.wait(TIMEOUT)
         return found
 

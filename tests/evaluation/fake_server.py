@@ -151,9 +151,9 @@ def _parse(body, head_length):
     return tensors, [output["name"] for output in head.get("outputs", [])]
 
 
-def _encode(outputs, wanted):
+def _encode(outputs, requested):
     described, data = [], b""
-    for name in wanted or outputs:
+    for name in requested or outputs:
         datatype, array = outputs[name]
         raw = array.tobytes()
         described.append(

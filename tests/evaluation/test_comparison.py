@@ -130,8 +130,8 @@ def test_rows_of_a_batch_are_answered_as_if_alone(folder: Path, width: int) -> N
     if width > 1:
         beams = SamplingParameters(beam_width=width, len_penalty=0.8)
         rows = [replace(row, sampling=beams, output_len=5) for row in rows]
-    alone = [output.output_ids for output in model.generate_each(rows, 1)]
-    assert [output.output_ids for output in model.generate_each(rows, 3)] == alone
+    alone = [output.output_ids for output in model.generate_rows(rows, 1)]
+    assert [output.output_ids for output in model.generate_rows(rows, 3)] == alone
     for row, ids in zip(rows, alone, strict=True):
         assert 0 < len(ids) <= row.output_len
         assert 1 not in ids[:-1]
@@ -141,7 +141,7 @@ def test_rows_of_a_batch_are_answered_as_if_alone(folder: Path, width: int) -> N
 @pytest.mark.parametrize("folder", ["gpt2"], indirect=True)
 def test_greedy_ids_follow_the_logits(folder: Path) -> None:
     model = TransformersModel(folder)
-    (output,) = model.generate_each([GenerateRequest((5, 6, 7), 4)])
+    (output,) = model.generate_rows([GenerateRequest((5, 6, 7), 4)])
     (logits,) = model.score([(5, 6, 7, *output.output_ids[:-1])])
     assert logits[2:].argmax(-1).tolist() == list(output.output_ids)
 
@@ -149,10 +149,10 @@ def test_greedy_ids_follow_the_logits(folder: Path) -> None:
 def test_what_transformers_does_not_know_is_refused(folder: Path, tmp_path: Path) -> None:
     model = TransformersModel(folder)
     with pytest.raises(ConfigError, match=r"not a reference for this; got \['prompt_task'\]"):
-        list(model.generate_each([GenerateRequest((1,), 1, prompt_task=0)]))
+        list(model.generate_rows([GenerateRequest((1,), 1, prompt_task=0)]))
     rows = [GenerateRequest((1,), 1, SamplingParameters(beam_width=width)) for width in (1, 2)]
     with pytest.raises(ConfigError, match="rows of one batch need one beam_width"):
-        list(model.generate_each(rows))
+        list(model.generate_rows(rows))
     with pytest.raises(ConfigError, match="transformers cannot load"):
         TransformersModel(tmp_path)
 
@@ -168,9 +168,9 @@ def test_damaged_weights_are_an_error_of_the_reference(folder: Path, tmp_path: P
 def test_the_folders_own_way_of_generating_does_not_count(folder: Path, tmp_path: Path) -> None:
     """A greedy answer of the bare model, whatever generation_config.json asks of others."""
     rows = [GenerateRequest((5, 6, 7, 8), 12)]
-    plain = list(TransformersModel(folder).generate_each(rows))
+    plain = list(TransformersModel(folder).generate_rows(rows))
     changed = shutil.copytree(folder, tmp_path / "changed")
     file = changed / "generation_config.json"
     own = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "forced_eos_token_id": 3}
     file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
-    assert list(TransformersModel(changed).generate_each(rows)) == plain
+    assert list(TransformersModel(changed).generate_rows(rows)) == plain

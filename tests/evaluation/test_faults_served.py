@@ -26,8 +26,8 @@ from launcher_scripts.config.evaluation import (
     BenchmarkSettings,
     LoadPrompts,
     LoadSettings,
+    ReferenceSettings,
     TaskSettings,
-    TwinSettings,
 )
 from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
@@ -136,7 +136,7 @@ class Served:
 
     def twin(self, limit: int = 32, **more: Any) -> dict[str, Any]:
         values = {"limit": limit, "max_tokens": 24, "continuation": 4, **more}
-        return {"twin": TwinSettings(data_file=str(self.data), **values)}
+        return {"twin": ReferenceSettings(data_file=str(self.data), **values)}
 
 
 CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": 2}

@@ -16,7 +16,7 @@ from launcher_scripts.config.policy import (
     AgreementBounds,
     Bounds,
     PolicySettings,
-    TwinBounds,
+    ReferenceBounds,
     read_policy,
 )
 from launcher_scripts.evaluation import __main__ as commands
@@ -439,7 +439,7 @@ def test_the_documented_policy_is_one(checkout: Path, tmp_path: Path) -> None:
     example = text.partition("### The policy")[2].partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "policy.yaml").write_text(example)
     documented = read_policy(tmp_path / "policy.yaml")
-    assert documented.twin == TwinBounds(0.02, 0.95, 1.0, 0)
+    assert documented.twin == ReferenceBounds(0.02, 0.95, 1.0, 0)
     assert documented.if_measured == Bounds(reference=AgreementBounds(max_drop=0.02))
 
 

@@ -53,7 +53,7 @@ def interrupted(path: Path) -> None:
 def test_results_of_an_interrupted_run_are_not_asked_again(tmp_path: Path) -> None:
     interrupted(tmp_path)
     with opened(tmp_path) as journal:
-        assert (journal.kept, journal.counts) == ([0, 1], {"seconds": 2.5})
+        assert (journal.stored, journal.counts) == ([0, 1], {"seconds": 2.5})
         assert list(journal.continued(ask(99, 99, 7))) == [0, 1, 7]
         assert journal.measured_on == {**BEGUN, "runs": ["2026-01-01"] * 2}
     with opened(tmp_path) as journal:
@@ -73,7 +73,7 @@ def test_a_torn_line_is_written_again(torn: bytes, tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         assert list(journal.continued(ask(99, 8, 9))) == [0, 8, 9]
     with opened(tmp_path) as journal:
-        assert journal.kept == [0, 8, 9]
+        assert journal.stored == [0, 8, 9]
 
 
 @pytest.mark.parametrize("content", [b"", b'{"journal"', b"\xff\n"])
@@ -82,7 +82,7 @@ def test_a_journal_without_its_first_line_holds_nothing(content: bytes, tmp_path
     (tmp_path / "journal" / "t.jsonl").write_bytes(content)
     for kept in ([], [3]):
         with opened(tmp_path) as journal:
-            assert journal.kept == kept
+            assert journal.stored == kept
             assert list(journal.continued(ask(3))) == [3]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Manifest
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.config.evaluation import LadderRung, LadderSettings
+from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings
 from launcher_scripts.evaluation.tables import LadderRow, choose, exit_code, read_row
 from launcher_scripts.steps.write_ladder import weight_bytes, write
 from tests.whole_job import run_whole_job
@@ -21,7 +21,7 @@ from tests.whole_job import run_whole_job
 ACCURACY = {"value": 0.5, "low": 0.4, "high": 0.6, "percent": True, "meaning": "right ones"}
 
 
-def rung(folder: Path, name: str, **report: Any) -> LadderRung:
+def rung(folder: Path, name: str, **report: Any) -> LadderPrecision:
     """A rung whose server's job folder is <folder>/<name>/deploy, with a report if there is one."""
     report_dir, deploy = folder / name / "evaluate", folder / name / "deploy"
     deploy.mkdir(parents=True)
@@ -29,7 +29,7 @@ def rung(folder: Path, name: str, **report: Any) -> LadderRung:
     if report:
         content = {"schema": 1, "model": "tiny", "tasks": {}, **report}
         (report_dir / "report.json").write_text(json.dumps(content))
-    return LadderRung(name, str(report_dir), None, (str(deploy),))
+    return LadderPrecision(name, str(report_dir), None, (str(deploy),))
 
 
 def measured(folder: Path, name: str) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def test_matrices_are_counted_as_they_are_served(tmp_path: Path, rung: str) -> N
     head = FileEntry("model.wte.bin", 80, "0", shape=(10, 4), dtype="float16")
     config = FileEntry("config.ini", 1000, "0")
     Manifest("GPT", 1, "fp16", (layer, norm, head, config)).write(tmp_path)
-    assert weight_bytes(LadderRung("fp16", "", str(tmp_path))) == 24 + 8 + 80
-    assert weight_bytes(LadderRung(rung, "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
-    assert weight_bytes(LadderRung("int8", "", str(tmp_path / "none"))) is None
-    assert weight_bytes(LadderRung(rung, "")) is None
+    assert weight_bytes(LadderPrecision("fp16", "", str(tmp_path))) == 24 + 8 + 80
+    assert weight_bytes(LadderPrecision(rung, "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
+    assert weight_bytes(LadderPrecision("int8", "", str(tmp_path / "none"))) is None
+    assert weight_bytes(LadderPrecision(rung, "")) is None
 
 
 def test_the_step_writes_the_report_and_prints_the_table(

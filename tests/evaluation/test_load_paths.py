@@ -264,7 +264,7 @@ class FakeClient:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def requests_taken(self) -> int:
+    def requests_received(self) -> int:
         return int(next(self._taken))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.evaluation import plots
 from launcher_scripts.evaluation.costs import cost_table, floor_table, price_of, step_reads
-from launcher_scripts.evaluation.page import TITLES, clipped, figure, hardware, html, size
+from launcher_scripts.evaluation.page import TITLES, clipped, formatted, hardware, html, size
 from tests.browser import browser, missing
 
 EXAMPLE_FILE = Path(__file__).with_name("example_report.json")
@@ -176,7 +176,7 @@ def test_answers_stand_side_by_side_with_their_differences_marked(example):
     ],
 )
 def test_figures_are_as_precise_as_they_are_read(value, percent, text):
-    assert figure(value, percent) == text
+    assert formatted(value, percent) == text
 
 
 def test_hardware_is_counted():

@@ -35,7 +35,7 @@ def test_a_server_that_was_not_held_back_is_left_alone(tmp_path: Path) -> None:
 def test_a_server_that_does_not_publish_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gate, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(gate, "_TIMEOUT_SECONDS", 0.0)
     monkeypatch.setattr(gate, "_POLL_SECONDS", 0.0)
     held_back = settings(tmp_path, str(tmp_path / "ready.json"), replicas=2)
     facts = json.dumps({"job": {"folder": str(tmp_path)}})

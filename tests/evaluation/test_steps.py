@@ -72,7 +72,7 @@ BOUND = "{{metrics: {{{task}: {{accuracy: {{min: {least}}}}}}}}}"
     ],
 )
 def test_the_last_step_exits_with_the_verdict(job, capsys, task, least, code, verdict):
-    (job / "policy.yaml").write_text(BOUND.format(task=task, least=least))
+    (job / "policy.yaml").write_text(BOUND.format(task=task, lower=least))
     arguments = ["--settings", settings_file(job, policy=str(job / "policy.yaml"))]
     with FakeServer() as server:
         announce(job, server)

@@ -44,7 +44,7 @@ def ready(shared_server: RunningStep) -> dict[str, Any]:
 
 
 def generated(client: Client, rows: Sequence[GenerateRequest]) -> list[tuple[int, ...]]:
-    return [output.output_ids for output in client.generate_each(rows, in_flight=3)]
+    return [output.output_ids for output in client.generate_rows(rows, in_flight=3)]
 
 
 def test_tasks_and_sweep_are_those_of_whole_answers(
@@ -122,14 +122,14 @@ def test_a_t5_that_streams_gives_its_last_answer(
 def test_requests_overlap_and_closing_gives_them_up(ready: dict[str, Any]) -> None:
     endless = [GenerateRequest((1, 2), 16000, end_id=1000)] * 2
     with given_up(ready, "gpt"), Client(ready["grpc"], "gpt", protocol="grpc") as client:
-        answers = client.generate_each([GenerateRequest((5, 6), 2), *endless], in_flight=3)
+        answers = client.generate_rows([GenerateRequest((5, 6), 2), *endless], in_flight=3)
         assert len(next(answers).output_ids) == 2
 
 
 def test_a_refused_request_leaves_the_others_alone(ready: dict[str, Any]) -> None:
     rows = [GenerateRequest((5, 6), 2), GenerateRequest((491,), 2), GenerateRequest((7,), 2)]
     with Client(ready["grpc"], "gpt", protocol="grpc") as client:
-        answers = client.generate_each(rows, in_flight=3)
+        answers = client.generate_rows(rows, in_flight=3)
         next(answers)
         with pytest.raises(ServerError, match="refused a request to model gpt: "):
             next(answers)

@@ -304,7 +304,7 @@ def test_the_server_reads_what_the_client_writes(model_type):
     nothing |= {"cache_salt": 0, "num_speculative_tokens": 0}
     row = dataclasses.replace(REQUEST, **nothing | FIELDS_OF[model_type])
     sent = request_tensors([row, row], model_type)
-    assert sent.keys() <= CONTRACTS[model_type].known.keys()
+    assert sent.keys() <= CONTRACTS[model_type].by_name.keys()
     for served in to_requests(CONTRACTS[model_type], {n: from_numpy(v) for n, v in sent.items()}):
         table = served.prompt_embedding
         assert (table is None) == (row.prompt_embedding is None)

@@ -230,7 +230,7 @@ def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
     model = asked(["one", "two"], tmp_path)
 
     class Refusing:
-        def generate_each(self, rows: object, in_flight: int) -> Iterator[GenerateOutput]:  # noqa: ARG002
+        def generate_rows(self, rows: object, in_flight: int) -> Iterator[GenerateOutput]:  # noqa: ARG002
             yield GenerateOutput(())
             raise ServerError("refused: too long")
 

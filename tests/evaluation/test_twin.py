@@ -86,7 +86,7 @@ def test_an_interrupted_twin_goes_on_to_the_same_section(
     exchange(folder, *(f"model.layers.{n}.attention.dense.weight.0.bin" for n in (0, 1)))
     twin = {"batch_size": 1}
     whole = measured(folder, twin=twin)
-    generate, asked = twins.InProcess.generate_each, []
+    generate, asked = twins.InProcess.generate_rows, []
 
     def interrupted(
         self: twins.InProcess, rows: Iterable[GenerateRequest], in_flight: int = 8
@@ -97,7 +97,7 @@ def test_an_interrupted_twin_goes_on_to_the_same_section(
                 raise ServerError("gone")
             yield from generate(self, [row], in_flight)
 
-    monkeypatch.setattr(twins.InProcess, "generate_each", interrupted)
+    monkeypatch.setattr(twins.InProcess, "generate_rows", interrupted)
     with pytest.raises(ServerError, match="gone"):
         measured(folder, twin=twin)
     resumed = measured(folder, twin=twin, resume=True)

@@ -35,7 +35,7 @@ class Prepared:
         self.rows: list[GenerateRequest] = []
         self.in_flight = 0
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         self.in_flight = in_flight

@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import SpecialIds
-from launcher_scripts.config.evaluation import TwinSettings
+from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.steps import measure_twin
@@ -175,25 +175,25 @@ class BartInProcess(InProcess):
 class OpensPrompts(InProcess):
     """A server that puts a token of its own before every prompt."""
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         start = self.checkpoint.config.start_id
         for row in rows:
             asked = replace(row, input_ids=(start, *row.input_ids))
-            (output,) = super().generate_each([asked], in_flight)
+            (output,) = super().generate_rows([asked], in_flight)
             yield replace(output, context_logits=_rows(output)[1:])
 
 
 class DropsOpenings(InProcess):
     """A server that does not let a prompt's first token be seen."""
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         for row in rows:
             asked = replace(row, input_ids=row.input_ids[1:])
-            (output,) = super().generate_each([asked], in_flight)
+            (output,) = super().generate_rows([asked], in_flight)
             logits = _rows(output)
             yield replace(output, context_logits=np.concatenate([logits[:1], logits]))
 
@@ -215,7 +215,9 @@ def twin_settings(
         results_dir=str(results),
         model_name="m",
         tokenizer_dir=str(folder),
-        twin=TwinSettings(**{"data_file": str(results / "texts.jsonl"), "continuation": 4, **twin}),
+        twin=ReferenceSettings(
+            **{"data_file": str(results / "texts.jsonl"), "continuation": 4, **twin}
+        ),
     )
 
 

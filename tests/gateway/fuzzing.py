@@ -127,7 +127,7 @@ class Fuzzed:
     parts: Sequence[bytes]
     closes: bool = False
     reads: int | None = None
-    whole: bool = True
+    full: bool = True
 
 
 class Fuzzer:
@@ -212,7 +212,7 @@ class Fuzzer:
             lambda: self._random.randbytes(200),
         ]
         if self._random.random() < 0.3:
-            return Fuzzed([choose(cut)()], whole=False)
+            return Fuzzed([choose(cut)()], full=False)
         return Fuzzed([choose(kinds)()])
 
     def _leaving(self) -> Fuzzed:
@@ -304,9 +304,9 @@ async def send(port: int, request: Fuzzed, seconds: float) -> bytes:
 
     try:
         with contextlib.suppress(ConnectionError):
-            await asyncio.wait_for(exchange(), seconds if request.whole else 0.3)
+            await asyncio.wait_for(exchange(), seconds if request.full else 0.3)
     except asyncio.TimeoutError:  # TimeoutError itself since Python 3.11
-        if request.whole:
+        if request.full:
             raise TimeoutError(f"no end of the answer within {seconds} s") from None
     finally:
         writer.close()

@@ -28,8 +28,8 @@ class RunningGateway(StepProcess):
         return str(self.facts["openai"]).removesuffix("/v1")
 
     def wait_until_ready(self) -> None:
-        wait_for(lambda: self._announced() or self.ended(), said=self.said)
-        assert not self.ended(), self.said()
+        wait_for(lambda: self._announced() or self.finished(), said=self.said)
+        assert not self.finished(), self.said()
         self.facts = json.loads(self._announced()[1])
 
     def _announced(self) -> re.Match[str] | None:

@@ -17,7 +17,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.files import ask_to_publish, replica_file
+from launcher_scripts.common.files import replica_file, request_publication
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway import fleet as fleets
@@ -98,7 +98,7 @@ def test_a_folder_has_all_replicas(tmp_path: Path) -> None:
     (tmp_path / "ready-3.json").write_text('{"grpc": "d:1", "alive_at": 5}')
 
     async def work(fleet: Fleet) -> None:
-        assert sorted(await fleet.until_found()) == ["other", "tiny"]
+        assert sorted(await fleet.until_ready()) == ["other", "tiny"]
         assert states(fleet) == {"a:1": True, "b:1": True, "c:1": True}
         assert [sorted(r.backends) for r in fleet.replicas] == [
             ["tiny"],
@@ -113,7 +113,7 @@ def test_places_may_name_a_server_twice(tmp_path: Path) -> None:
     start(tmp_path, None, "a:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         assert states(fleet) == {"a:1": True}
 
     with_fleet(work, tmp_path, tmp_path / "ready.json")
@@ -128,7 +128,7 @@ def test_every_place_needs_a_server_at_the_start(tmp_path: Path) -> None:
 
     async def work(fleet: Fleet) -> None:
         with pytest.raises(ServerError) as failed:
-            await fleet.until_found()
+            await fleet.until_ready()
         message = str(failed.value)
         assert "the server at b:1 does not answer: connection refused" in message
         assert "third has no ready.json or ready-[0-9]*.json" in message
@@ -141,7 +141,7 @@ def test_replicas_come_and_go_while_it_runs(tmp_path: Path) -> None:
     start(tmp_path, 0, "a:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         start(tmp_path, 1, "b:1")
         await fleet.find()
         await fleet.check(1)
@@ -170,7 +170,7 @@ def test_a_file_that_was_away_for_a_moment_changes_nothing(tmp_path: Path) -> No
     start(tmp_path, 0, "a:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         fleet.replicas[0].running = 1
         (tmp_path / "ready-0.json").unlink()
         await fleet.find()
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_opened_says_nothing_of_its_server(tmp_path: Path)
     start(tmp_path, 0, "a:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         file = tmp_path / "ready-0.json"
         file.unlink()
         file.symlink_to(file)
@@ -207,7 +207,7 @@ def test_a_server_that_fails_is_used_again_when_it_answers(tmp_path: Path) -> No
     start(tmp_path, 1, "b:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         first = fleet.replicas[0]
         old = first.backends["tiny"]
         del FakeServer.up["a:1"]
@@ -228,7 +228,7 @@ def test_a_server_that_stays_away_is_asked_ever_less_often(tmp_path: Path) -> No
     start(tmp_path, 0, "a:1")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         del FakeServer.up["a:1"]
         asked = []
         for second in range(100):
@@ -245,7 +245,7 @@ def test_a_model_that_is_not_ready_makes_its_server_wait(tmp_path: Path) -> None
     start(tmp_path, 0, "a:1", "tiny", "other")
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         FakeServer.up["a:1"].remove("other")
         await fleet.check(1)
         assert states(fleet) == {"a:1": False}
@@ -260,7 +260,7 @@ def test_a_row_that_fails_has_its_server_looked_at_at_once(
     monkeypatch.setattr(fleets, "_CHECK_SECONDS", 3600.0)
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         (replica,) = fleet.replicas
         watching = asyncio.create_task(fleet.watch())
         await asyncio.sleep(0)
@@ -278,7 +278,7 @@ def test_watching_goes_on_after_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fleets, "_CHECK_SECONDS", 0.001)
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         start(tmp_path, 1, "b:1")
         FakeServer.up["b:1"] = None  # type: ignore[assignment]
         watching = asyncio.create_task(fleet.watch())
@@ -321,11 +321,11 @@ launcher_batch_size{model_name="a"} 5
 """
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
-        await fleet.look_at_loads()
+        await fleet.until_ready()
+        await fleet.check_loads()
         assert uses(fleet) == {"a:1": 0.25, "b:1": None, "c:1": None, "d:1": None}
         fleet.replicas[0].healthy = False
-        await fleet.look_at_loads()
+        await fleet.check_loads()
         assert uses(fleet)["a:1"] is None
 
     def uses(fleet: Fleet) -> dict[str, Any]:
@@ -349,7 +349,7 @@ def test_old_files_bring_no_server_and_take_none_away(tmp_path: Path) -> None:
     start(tmp_path, 1, "killed:1", age=3600)
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         assert states(fleet) == {"a:1": True}
         # Its disk is full, or its clock is wrong, and it answers.
         start(tmp_path, 0, "a:1", age=3600)
@@ -371,10 +371,10 @@ def test_a_server_that_is_promoted_takes_the_older_ones_requests(tmp_path: Path)
     FakeServer.up["newer:1"] = ["tiny"]
 
     async def work(fleet: Fleet) -> None:
-        await fleet.until_found()
+        await fleet.until_ready()
         assert states(fleet) == {"older:1": True}
         fleet.replicas[0].running = 1
-        ask_to_publish(job)
+        request_publication(job)
         newer.publish()
         for _ in range(2):
             await fleet.find()

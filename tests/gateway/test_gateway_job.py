@@ -98,7 +98,7 @@ def test_it_ends_in_order_and_its_servers_go_on(shared_server: RunningStep, tmp_
         assert "gateway: draining: 0 requests are running" in started.out
         assert not (tmp_path / "results" / "ready.json").exists()
         assert not answers(started)
-    assert not shared_server.ended()
+    assert not shared_server.finished()
 
 
 def test_a_port_in_use_is_found_at_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.harmony import MARKS, HarmonyText, conversation
+from launcher_scripts.gateway.harmony import DELIMITERS, HarmonyText, conversation
 from launcher_scripts.gateway.row_text import token_texts
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
@@ -206,7 +206,7 @@ def test_calls_that_are_none_are_the_templates(calls: Any) -> None:
 
 def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_str(GPT2.to_json())
-    library.add_special_tokens([*MARKS, "<|return|>", "<|call|>"])
+    library.add_special_tokens([*DELIMITERS, "<|return|>", "<|call|>"])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     text = thinks(THOUGHT) + NEXT + CALL

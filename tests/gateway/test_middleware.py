@@ -31,14 +31,14 @@ class Connection:
     """
 
     def __init__(
-        self, app: Starlette, body: dict[str, Any], client: str = "10.0.0.1", whole: bool = True
+        self, app: Starlette, body: dict[str, Any], client: str = "10.0.0.1", full: bool = True
     ) -> None:
         self.status: int | None = None
         self.content = b""
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self._left = asyncio.Event()
         self._sent = False
-        self._whole = whole
+        self._full = full
         self._body = json.dumps(body).encode()
         scope = {
             "type": "http",
@@ -63,7 +63,7 @@ class Connection:
     async def _receive(self) -> dict[str, Any]:
         if not self._sent:
             self._sent = True
-            return {"type": "http.request", "body": self._body, "more_body": not self._whole}
+            return {"type": "http.request", "body": self._body, "more_body": not self._full}
         await self._left.wait()
         return {"type": "http.disconnect"}
 
@@ -72,7 +72,7 @@ class Connection:
             self.status = message["status"]
         else:
             self.content += message.get("body", b"")
-            self.begun.set()
+            self.started.set()
 
 
 def test_request_ids_come_back_and_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +252,7 @@ def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
         connection = Connection(app, {**BODY, "n": 3, "stream": streams})
         await until(lambda: backend.running == 3)
         if streams:
-            await connection.begun.wait()
+            await connection.started.wait()
         connection.leave()
         await connection.task
         assert backend.running == 0
@@ -268,7 +268,7 @@ def test_a_client_may_leave_before_its_body_is_there(caplog: pytest.LogCaptureFi
     app = make_app([served(FakeBackend())], SETTINGS)
 
     async def run() -> None:
-        connection = Connection(app, BODY, whole=False)
+        connection = Connection(app, BODY, full=False)
         connection.leave()
         await connection.task
         assert connection.status == 499
@@ -403,9 +403,9 @@ def test_what_has_had_its_time_is_told_so(streams: bool) -> None:
         running = Connection(app, {**BODY, "stream": streams})
         await until(lambda: backend.running == 1)
         if streams:
-            await running.begun.wait()
+            await running.started.wait()
         life.draining = True
-        life.give_up()
+        life.abort()
         await running.task
         said = running.content.decode()
         if streams:

@@ -61,7 +61,7 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     assert read(ReasoningText(Reasoning("<think>", "</think>")), text, size) == (thought, said)
     if text.startswith("<think>"):
         for once in (text, text.removeprefix("<think>")):
-            begun = ReasoningText(Reasoning("<think>", "</think>", begun=True))
+            begun = ReasoningText(Reasoning("<think>", "</think>", started=True))
             assert read(begun, once, size) == (thought, said)
 
 

@@ -47,8 +47,8 @@ def pieces(
     return found
 
 
-def joined(found: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in found)
+def joined(match: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in match)
 
 
 def shown(piece: Piece) -> list[str]:
@@ -182,4 +182,4 @@ def test_stop_texts(stops: list[str], parts: list[str], shown: list[str], met: s
     found = StopTexts(stops)
     last = len(parts) - 1
     assert [found.take(part, finished=n == last) for n, part in enumerate(parts)] == shown
-    assert found.found == met
+    assert found.match == met

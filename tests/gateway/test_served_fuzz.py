@@ -65,7 +65,7 @@ def test_no_request_makes_it_fail(
     wait_for(lambda: not any(gauges().values()), SECONDS)
     assert fixed_answers(served) == before
     assert served.process.poll() is None
-    assert not shared_server.ended()
+    assert not shared_server.finished()
     assert "Traceback" not in served.err, served.err[-4000:]
     with urllib.request.urlopen(f"{served.address}/ready") as answer:
         assert json.load(answer)["ready"]
@@ -103,7 +103,7 @@ def status_of(received: bytes) -> str:
 
 def problems_of(request: Fuzzed, received: bytes) -> list[str]:
     """What is wrong with an answer: its status, the form of its error, the end of its stream."""
-    if request.closes or request.reads is not None or not (request.whole or received):
+    if request.closes or request.reads is not None or not (request.full or received):
         return []
     head, _, body = received.partition(b"\r\n\r\n")
     status = status_of(received)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tritonclient.utils import InferenceServerException as ServerFailure
 
-from launcher_scripts.contract.requests import NO_STREAM, RowNews, pack, shared_id
+from launcher_scripts.contract.requests import NO_STREAM, RowDelta, pack, shared_id
 from launcher_scripts.gateway.shared_stream import NoStream, SharedStream, StreamLost
 from tests.gateway.fakes import until
 
@@ -21,7 +21,7 @@ class Server:
     """Its shared stream says what `say` is given; rows' own calls end as `end` is told."""
 
     def __init__(self) -> None:
-        self.news: asyncio.Queue[list[RowNews] | Exception | None] = asyncio.Queue()
+        self.news: asyncio.Queue[list[RowDelta] | Exception | None] = asyncio.Queue()
         self.calls: dict[int, asyncio.Future[None]] = {}
         self.cancelled: list[int] = []
         self.opened = 0
@@ -71,11 +71,11 @@ def test_each_row_gets_its_own() -> None:
     async def test(server: Server, stream: SharedStream) -> None:
         rows = [asyncio.create_task(ids(stream)) for _ in range(2)]
         await until(lambda: len(server.calls) == 2)
-        server.news.put_nowait([RowNews(0, (1, 2), False), RowNews(1, (3,), False)])
-        server.news.put_nowait([RowNews(9, (8,), False), RowNews(1, (), True)])
+        server.news.put_nowait([RowDelta(0, (1, 2), False), RowDelta(1, (3,), False)])
+        server.news.put_nowait([RowDelta(9, (8,), False), RowDelta(1, (), True)])
         server.calls[0].set_result(None)  # its last news may come later than its call's end
         assert await rows[1] == [3]
-        server.news.put_nowait([RowNews(0, (4,), True)])
+        server.news.put_nowait([RowDelta(0, (4,), True)])
         assert await rows[0] == [1, 2, 4]
         server.calls[1].set_result(None)
         assert not server.cancelled
@@ -88,10 +88,10 @@ def test_a_row_that_is_given_up_cancels_its_call() -> None:
         async with aclosing(stream.generate({}, "mine")) as row:
             asking = asyncio.create_task(anext(row))
             await until(lambda: server.calls)
-            server.news.put_nowait([RowNews(0, (1,), False)])
+            server.news.put_nowait([RowDelta(0, (1,), False)])
             assert (await asking).ids == (1,)
         await until(lambda: server.cancelled)
-        server.news.put_nowait([RowNews(0, (2,), False)])  # of nobody
+        server.news.put_nowait([RowDelta(0, (2,), False)])  # of nobody
         assert stream.is_open()
 
     shared(test)
@@ -118,7 +118,7 @@ def test_rows_of_a_stream_that_ends(end: Exception | None) -> None:
     async def test(server: Server, stream: SharedStream) -> None:
         rows = [asyncio.create_task(ids(stream)) for _ in range(2)]
         await until(lambda: len(server.calls) == 2)
-        server.news.put_nowait([RowNews(0, (1,), False)])
+        server.news.put_nowait([RowDelta(0, (1,), False)])
         server.news.put_nowait(end)
         with pytest.raises(StreamLost if end is None else ServerFailure):
             await rows[0]

@@ -30,7 +30,7 @@ class FakeServer:
         self.tensors: dict[str, Any] = {}
         self.more: dict[str, Any] = {}
         self.outputs: list[str] = []
-        self.ended = False  # the call, by itself
+        self.finished = False  # the call, by itself
 
     def _take(self, tensors: Any, outputs: Any, more: Any) -> None:
         self.tensors, self.outputs, self.more = dict(tensors), list(outputs), more
@@ -50,7 +50,7 @@ class FakeServer:
             if isinstance(response, Exception):
                 raise response
             yield response
-        self.ended = True
+        self.finished = True
 
 
 def backend(
@@ -371,12 +371,12 @@ def test_a_call_that_has_its_last_token_ends_by_itself() -> None:
     async def until_finished() -> None:
         async with aclosing(engine.generate(ROW)) as increments:
             async for increment in increments:
-                assert server.ended == increment.finished
+                assert server.finished == increment.finished
                 if increment.finished:
                     return
 
     asyncio.run(until_finished())
-    assert server.ended
+    assert server.finished
 
 
 def test_a_whole_answer_is_one_though_the_server_dies_after_it() -> None:

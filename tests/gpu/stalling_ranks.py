@@ -21,7 +21,7 @@ import torch
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.distributed.heartbeat import OWN_WORK, RECORDING
+from launcher_scripts.engine.distributed.heartbeat import LOCAL_WORK, RECORDING
 from launcher_scripts.engine.ranks import peers
 from launcher_scripts.engine.ranks.worker import main as worker_main
 from launcher_scripts.engine.runner import graphs
@@ -50,7 +50,7 @@ def _device(_: Runner) -> None:
 
 def _announced(runner: Runner) -> None:
     progress = runner.communicator.progress
-    assert OWN_WORK[RECORDING] > ANNOUNCED_SECONDS
+    assert LOCAL_WORK[RECORDING] > ANNOUNCED_SECONDS
     with progress.phase(RECORDING):
         time.sleep(ANNOUNCED_SECONDS)
 

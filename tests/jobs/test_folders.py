@@ -21,8 +21,8 @@ from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.jobs import folders, logs
 from launcher_scripts.jobs import status as job_status
 from launcher_scripts.jobs.__main__ import main
-from launcher_scripts.jobs.folders import KnownJob, NoSuchJob, choose_jobs, find_jobs, read_jobs
-from launcher_scripts.jobs.status import look
+from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, find_jobs, read_jobs
+from launcher_scripts.jobs.status import statuses
 
 
 def make_job(results: Path, stage: str, run: int, **fields: object) -> Path:
@@ -95,7 +95,7 @@ def test_a_log_is_followed_from_stage_to_stage(
 ) -> None:
     """The launcher on one machine submits a stage's job when the job before has ended."""
 
-    def end(job: KnownJob, _job_id: str) -> JobState:
+    def end(job: Job, _job_id: str) -> JobState:
         if job.record.stage == "export":
             folder = tmp_path / "tiny/deploy_tp1/jobs/002"
             if not folder.exists():
@@ -244,7 +244,7 @@ def test_a_damaged_record_hides_no_other_job(results: Path, content: bytes) -> N
 def test_a_damaged_job_folder_leaves_its_state_unknown(results: Path, name: str, text: str) -> None:
     folder = make_job(results, "evaluate", 1, cluster_type="interactive")
     (folder / name).write_text(text)
-    (status,) = look(choose_jobs(results, ["evaluate_tiny"]))
+    (status,) = statuses(choose_jobs(results, ["evaluate_tiny"]))
     assert (status.state.name, status.exit_code) == ("UNKNOWN", 5)
     assert name in status.reason
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster import foreground
-from launcher_scripts.cluster.foreground import PROCESS, ask_to_end, end_group, note_process
+from launcher_scripts.cluster.foreground import PROCESS, end_group, note_process, request_end
 from launcher_scripts.common.errors import ClusterError
 
 
@@ -36,7 +36,7 @@ def test_a_folder_cannot_name_many_processes(
 ) -> None:
     note_process(tmp_path, os.getpid())
     changed(tmp_path, pid=pid)
-    for end in (lambda: ask_to_end(tmp_path, "1", 0.0), lambda: end_group(tmp_path, "1")):
+    for end in (lambda: request_end(tmp_path, "1", 0.0), lambda: end_group(tmp_path, "1")):
         with pytest.raises(ClusterError, match=f"names no process of a job; got pid {pid}"):
             end()
     assert signalled == []

@@ -84,7 +84,7 @@ def test_a_controller_that_is_away_is_not_taken_for_a_lost_job(say) -> None:
     say("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     say("sacct", err="Slurm accounting storage is disabled", code=1)
     state = job_state("7")
-    assert (state.name, state.ended) == ("UNKNOWN", False)
+    assert (state.name, state.finished) == ("UNKNOWN", False)
     assert "Unable to contact" in state.reason
 
 

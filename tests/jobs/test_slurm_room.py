@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.cluster.job import Job, JobFolder, Resources, Service
-from launcher_scripts.cluster.slurm import check_room
+from launcher_scripts.cluster.slurm import check_capacity
 from launcher_scripts.cluster.slurm_script import SlurmOptions
 from launcher_scripts.common.errors import Problems
 
@@ -64,7 +64,7 @@ def client(of: Job | None, gpus: int = 0) -> Job:
 
 def found(job: Job, **options: object) -> list[str]:
     problems = Problems("the jobs")
-    check_room(job, SlurmOptions(**options), problems)
+    check_capacity(job, SlurmOptions(**options), problems)
     return problems.messages
 
 

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from launcher_scripts.cluster.record import JobState
 from launcher_scripts.jobs.commands import STATUS_COLUMNS, coloured, plain
-from launcher_scripts.jobs.folders import KnownJob
+from launcher_scripts.jobs.folders import Job
 from launcher_scripts.jobs.status import Load, Status
 from tests.jobs.test_folders import make_job
 
 
 def statuses(results: Path) -> list[Status]:
-    server = KnownJob.read(make_job(results, "deploy", 1, ready_file="/r/ready.json"))
-    export = KnownJob.read(make_job(results, "export", 2))
+    server = Job.read(make_job(results, "deploy", 1, ready_file="/r/ready.json"))
+    export = Job.read(make_job(results, "export", 2))
     ready = {"http": "n1:8000", "grpc": "n1:8001", "openai": "http://n1:9/v1"}
     running = JobState("RUNNING", nodes="n[1-2]", seconds=3661)
     load = Load(

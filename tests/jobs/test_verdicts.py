@@ -10,7 +10,7 @@ import pytest
 
 from launcher_scripts.cluster.record import JobRecord, JobState, write_end
 from launcher_scripts.jobs.commands import STATUS_COLUMNS, plain
-from launcher_scripts.jobs.folders import KnownJob
+from launcher_scripts.jobs.folders import Job
 from launcher_scripts.jobs.status import Status, badge
 from tests.jobs.conftest import Jobs, Statuses
 from tests.jobs.test_folders import make_job
@@ -76,7 +76,7 @@ def test_status_shows_it(jobs: Jobs, statuses: Statuses, tmp_path: Path) -> None
 
 
 def test_a_server_that_is_held_back_is_not_ready(tmp_path: Path) -> None:
-    server = KnownJob.read(make_job(tmp_path, "deploy", 1, ready_file="/r/ready.json"))
+    server = Job.read(make_job(tmp_path, "deploy", 1, ready_file="/r/ready.json"))
     ready = {"http": "n1:8000", "candidate": True}
     status = Status(server, "101", JobState("RUNNING"), ready, True)
     assert (status.word, status.exit_code) == ("CANDIDATE", 3)

@@ -67,7 +67,7 @@ def test_route(rows, dtype):
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 16), (17, 16), (70, 64), (300, 128)])
 def test_every_choice_is_in_a_block_of_its_expert(rows, size, monkeypatch):
-    monkeypatch.setattr(experts, "MOST_AT_ONCE", 64)
+    monkeypatch.setattr(experts, "MAX_AT_ONCE", 64)
     chosen = random(rows, 7).topk(3, -1).indices + 1  # nobody chooses the first one
     chosen[:, 0] = torch.where((chosen[:, 1:] == 2).any(1), 8, 2)  # most choose this one
     blocks = experts.blocks_of(chosen, 11)

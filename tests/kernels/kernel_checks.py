@@ -488,7 +488,7 @@ def test_the_largest_through_peer_buffers(rank):
     for number in range(1, 5):
         now, known = values[number - 1], ids[number - 1]
         for other in {0, 1, 2} - {rank}:
-            lane = mine.own[number % 2, other].view(-1, peer_buffers.SHARE)[:5]
+            lane = mine.local[number % 2, other].view(-1, peer_buffers.SHARE)[:5]
             lane[:, 0] = number << 32 | now[other].view(torch.int32).long() & 0xFFFFFFFF
             lane[:, 1] = number << 32 | known[other]
         got = peer_buffers.exchange_largest(now[rank], known[rank], mine)

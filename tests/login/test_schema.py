@@ -136,7 +136,7 @@ def test_a_settings_file_begins_with_what_has_no_default() -> None:
 
 @dataclass(frozen=True)
 class Limited:
-    count: int | None = option(None, "how many", least=1)
+    count: int | None = option(None, "how many", lower=1)
     kind: str = option("a", "which", choices=("a", "b"))
 
 

@@ -54,7 +54,7 @@ class StepProcess:
     def said(self) -> str:
         return f"{self.out}\n{self.err}"
 
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self.process.poll() is not None
 
     def wait(self, timeout: float = 180) -> int:
@@ -101,8 +101,8 @@ class RunningStep(StepProcess):
         )
 
     def wait_until_ready(self, timeout: float = 300) -> dict[str, Any]:
-        wait_for(lambda: self.settings.ready_file.exists() or self.ended(), timeout, self.said)
-        assert not self.ended(), self.said()
+        wait_for(lambda: self.settings.ready_file.exists() or self.finished(), timeout, self.said)
+        assert not self.finished(), self.said()
         return self.ready
 
     @property

@@ -63,7 +63,7 @@ def tokens_generated(served: dict[str, Any], model: str) -> float:
 
 def requests_given_up(served: dict[str, Any], model: str) -> float:
     """How many requests were cancelled or took longer than their timeout."""
-    return _value(served, names.GIVEN_UP, model)
+    return _value(served, names.PREEMPTED, model)
 
 
 @contextlib.contextmanager

@@ -49,8 +49,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         assert step.stop() == 0, step.err
 
 
-def request(whole: int, **more: np.ndarray) -> dict[str, np.ndarray]:
-    return {**t5_request(PROMPTS, max_output_len=whole), **more}
+def request(full: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {**t5_request(PROMPTS, max_output_len=full), **more}
 
 
 def test_logits_and_tokens(client: Client) -> None:
@@ -164,7 +164,7 @@ def test_a_family_is_evaluated(
         assert scored["log_likelihood"] == pytest.approx(float(wanted), abs=1e-3)
     else:
         with EvaluationClient(served["grpc"], name, protocol="grpc") as client:
-            source = client.special_ids.around(prompt)
+            source = client.special_ids.surround(prompt)
         ids = bart_greedy(BART, source, 4)
     assert item["prediction"] == tokenizer.decode(ids).strip()
     (row,) = report["speed"]["rows"]

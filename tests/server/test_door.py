@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launcher_scripts.clients.connection import channel_arguments
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.http_answer import UNIX, ask
+from launcher_scripts.common.http_answer import UNIX, query
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
 from launcher_scripts.evaluation.served.client import connect
@@ -62,7 +62,7 @@ def closed(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
             for region in step.shared_memory():
                 with contextlib.suppress(FileNotFoundError):
                     modes.add(oct(region.stat().st_mode & 0o777))
-            return step.settings.ready_file.exists() or step.ended()
+            return step.settings.ready_file.exists() or step.finished()
 
         wait_for(look, 300, step.said)
         step.wait_until_ready()
@@ -136,7 +136,7 @@ def port_table(ready: dict[str, Any]) -> str:
                 continue
             if name == "http" and not path.startswith("/v2"):
                 continue
-            ask(address, path, 60.0, method=method)  # any status is an answer
+            query(address, path, 60.0, method=method)  # any status is an answer
             others = "no connection" if folder.stat().st_mode & 0o077 == 0 else "answers"
             rows.append((f"Triton's {name} socket", f"{method} {template}", others, "answers"))
     lines = ["| port | request | without | with |", "|---|---|---|---|"]
@@ -207,7 +207,7 @@ def test_prometheus_scrapes_a_closed_server_with_a_key(closed: RunningStep) -> N
     server = closed.ready["grpc"].partition("#")[0]
 
     def families() -> dict[str, Any]:
-        status, text = ask(address, "/servers/metrics", 60.0, headers=bearer)
+        status, text = query(address, "/servers/metrics", 60.0, headers=bearer)
         assert status == 200
         return {each.name: each for each in text_string_to_metric_families(text)}
 
@@ -234,7 +234,7 @@ def test_our_own_clients_come_in_by_the_ready_file(closed: RunningStep, tmp_path
     client, ready = connect(settings)
     with client:
         assert ready["protocol"] == "grpc"
-        assert client.requests_taken() >= 1
+        assert client.requests_received() >= 1
     assert is_ready(closed.ready)
     assert load_of(closed.ready).running == 0
     with gateway(tmp_path / "another", "--ready", str(file)) as started:

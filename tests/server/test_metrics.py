@@ -47,8 +47,8 @@ def samples(served: dict[str, Any]) -> Samples:
             if sample.name.startswith("launcher_"):
                 labels = dict(sample.labels)
                 assert labels.pop("model_name", labels.pop("model", None)) == "tiny"
-                given_up = sample.name.removesuffix("_total") == names.GIVEN_UP.name
-                name = names.GIVEN_UP.name if given_up else sample.name  # the parser adds _total
+                given_up = sample.name.removesuffix("_total") == names.PREEMPTED.name
+                name = names.PREEMPTED.name if given_up else sample.name  # the parser adds _total
                 key = (name, frozenset(labels.items()))
                 assert key not in found
                 found[key] = sample.value
@@ -92,7 +92,7 @@ def test_what_is_counted_is_what_was_asked_and_answered(served: dict[str, Any]) 
         with pytest.raises(InferenceServerException, match="temperature"):
             client.infer("tiny", **{**ids_request([(1,)], 9), "temperature": np.float32([[-1.0]])})
     wait_for(lambda: value(samples(served), names.REQUEST, "_count") >= len(PROMPTS))
-    refused = {"reason": names.REFUSED}  # counted after the answers
+    refused = {"reason": names.REJECTED}  # counted after the answers
     wait_for(lambda: value(samples(served), names.FAILURE, **refused) >= 2)
     found = samples(served)
     grown = {key: found[key] - before[key] for key in found}

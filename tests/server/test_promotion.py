@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.files import CANDIDATE, ask_to_publish
+from launcher_scripts.common.files import CANDIDATE, request_publication
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import DeploySettings, EvaluateSettings
 from launcher_scripts.evaluation.gate import promote
@@ -66,7 +66,7 @@ def test_a_candidate_takes_the_place_of_the_published_server_after_go(
     older.wait_until_ready()
     candidate = start("newer", "after_gate", restarts=1)
     file, published = tmp_path / "results" / CANDIDATE, tmp_path / "results" / "ready.json"
-    wait_for(lambda: file.exists() or candidate.ended(), 180, candidate.said)
+    wait_for(lambda: file.exists() or candidate.finished(), 180, candidate.said)
     assert shown(file)["candidate"] is True
     assert shown(tmp_path / "newer" / "ready.json")["candidate"] is True
     assert job_of(published) == str(tmp_path / "older")
@@ -89,7 +89,7 @@ def test_a_candidate_takes_the_place_of_the_published_server_after_go(
     assert (job_of(published), shown(published)["http"]) == (str(tmp_path / "newer"), http)
     wait_for(lambda: not file.exists(), 30, candidate.said)
     assert "candidate" not in shown(tmp_path / "newer" / "ready.json")
-    assert not older.ended()
+    assert not older.finished()
     assert older.stop() == 0
     assert job_of(published) == str(tmp_path / "newer")
 
@@ -105,7 +105,7 @@ def test_a_candidate_takes_the_place_of_the_published_server_after_go(
 def test_a_candidate_that_is_stopped_was_never_published(start: Start, tmp_path: Path) -> None:
     candidate = start("newer", "after_gate")
     file = tmp_path / "results" / CANDIDATE
-    wait_for(lambda: file.exists() or candidate.ended(), 180, candidate.said)
+    wait_for(lambda: file.exists() or candidate.finished(), 180, candidate.said)
     second = start("second", "after_gate")
     assert second.wait() == 1
     assert "another server is alive with this results_dir" in second.err
@@ -116,8 +116,8 @@ def test_a_candidate_that_is_stopped_was_never_published(start: Start, tmp_path:
 def test_a_promoted_server_that_was_killed_comes_up_published(start: Start, tmp_path: Path) -> None:
     published = tmp_path / "results" / "ready.json"
     first = start("newer", "after_gate")
-    wait_for(lambda: (published.parent / CANDIDATE).exists() or first.ended(), 180, first.said)
-    ask_to_publish(tmp_path / "newer")  # and whoever asked is gone
+    wait_for(lambda: (published.parent / CANDIDATE).exists() or first.finished(), 180, first.said)
+    request_publication(tmp_path / "newer")  # and whoever asked is gone
     wait_for(published.exists, 60, first.said)
     first.process.kill()
     for pid, _ in first.survivors():
@@ -125,7 +125,7 @@ def test_a_promoted_server_that_was_killed_comes_up_published(start: Start, tmp_
     killed = shown(published)["pid"]
     again = start("newer", "after_gate")
     wait_for(
-        lambda: shown(published).get("pid", killed) != killed or again.ended(), 180, again.said
+        lambda: shown(published).get("pid", killed) != killed or again.finished(), 180, again.said
     )
     assert job_of(published) == str(tmp_path / "newer")
     assert not (published.parent / CANDIDATE).exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.files import ask_to_publish
+from launcher_scripts.common.files import request_publication
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.server import addresses
 from launcher_scripts.server.addresses import ReadyFiles
@@ -24,7 +24,7 @@ OTHERS = {"http": "n2:8000", "job": {"folder": "/jobs/2"}}
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(addresses, "_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(addresses, "_POLL_SECONDS", 0.01)
 
 
@@ -55,7 +55,7 @@ def living(others: ReadyFiles) -> Iterator[None]:
 
 
 def test_the_file_of_a_living_server_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(addresses, "_TIMEOUT_SECONDS", 60.0)
     others = files(tmp_path)
     others.prepare()
     others.write(OTHERS)
@@ -67,7 +67,7 @@ def test_the_file_of_a_living_server_stays(tmp_path: Path, monkeypatch: pytest.M
 def test_a_server_that_was_ready_first_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(addresses, "_TIMEOUT_SECONDS", 60.0)
     others, ours = files(tmp_path), files(tmp_path)
     for each in (others, ours):
         each.prepare()
@@ -135,7 +135,7 @@ def test_an_older_server_that_was_just_renewing_its_file_does_not_take_it_back(
     assert ours.publish() is None
     assert shown(tmp_path)["http"] == "n2:8000"
     late = (tmp_path / "ready.json").read_text()
-    ask_to_publish(tmp_path / "job")
+    request_publication(tmp_path / "job")
     assert ours.publish() == tmp_path / "ready.json"
     assert ours.publish() is None
     assert shown(tmp_path)["http"] == "n1:8000"

@@ -26,7 +26,7 @@ def test_no_wrong_answer_no_dead_server_and_flat_memory(tmp_path: Path, requests
         result = soak(ready, requests, clients=16, vocab_size=VOCAB_SIZE)
         print(json.dumps(result.memory))
         print(result.report())
-        assert not step.ended()
+        assert not step.finished()
         assert step.stop() == 0, step.err
         assert step.survivors() == []
     assert result.wrong == []

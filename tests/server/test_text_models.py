@@ -178,7 +178,7 @@ def test_parameters_say_what_goes_with_a_prompt(
     text_module: Any, parameters: dict[str, str], prompt: list[int], ends: tuple[int, ...]
 ) -> None:
     special = text_module("preprocessing").SpecialIds.of(parameters)
-    assert special.around([5, 6]) == prompt
+    assert special.surround([5, 6]) == prompt
     assert special.ends == ends
 
 

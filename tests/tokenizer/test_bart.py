@@ -35,7 +35,7 @@ def model() -> bytes:
 
 def check(folder: Path, expected: Any, texts: list[str]) -> None:
     tokenizer = load_tokenizer(folder)
-    opening, closing = tokenizer.around()
+    opening, closing = tokenizer.surround()
     assert tokenizer.vocab_size == len(expected)
     assert (tokenizer.end_id, tokenizer.pad_id) == (expected.eos_token_id, expected.pad_token_id)
     for text in texts:
@@ -65,7 +65,7 @@ def test_a_language_that_there_is_not(tmp_path: Path, model: bytes) -> None:
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "src_lang": "xx_XX"}))
     with pytest.raises(TokenizerError, match=r"src_lang of .* got 'xx_XX'"):
-        load_tokenizer(tmp_path).around()
+        load_tokenizer(tmp_path).surround()
 
 
 @pytest.mark.parametrize(("language", "code"), [(None, "en"), ("fr", "fr")])
@@ -74,7 +74,7 @@ def test_an_m2m_100(tmp_path: Path, model: bytes, language: str | None, code: st
     expected.save_pretrained(tmp_path)
     check(tmp_path, expected, TEXTS)
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.around() == ([expected.get_lang_id(code)], [expected.eos_token_id])
+    assert tokenizer.surround() == ([expected.get_lang_id(code)], [expected.eos_token_id])
     for name in ("zu", "__zu__"):
         assert tokenizer.special_id(name) == expected.get_lang_id("zu")
     assert tokenizer.token_bytes(expected.get_lang_id("zu")) == b"__zu__"
@@ -110,14 +110,14 @@ def test_an_nllb(tmp_path: Path, language: str | None, code: str) -> None:
     expected = nllb(src_lang=language)
     expected.save_pretrained(tmp_path)
     check(tmp_path, expected, TEXTS[:2])
-    before, _ = load_tokenizer(tmp_path).around()
+    before, _ = load_tokenizer(tmp_path).surround()
     assert before == [expected.convert_tokens_to_ids(code)]
 
 
 def test_an_nllb_that_puts_its_language_last_is_refused(tmp_path: Path) -> None:
     nllb(legacy_behaviour=True).save_pretrained(tmp_path)
     with pytest.raises(TokenizerError, match="legacy_behaviour"):
-        load_tokenizer(tmp_path).around()
+        load_tokenizer(tmp_path).surround()
 
 
 @pytest.mark.parametrize("make", [m2m_100, marian])

@@ -26,7 +26,7 @@ def test_ids_and_text(tmp_path: Path, text: str) -> None:
     expected.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(text)
-    opening, closing = tokenizer.around()
+    opening, closing = tokenizer.surround()
     assert [*opening, *ids, *closing] == expected(text).input_ids
     assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text

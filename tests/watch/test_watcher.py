@@ -160,11 +160,11 @@ def test_a_checkpoint_that_changes_is_not_read(settings: Settings, save: Save) -
     save(10, right=50)
     with Series(Path(settings().results_dir)) as series, Runs(settings(), series) as runs:
         watcher = Watcher(settings(), series, runs)
-        watcher.look()
+        watcher.poll()
         save(10, right=51, more="still written")
-        watcher.look()
+        watcher.poll()
         (entry,) = series.in_state("written")
-        watcher.look()
+        watcher.poll()
         assert entry.name in [one.name for one in series.in_state("started")]
     assert trend(settings())["checkpoints"][10]["state"] == "started"
 
@@ -188,14 +188,14 @@ def test_deleted_checkpoints_are_skipped(settings: Settings, save: Save) -> None
     with Series(Path(chosen.results_dir)) as series, Runs(chosen, series) as runs:
         watcher = Watcher(chosen, series, runs)
         for _ in range(2):
-            watcher.look()
+            watcher.poll()
         pid = Path(chosen.results_dir) / "checkpoints" / hanging.name / "evaluation" / "pid"
         wait_for(lambda: pid.exists() and pid.read_text() != "")
         for folder in (gone, hanging):
             (folder / "x").unlink()
             folder.rmdir()
         os.kill(int(pid.read_text()), signal.SIGKILL)
-        wait_for(lambda: watcher.look() or not series.in_state("started"))
+        wait_for(lambda: watcher.poll() or not series.in_state("started"))
     reasons = {step: entry["reason"] for step, entry in trend(chosen)["checkpoints"].items()}
     assert reasons == {
         10: "deleted by the training",
@@ -245,7 +245,7 @@ def test_a_killed_watch_goes_on_where_it_stopped(killed: WatchSettings) -> None:
 def test_a_corrupt_journal_is_named(tmp_path: Path) -> None:
     checkpoint = SavedCheckpoint("iter_1", tmp_path, 1, "signature")
     with Series(tmp_path) as series:
-        series.look([checkpoint])
+        series.poll([checkpoint])
     (tmp_path / JOURNAL).write_text('{"event": "seen"}\n')
     with pytest.raises(ConfigError, match=r"line 1 is corrupt.*watch\.run\.results_dir"):
         Series(tmp_path)

@@ -27,7 +27,7 @@ from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.older_servers import FINAL, failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError
-from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REFUSED
+from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REJECTED
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
 from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
 from launcher_scripts.engine.core.row import Snapshot, SnapshotCallback
@@ -36,14 +36,14 @@ from launcher_scripts.engine.core.session import Session
 # How long the sending thread rests after a response, as a share of the time that it took, while
 # several requests wait for one. The thread that steps needs Python's lock, too: without rests 128
 # clients get more responses, and 15 % fewer tokens.
-REST_SHARE = 0.75
-WATCH_REST = 15.0  # of the thread that asks about clients, for the same reason
+PAUSE_SHARE = 0.75
+WATCH_INTERVAL = 15.0  # of the thread that asks about clients, for the same reason
 
 
 class Answering(Protocol):
     """One request on its way back."""
 
-    def send_news(self, *, flush_only: bool) -> None:
+    def send_deltas(self, *, flush_only: bool) -> None:
         """Send a response if there is anything that the ones before did not have."""
 
 
@@ -59,7 +59,7 @@ class Answers:
         reason of metric_names), and how many
         """
         self.on_failure = on_failure
-        self.client_watch = ClientWatch(WATCH_REST)
+        self.client_watch = ClientWatch(WATCH_INTERVAL)
         self._lock = Lock()
         self._urgent: dict[Answering, None] = {}
         self._others: dict[Answering, None] = {}
@@ -89,7 +89,7 @@ class Answers:
             start = time.perf_counter()
             self._send_next()
             if not self._urgent and len(self._others) > 1:
-                time.sleep(REST_SHARE * (time.perf_counter() - start))
+                time.sleep(PAUSE_SHARE * (time.perf_counter() - start))
         while self._urgent or self._others:
             self._send_next()
 
@@ -99,11 +99,11 @@ class Answers:
             answer = next(iter(queue))
             del queue[answer]
             flush_only = not (self._urgent or self._others)
-        answer.send_news(flush_only=flush_only)
+        answer.send_deltas(flush_only=flush_only)
 
 
 # Outputs that are not made by `to_tensors`.
-_OWN_TENSORS = frozenset({"news", NUM_CACHED_TOKENS.name})
+_STREAM_TENSORS = frozenset({"news", NUM_CACHED_TOKENS.name})
 Submit = Callable[..., "Future[GenerateOutput]"]
 ToTensors = Callable[[Sequence[GenerateOutput]], dict[str, torch.Tensor]]
 
@@ -142,7 +142,7 @@ class Answer:
         self._sender = sender
         self._rows = rows
         self._tensors = tensors
-        self._wanted = requested
+        self._requested = requested
         self._to_tensors = to_tensors
         self._streams = streams
         self._prompts = prompts
@@ -157,7 +157,7 @@ class Answer:
         self._failure = FAILED  # why there is an error, if there is one
         self._in_session = False
         self._sent = 0  # tokens of every row in the responses so far
-        self._ended = False
+        self._completed = False
         self._sending = Lock()
 
     def start(self, submit: Submit, sessions: Sequence[Session] = ()) -> None:
@@ -178,33 +178,33 @@ class Answer:
     def check_client(self) -> None:
         """Free the rows of a client that has gone, or that waits no longer."""
         if self._deadline is not None and time.monotonic() > self._deadline:
-            self._give_up("UNAVAILABLE", "the request's timeout is over")
+            self._abort("UNAVAILABLE", "the request's timeout is over")
             return
         with self._sending:  # the server dies of a question about a request that has been answered
-            cancelled = not self._ended and self._sender.is_cancelled()
+            cancelled = not self._completed and self._sender.is_cancelled()
         if cancelled:
             self.cancel()
 
     def cancel(self) -> None:
         """Free the rows; the client gets an error. Any thread may ask for it."""
-        self._give_up("CANCELLED", "the client cancelled the request")
+        self._abort("CANCELLED", "the client cancelled the request")
 
-    def send_news(self, *, flush_only: bool) -> None:
+    def send_deltas(self, *, flush_only: bool) -> None:
         """Send a response if there is anything that the ones before did not have.
 
         flush_only: no other request has news
         """
         with self._sending:
-            if self._ended:
+            if self._completed:
                 return
             try:
-                self._send_news(flush_only)
+                self._send_deltas(flush_only)
             except Exception as error:  # the other requests go on
                 traceback.print_exc()
                 self._error = error_response(error)
                 self._end(self._error)
 
-    def _give_up(self, code: str, why: str) -> None:
+    def _abort(self, code: str, why: str) -> None:
         if self._error is None:
             self._error, self._failure = failure(why, code), CANCELLED
         self._notify(urgent=True)
@@ -233,7 +233,7 @@ class Answer:
 
         return on_end
 
-    def _send_news(self, flush_only: bool) -> None:
+    def _send_deltas(self, flush_only: bool) -> None:
         if self._error is not None:
             self._end(self._error)
             return
@@ -270,14 +270,14 @@ class Answer:
     def _response(self, outputs: Sequence[GenerateOutput]) -> Any:
         reports_progress = self._forwarded or "is_return_progress" in self._tensors
         tensors = {}
-        if not _OWN_TENSORS.issuperset(self._wanted):
-            tensors = self._to_tensors(self._shown(outputs))
-        if NUM_CACHED_TOKENS.name in self._wanted and not self._sent:
+        if not _STREAM_TENSORS.issuperset(self._requested):
+            tensors = self._to_tensors(self._visible(outputs))
+        if NUM_CACHED_TOKENS.name in self._requested and not self._sent:
             counts = torch.tensor([output.num_cached_tokens for output in outputs])
             tensors[NUM_CACHED_TOKENS.name] = counts[:, None].int()
         if "is_return_progress" in self._tensors:
             tensors.update(self._progress(outputs, tensors))
-        if reports_progress and "news" in self._wanted:
+        if reports_progress and "news" in self._requested:
             tensors["news"] = news(
                 self._prompts, outputs, self._before(outputs), self._finished(outputs)
             )
@@ -287,11 +287,11 @@ class Answer:
             [
                 pb_utils.Tensor.from_dlpack(name, torch.utils.dlpack.to_dlpack(tensor))
                 for name, tensor in tensors.items()
-                if name in self._wanted
+                if name in self._requested
             ]
         )
 
-    def _shown(self, outputs: Sequence[GenerateOutput]) -> list[GenerateOutput]:
+    def _visible(self, outputs: Sequence[GenerateOutput]) -> list[GenerateOutput]:
         """The outputs, where the client takes increments without what it has."""
         if not self._increments:
             return list(outputs)
@@ -319,14 +319,14 @@ class Answer:
         """New tokens of each row in this response, and whether they were the last: [B, beam]."""
         beams = beam_axis(outputs)
         progress = {}
-        if "streamed_length" in self._wanted:
+        if "streamed_length" in self._requested:
             counts = torch.tensor(self._before(outputs), dtype=torch.int32)
             progress["streamed_length"] = counts[:, None].repeat(1, beams)
-        if "is_finished" in self._wanted:
+        if "is_finished" in self._requested:
             progress["is_finished"] = torch.tensor(self._finished(outputs))[:, None].repeat(
                 1, beams
             )
-        if "text_start" in self._wanted and "response_input_lengths" in tensors:
+        if "text_start" in self._requested and "response_input_lengths" in tensors:
             progress["text_start"] = tensors["response_input_lengths"].expand(-1, beams).clone()
             if "is_return_prompt" in self._tensors:
                 progress["text_start"][self._tensors["is_return_prompt"].reshape(-1)] = 0
@@ -334,7 +334,7 @@ class Answer:
 
     def _end(self, response: Any) -> None:
         """The last response; rows that still run are nobody's any more."""
-        self._ended = True
+        self._completed = True
         self._answers.client_watch.forget(self)
         for future in self._futures:
             future.cancel()
@@ -387,7 +387,7 @@ def error_response(error: BaseException) -> Any:
 def reason_of(error: BaseException) -> str:
     """Why a request was not answered, as the metrics have it."""
     is_client_error = isinstance(error, BusyError | RequestError | ParameterError)
-    return REFUSED if is_client_error else FAILED
+    return REJECTED if is_client_error else FAILED
 
 
 class StreamSender:

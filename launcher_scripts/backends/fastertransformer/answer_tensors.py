@@ -40,7 +40,7 @@ class Shape:
     end_id: int
     dtype: torch.dtype
     prompt_start_id: int
-    wanted: Collection[str]
+    requested: Collection[str]
     increments: bool = False
 
 
@@ -67,7 +67,7 @@ def gpt_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str,
         "sequence_length": torch.from_numpy(lengths),
         "response_input_lengths": torch.from_numpy(starts),
     }
-    if "output_ids" in shape.wanted:
+    if "output_ids" in shape.requested:
         ids = np.empty((len(requests), beams, width + longest), dtype=np.uint32)
         ids[:] = end_ids(requests, shape.end_id).astype(np.uint32)[:, None, None]
         for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -97,7 +97,7 @@ def t5_tensors(requests: Requests, outputs: Outputs, shape: Shape) -> dict[str, 
         for beam, hypothesis in enumerate(output.hypotheses):
             lengths[row, beam] = len(hypothesis.output_ids)
     tensors = {"sequence_length": torch.from_numpy(lengths)}
-    if "output_ids" in shape.wanted:
+    if "output_ids" in shape.requested:
         ids = np.zeros((len(requests), beams, width), dtype=np.int32)
         ends = end_ids(requests, shape.end_id).astype(np.int32)
         for row, output in enumerate(outputs):
@@ -176,7 +176,7 @@ def scores(requests: Requests, outputs: Outputs, longest: int, shape: Shape) -> 
 
     longest: tokens in the axis of what was generated, without increments
     """
-    requested = shape.wanted
+    requested = shape.requested
     if shape.increments:
         longest = max(1, *map(_num_log_probs, outputs))
     tensors = model_log_probs(outputs, longest, requested)

@@ -294,7 +294,7 @@ class GrammarCompiler:
                 raise ValueError("it is a JSON object with one key, and maybe reasoning")
             ((key, value),) = grammar_request.items()
             grammar = _GRAMMARS[key](value)
-            return grammar if delimiters is None else self._behind_reasoning(delimiters, grammar)
+            return grammar if delimiters is None else self._after_reasoning(delimiters, grammar)
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 problem(
@@ -302,7 +302,7 @@ class GrammarCompiler:
                 )
             ) from error
 
-    def _behind_reasoning(self, delimiters: Any, grammar: str) -> str:
+    def _after_reasoning(self, delimiters: Any, grammar: str) -> str:
         """A grammar's text behind what is thought, whose first mark may have come already."""
         if not isinstance(delimiters, dict) or not {"end"} <= delimiters.keys() <= {"begin", "end"}:
             raise ValueError("reasoning is an object with the mark `end`, and maybe `begin`")
@@ -354,7 +354,7 @@ class _MatcherGuide:
         self._executor = executor
         self._mask: Future[bytes] = Future()
         self._mask.set_result(mask)
-        self.ended = bool(matcher.is_stopped())
+        self.finished = bool(matcher.is_stopped())
 
     def is_ready(self, timeout: float) -> bool:
         try:
@@ -369,8 +369,8 @@ class _MatcherGuide:
     def accept(self, token: int) -> bool:
         wait((self._mask,))  # the matcher serves one thread at a time
         accepted = bool(self._matcher.consume_token(token)) and not self._matcher.is_error()
-        self.ended = bool(self._matcher.is_stopped())
-        if not self.ended:
+        self.finished = bool(self._matcher.is_stopped())
+        if not self.finished:
             self._mask = self._executor.submit(_mask, self._matcher)
         return accepted
 

@@ -35,11 +35,11 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
 )
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
+from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
 from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
 from launcher_scripts.backends.fastertransformer.server import (
     DEVICE_VARIABLE,
     MAX_WAITING_VARIABLE,
-    ModelMetrics,
     StatusFile,
     end_server_later,
     engine_settings,
@@ -306,7 +306,7 @@ def input_tensors(request: Any, contract: Contract) -> dict[str, torch.Tensor]:
     result = {
         name: torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
         for tensor in request.inputs()
-        if (name := tensor.name()) in contract.known
+        if (name := tensor.name()) in contract.by_name
     }
     if missing := [name for name in contract.required if name not in result]:
         message = f"required inputs are missing: {', '.join(missing)}"

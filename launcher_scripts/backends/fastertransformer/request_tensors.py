@@ -50,7 +50,7 @@ def to_requests(contract: Contract, tensors: Mapping[str, Tensor]) -> list[Gener
     rows = ids.shape[0]
     problems = Problems("the request")
     columns = {
-        name: _column(contract.known[name], tensor, problems, rows)
+        name: _column(contract.by_name[name], tensor, problems, rows)
         for name, tensor in tensors.items()
         if name in _FIELDS or name in (contract.lengths, contract.output_len)
     }
@@ -237,12 +237,12 @@ def _prompts(
     if tensors.keys().isdisjoint((EMBEDDING, LENGTHS, TYPE)):
         return {}
     lengths, types = (
-        _column(contract.known[name], tensors[name], problems, rows)
+        _column(contract.by_name[name], tensors[name], problems, rows)
         if name in tensors
         else [None] * rows
         for name in (LENGTHS, TYPE)
     )
-    if TYPE not in contract.known:  # a request's own embeddings are always a prompt table
+    if TYPE not in contract.by_name:  # a request's own embeddings are always a prompt table
         types = [PromptType.TABLE] * rows
     embeddings = _embeddings(tensors, lengths, types, problems)
     return {

@@ -1,4 +1,4 @@
-"""The server of a model: its parameters in config.pbtxt, its nodes, metrics and status file.
+"""The server of a model: its parameters in config.pbtxt, its nodes and its status file.
 
 A model whose server runs on several nodes: on node 0 it serves, on the others it hosts ranks.
 
@@ -7,16 +7,6 @@ There its initialize() lasts as long as the model does, so that server never loo
 What the server may know of a model: one small file, written whole.
 
 The server names a folder in LAUNCHER_STATUS_DIR; without it nothing is written.
-
-What a model adds to the server's metrics; `metric_names` says what each of them means.
-
-The values are counted by the engine. A thread hands what has changed to the server every second:
-each change of a value is a message to the server's process, too many for each token. No other
-thread may: two that change a value at once send a message with memory that is freed already, and
-the server dies of it.
-Triton's own histograms take one value in a message, so ours are values with the names that
-Prometheus gives the parts of a histogram. Triton calls them gauges: some readers put `_total` after
-the names of counters (prometheus_client, OpenTelemetry), and would find no `_bucket`.
 """
 
 from __future__ import annotations
@@ -28,7 +18,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf
@@ -36,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.common.files import atomic_write
@@ -44,11 +32,9 @@ from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.processes import process_name
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
-from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.requests import MAX_BEAMS
-from launcher_scripts.engine.core.statistics import Sample
-from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.engine import EngineSettings
 from launcher_scripts.engine.messages.message import RankInfo
 from launcher_scripts.engine.ranks.links import (
     ADVICE,
@@ -60,7 +46,7 @@ from launcher_scripts.engine.ranks.rank_host import POLL_SECONDS, RankHost
 from launcher_scripts.models.repository import checkpoint_folder
 
 WHERE = "parameters in config.pbtxt"
-SERVERS_OWN = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend
+SERVER_PARAMETERS = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}  # of its Python backend
 
 PARAMETERS = (
     "tensor_para_size",
@@ -104,7 +90,7 @@ def engine_settings(
     Where the checkpoint is looked for: see checkpoint_folder.
     """
     values = _strings(config)
-    if unknown := sorted(values.keys() - set(PARAMETERS) - SERVERS_OWN):
+    if unknown := sorted(values.keys() - set(PARAMETERS) - SERVER_PARAMETERS):
         print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
     problems = Problems("the model's config.pbtxt")
     numbers = {
@@ -330,99 +316,3 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         result["cuda"] = torch.version.cuda
     return result
-
-
-_SECONDS = 1.0
-
-
-class ModelMetrics:
-    """One model's metrics, brought up to date every second."""
-
-    def __init__(self, model: str, engine: Engine) -> None:
-        """Start from the engine's counters, so that its warm-up is left out."""
-        self._model, self._engine = model, engine
-        self._families: dict[str, Any] = {}
-        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
-        self._gauges = {metric.name: self._add(metric, metric.name) for metric in names.GAUGES}
-        self._shown: dict[str, float] = {}
-        self._failures = {
-            reason: self._add(names.FAILURE, names.FAILURE.name, (("reason", reason),))
-            for reason in (names.REFUSED, names.CANCELLED, names.FAILED)
-        }
-        self._failures[names.GIVEN_UP.name] = self._add(names.GIVEN_UP, names.GIVEN_UP.name)
-        metrics = {name: metric for metric in names.MODEL_METRICS for name in metric.samples}
-        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        for sample in engine.statistics.samples():
-            key = (sample.name, sample.labels)
-            self._metrics[key] = self._add(metrics[sample.name], *key)
-            self._counted[key] = sample.value
-        self._steps = engine.statistics.steps, engine.statistics.step_rows
-        self._unsent: Counter[str] = Counter()  # failures by reason, and names.GIVEN_UP
-        self._lock = threading.Lock()  # of these
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
-
-    def count_failure(self, reason: str, rows: int) -> None:
-        """So many rows of a request will not be answered; any thread may say so at any time.
-
-        reason: one of metric_names' values of `reason`
-        """
-        with self._lock:
-            self._unsent[reason] += rows
-            if reason == names.CANCELLED:
-                self._unsent[names.GIVEN_UP.name] += 1
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _add(
-        self, metric: names.Metric, name: str, labels: tuple[tuple[str, str], ...] = ()
-    ) -> Any:
-        """The server's value of that name and labels, the model's label included."""
-        kind = pb_utils.MetricFamily
-        if name not in self._families:
-            self._families[name] = pb_utils.MetricFamily(
-                name=name,
-                description=metric.meaning,
-                kind=kind.COUNTER if metric.kind == names.COUNTER else kind.GAUGE,
-            )
-        return self._families[name].Metric(labels={metric.labels[0]: self._model, **dict(labels)})
-
-    def _run(self) -> None:
-        while True:
-            for sample in self._engine.statistics.samples():
-                self._count(sample)
-            with self._lock:
-                failures, self._unsent = self._unsent, Counter()
-            for reason, count in failures.items():
-                self._failures[reason].increment(count)
-            for name, value in self._levels().items():
-                if self._shown.get(name) != value:
-                    self._shown[name] = value
-                    self._gauges[name].set(value)
-            if self._closing.wait(_SECONDS):
-                return
-
-    def _count(self, sample: Sample) -> None:
-        key = (sample.name, sample.labels)
-        more = sample.value - self._counted[key]
-        if more:
-            self._counted[key] = sample.value
-            self._metrics[key].increment(more)
-
-    def _levels(self) -> dict[str, float]:
-        """The gauges' values now."""
-        engine = self._engine
-        used, capacity = engine.cache_tokens_used, engine.cache_tokens
-        before, self._steps = self._steps, (engine.statistics.steps, engine.statistics.step_rows)
-        steps, rows = (now - then for now, then in zip(self._steps, before, strict=True))
-        return {
-            names.RUNNING.name: engine.rows_running,
-            names.WAITING.name: engine.rows_queued,
-            names.CACHE_USE.name: used / capacity if capacity else 0.0,
-            names.BATCH.name: rows / steps if steps else 0.0,
-            names.CACHE_TOKENS.name: capacity,
-            names.CACHE_USED.name: used,
-        }

@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from launcher_scripts.common.processes import (
-    own_environment,
-    own_python,
     process_stat,
     signal_when_parent_dies,
+    this_environment,
+    this_python,
 )
 
 POLL_SECONDS = 1.0
@@ -48,8 +48,8 @@ class ServerWatch:
     def __init__(self) -> None:
         server = started_by(Path("/proc/self/cmdline").read_bytes().split(b"\0"))
         self._process = subprocess.Popen(
-            [own_python(), "-m", __name__, str(server)],
-            env=own_environment(),
+            [this_python(), "-m", __name__, str(server)],
+            env=this_environment(),
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
         )
@@ -63,7 +63,7 @@ class ServerWatch:
         self._process.wait()
 
 
-def look_after_parent(server: int) -> None:
+def watch_parent(server: int) -> None:
     """Kill this process's parent once `server` is no more the parent of that."""
     model = os.getppid()
     with suppress(OSError):  # it has ended by itself
@@ -74,4 +74,4 @@ def look_after_parent(server: int) -> None:
 
 
 if __name__ == "__main__":
-    look_after_parent(int(sys.argv[1]))
+    watch_parent(int(sys.argv[1]))

@@ -35,11 +35,11 @@ class Line:
 
     def turn(self, request: GenerateRequest, prompt_start: int) -> GenerateRequest:
         """Begin a request; returns it with the whole text so far as its prompt."""
-        if self.session.said is not None:
-            self.text += (*self.asked, *self.session.said)
-            if self.session.ended and request.input_ids:
+        if self.session.history is not None:
+            self.text += (*self.asked, *self.session.history)
+            if self.session.finished and request.input_ids:
                 self.text = self.text[:-1]
-        self.asked, self.session.said = real_ids(request, prompt_start), None
+        self.asked, self.session.history = real_ids(request, prompt_start), None
         return replace(
             request,
             input_ids=(*self.text, *self.asked),
@@ -90,7 +90,7 @@ class Sessions:
             if start:
                 self._end(key)
                 lines = _new_lines(tensors, len(rows))
-                _check_room(lines, self._engine.cache_tokens)
+                _check_capacity(lines, self._engine.cache_tokens)
                 self._conversations[key] = Conversation(lines)
             conversation = self._conversations.get(key)
             if conversation is None:
@@ -123,7 +123,7 @@ class Sessions:
                 return
             conversation.open_requests = 0
             conversation.last_used = time.monotonic()
-            is_new = [session.said is None and not session.busy for session in turn.sessions]
+            is_new = [session.history is None and not session.busy for session in turn.sessions]
             unequal = any(is_new) and len(is_new) > 1
             never = all(is_new) and not any(session.positions for session in turn.sessions)
             if end or unequal or never:
@@ -192,7 +192,7 @@ def _new_lines(tensors: Mapping[str, Tensor], rows: int) -> list[Line]:
     ]
 
 
-def _check_room(lines: Sequence[Line], cache_tokens: int) -> None:
+def _check_capacity(lines: Sequence[Line], cache_tokens: int) -> None:
     """Check that the rows, which keep their places for the whole session, fit beside each other."""
     needed = sum(line.session.extent_tokens for line in lines)
     if len(lines) > 1 and needed > cache_tokens:

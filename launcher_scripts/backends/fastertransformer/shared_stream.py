@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import Answer, Answers, Submit, send_last
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.contract.requests import NO_STREAM, News, pack
+from launcher_scripts.contract.requests import NO_STREAM, PlainDelta, pack
 from launcher_scripts.engine.core.session import Session
 
 # A stream without rows ends after this time, so that it does not hold up a server that stops.
@@ -55,11 +55,11 @@ class SharedStream:
             self._queued = True
             self._answers.put(self, urgent=urgent)
 
-    def send_news(self, *, flush_only: bool) -> None:  # noqa: ARG002
+    def send_deltas(self, *, flush_only: bool) -> None:  # noqa: ARG002
         """Send one response with the news of all rows that have any."""
         self._queued = False  # before the rows are taken: one that comes later queues the stream
         rows = dict.fromkeys([self._waiting.popleft() for _ in range(len(self._waiting))])
-        deltas = {row: new for row in rows if (new := row.take_news())}
+        deltas = {row: new for row in rows if (new := row.accept_deltas())}
         with self._sending:
             if deltas and not self.closed:
                 self._sender.send(_response(deltas.values()))
@@ -122,9 +122,9 @@ class SharedAnswer(Answer):
             self._stream.leave()
             raise
 
-    def take_news(self) -> News | None:
+    def accept_deltas(self) -> PlainDelta | None:
         """The tokens that came since the last call; None: nothing did."""
-        if self._ended:
+        if self._completed:
             return None
         last = self._last[0]
         if last is None:
@@ -142,7 +142,7 @@ class SharedAnswer(Answer):
     def finish(self) -> None:
         """End the row's own stream."""
         with self._sending:
-            if not self._ended:
+            if not self._completed:
                 self._end(pb_utils.InferenceResponse([]))
 
     def _notify(self, *, urgent: bool) -> None:
@@ -157,16 +157,16 @@ class SharedAnswer(Answer):
 
     def _check(self) -> None:
         beams = [row.sampling.beam_width for row in self._rows]
-        if beams != [1] or self._wanted != {"news"}:
+        if beams != [1] or self._requested != {"news"}:
             raise RequestError(
                 problem(
                     "a shared stream takes requests of one row without beams that want `news`",
-                    got=f"{len(beams)} rows of {beams} beams that want {sorted(self._wanted)}",
+                    got=f"{len(beams)} rows of {beams} beams that want {sorted(self._requested)}",
                 )
             )
 
 
-def _response(rows: Iterable[News]) -> Any:
+def _response(rows: Iterable[PlainDelta]) -> Any:
     tensor = torch.from_numpy(pack(rows))
     return pb_utils.InferenceResponse(
         [pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(tensor))]

@@ -38,7 +38,7 @@ class TritonPythonModel:
         queries = self.tensors.texts(request, "QUERY")
         if queries is None:
             raise BadRequestError("QUERY is required")
-        rows = [self.special.around(self.tokenizer.encode(query)) for query in queries]
+        rows = [self.special.surround(self.tokenizer.encode(query)) for query in queries]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
         encoded = [
             self.tensors.tensor("INPUT_ID", pad_right(rows, self.pad_id)),

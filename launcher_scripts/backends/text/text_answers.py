@@ -52,28 +52,28 @@ class TextAnswer:
         self._unsent = False
         self._queued = False  # on its way to be sent by one of the senders
         self._complete = False
-        self.ended = False
+        self.finished = False
 
     def take(self, tensors: dict[str, NDArray[Any]], *, last: bool) -> bool:
         """Note a response of the token model; whether the client is to be sent one now."""
         with self._lock:
             if "news" in tensors:
-                self._take_news(self._tensors.without_axes(tensors["news"]))
+                self._accept_deltas(self._tensors.without_axes(tensors["news"]))
                 self._others = {name: tensors[name] for name in tensors if name != "news"}
                 self._unsent = True
             self._complete = last
-            due = (last or self.request.streams) and not self._queued and not self.ended
+            due = (last or self.request.streams) and not self._queued and not self.finished
             self._queued = self._queued or due
             return due
 
     def pass_on(self, tensors: Sequence[Any]) -> None:
         """Send an encoder's outputs, and the end."""
         with self._lock:
-            if not self.ended:
-                self.ended = True
+            if not self.finished:
+                self.finished = True
                 self._sender.send(pb_utils.InferenceResponse(list(tensors)), flags=FINAL)
 
-    def _take_news(self, deltas: NDArray[Any]) -> None:
+    def _accept_deltas(self, deltas: NDArray[Any]) -> None:
         self._lengths = deltas[..., 0]
         for index in np.ndindex(deltas.shape[:2]):
             length, prompt, start, finished = deltas[index][:4].tolist()
@@ -82,22 +82,22 @@ class TextAnswer:
                 self._beams[index] = GrowingText(self._decode)
             self._beams[index].take(start, ids, prompt=prompt, finished=bool(finished))
 
-    def send_news(self) -> None:
+    def send_deltas(self) -> None:
         """Send what has come since the last time; at the end of the text also the end."""
         with self._lock:
             self._queued = False
-            if self.ended:
+            if self.finished:
                 return
             response = self._response() if self._unsent else None
             self._unsent = False
             if not self.request.streams:
-                self.ended = True
+                self.finished = True
                 self._sender.send(response or failure("no answer came", "INTERNAL"), flags=FINAL)
                 return
             if response is not None:
                 self._sender.send(response)
             if self._complete:
-                self.ended = True
+                self.finished = True
                 self._send_end()
 
     def _send_end(self) -> None:
@@ -111,8 +111,8 @@ class TextAnswer:
     def fail(self, response: Any) -> None:
         """End with an error, unless the answer has ended."""
         with self._lock:
-            if not self.ended:
-                self.ended = True
+            if not self.finished:
+                self.finished = True
                 self._sender.send(response, flags=FINAL)
 
     def check_client(self) -> None:
@@ -121,7 +121,7 @@ class TextAnswer:
             self.fail(failure("the request's timeout is over", "UNAVAILABLE"))
             return
         with self._lock:  # the server dies of a question about a request that has been answered
-            cancelled = not self.ended and self._sender.is_cancelled()
+            cancelled = not self.finished and self._sender.is_cancelled()
         if cancelled:
             self.fail(failure("the client cancelled the request", "CANCELLED"))
 
@@ -170,6 +170,6 @@ class Senders:
         while True:
             answer = self._due.get()
             try:
-                answer.send_news()
+                answer.send_deltas()
             except Exception as error:
                 answer.fail(error_response(error))

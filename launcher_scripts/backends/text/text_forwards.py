@@ -18,7 +18,7 @@ from text_channel import FORWARDED, Channel, Message
 from text_tensors import BadRequestError, as_float32, error_response
 
 SENDING_THREADS = 2
-WATCH_REST = 4.0  # see ClientWatch
+WATCH_INTERVAL = 4.0  # see ClientWatch
 CANCEL_AGAIN_SECONDS = 0.3
 
 
@@ -65,7 +65,7 @@ class Forward:
         self.answer.check_client()
         # Told again: what was said before the request had come there was in vain.
         now = time.monotonic()
-        if self.answer.ended and self._channel is not None and now > self._next_cancel:
+        if self.answer.finished and self._channel is not None and now > self._next_cancel:
             self._next_cancel = now + CANCEL_AGAIN_SECONDS
             self._channel.cancel(self.key)
 
@@ -77,7 +77,7 @@ class Forwards:
         """generates: the token model answers over a channel; an encoder does so at once"""
         self._token_model = token_model
         self._open: dict[str, Forward] = {}
-        self._watch = ClientWatch(WATCH_REST)
+        self._watch = ClientWatch(WATCH_INTERVAL)
         self._senders = Senders(SENDING_THREADS)
         self._channel = Channel(self._take, self._lost) if generates else None
 

@@ -78,14 +78,14 @@ class Reader:
     def read(self, request: Any) -> TextRequest:
         """Raises BadRequestError or ParameterError."""
         request = self._tensors.complete(request)
-        values = self._given(request)
+        values = self._inputs(request)
         prompts = self._tensors.texts(request, values.get("INPUT_0", "INPUT_0"))
         if prompts is None:
             raise BadRequestError(f"the prompt is missing: {self._said('INPUT_0')}")
         languages = self._languages(request, "source_language", len(prompts))
         local: Sequence[int | None] = languages or [None] * len(prompts)
         rows = [
-            self._special.between(language, None).around(self._tokenizer.encode(prompt))
+            self._special.between(language, None).surround(self._tokenizer.encode(prompt))
             for prompt, language in zip(prompts, local, strict=True)
         ]
         lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)
@@ -104,11 +104,11 @@ class Reader:
         for original, name in values.items():
             if original not in READ_HERE:
                 inputs[original] = self._passed_on(request, original, name)
-        started = self._begun(request, values, len(rows))
+        started = self._started(request, values, len(rows))
         if started is not None:
             inputs["decoder_input_ids"] = self._tensors.tensor("decoder_input_ids", started)
         todays = values["INPUT_0"] == "text_input"
-        outputs = self._wanted(request, todays)
+        outputs = self._requested(request, todays)
         streams = self.decoupled and self._flag(request, values, "stream", not todays)
         passed_on = sorted(name for name in outputs if not self.generates or name in LOG_PROBS)
         return TextRequest(
@@ -121,7 +121,7 @@ class Reader:
             streams=streams,
         )
 
-    def _given(self, request: Any) -> dict[str, str]:
+    def _inputs(self, request: Any) -> dict[str, str]:
         """The original's name of each input -> the name that it came under."""
         inputs: dict[str, str] = {}
         for tensor in request.inputs():
@@ -139,7 +139,7 @@ class Reader:
             raise BadRequestError(f"{tensor} takes one per prompt; got {len(names)} for {rows}")
         return language_ids(names, tensor, self._special, self._tokenizer)
 
-    def _begun(self, request: Any, inputs: dict[str, str], rows: int) -> NDArray[Any] | None:
+    def _started(self, request: Any, inputs: dict[str, str], rows: int) -> NDArray[Any] | None:
         """UINT32 [rows, n]: what the decoder begins with; None: as the model or the request says.
 
         All rows have as many.
@@ -226,7 +226,7 @@ class Reader:
             return np.zeros(rows, dtype=np.bool_)
         return np.broadcast_to(flags.reshape(-1), rows)
 
-    def _wanted(self, request: Any, todays: bool) -> frozenset[str]:
+    def _requested(self, request: Any, todays: bool) -> frozenset[str]:
         """The outputs named by the client; where it names none, those of its inputs' names."""
         named = frozenset(request.requested_output_names())
         if named != self.outputs or "OUTPUT_0" not in named:

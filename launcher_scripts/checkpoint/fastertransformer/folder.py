@@ -33,7 +33,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
 from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     Journal,
     partial_folder,
-    refuse_existing,
+    reject_existing,
     replace_folder,
     writing,
 )
@@ -228,7 +228,7 @@ class FTWriter:
         self._created: list[Path] = []
 
     def __enter__(self) -> FTWriter:
-        refuse_existing(self.folder, self.overwrite)
+        reject_existing(self.folder, self.overwrite)
         with writing(self.partial):
             if self.partial.exists() and not self.name:
                 shutil.rmtree(self.partial)

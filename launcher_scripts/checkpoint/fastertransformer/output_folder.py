@@ -48,12 +48,12 @@ def _old_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".old")
 
 
-def refuse_existing(folder: Path, overwrite: bool) -> None:
+def reject_existing(folder: Path, overwrite: bool) -> None:
     """Raises CheckpointError when there is something at `folder` that may not be replaced.
 
     A link there, or under one of the names on the way, leads to files of somebody else.
     """
-    refuse_links(folder, partial_folder(folder), _old_folder(folder))
+    reject_links(folder, partial_folder(folder), _old_folder(folder))
     with writing(folder):
         exists = folder.exists()
     if exists and not overwrite:
@@ -66,7 +66,7 @@ def refuse_existing(folder: Path, overwrite: bool) -> None:
         )
 
 
-def refuse_links(*paths: Path) -> None:
+def reject_links(*paths: Path) -> None:
     """Raises CheckpointError when one of the places to write to is a link."""
     links = [str(path) for path in paths if path.is_symlink()]
     if links:

@@ -219,7 +219,7 @@ class Archive:
 
         Raises CheckpointError if they were altered after the file was written, or are cut off.
         """
-        location = self._place(values)
+        location = self._location(values)
         if location is not None:
             checksums, first, last = location
             checksums.check_size(last)
@@ -230,13 +230,13 @@ class Archive:
 
         The end of its last page reads as zeros, so this is also called after the values were read.
         """
-        location = self._place(values)
+        location = self._location(values)
         if location is not None:
             location[0].check_size(location[2])
 
     def forget(self, values: NDArray[Any]) -> None:
         """Let the system take the pages behind a view back; a later look reads them again."""
-        location = self._place(values)
+        location = self._location(values)
         if location is not None:
             checksums, first, last = location
             low = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -244,7 +244,7 @@ class Archive:
             if low < high:
                 checksums.buffer.madvise(mmap.MADV_DONTNEED, low, high - low)
 
-    def _place(self, values: NDArray[Any]) -> tuple[Checksums, int, int] | None:
+    def _location(self, values: NDArray[Any]) -> tuple[Checksums, int, int] | None:
         """The file a view lies in, its first byte and the one behind its last; None for others."""
         first = values.__array_interface__["data"][0]
         spans = zip(values.shape, values.strides, strict=True)

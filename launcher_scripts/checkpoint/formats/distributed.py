@@ -29,10 +29,10 @@ from launcher_scripts.common.untrusted import parse_json
 
 METADATA = "metadata.json"
 EXTRA_STATE = "_extra_state"
-_SHOWN = 20
+_MAX_LISTED = 20
 # More than any model has.
 _MAX_LAYERS = 1 << 14
-_MOST_TENSORS = 1 << 18
+_MAX_TENSORS = 1 << 18
 # A training's checkpoint also holds its optimizers' tensors; of several there is a chain.
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
@@ -82,7 +82,7 @@ def _unstacked(
         if match is None or not tensor.shape:
             result[name] = tensor
             continue
-        max_layers = min(_MAX_LAYERS, _MOST_TENSORS - len(result))
+        max_layers = min(_MAX_LAYERS, _MAX_TENSORS - len(result))
         if tensor.shape[0] > max_layers:
             raise CheckpointError(
                 problem(
@@ -138,7 +138,7 @@ def _zarr_tensor(
         raise ValueError(f"its shape {shape} needs {math.prod(counts)} chunks of {chunks}")
     pieces = []
     for index in product(*map(range, counts)):
-        if len(problems.messages) > _SHOWN:
+        if len(problems.messages) > _MAX_LISTED:
             break
         file = path.removesuffix(".zarray") + (separator.join(map(str, index)) or "0")
         if file not in names:
@@ -179,7 +179,7 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
             for name, entry in metadata["state_dict_metadata"].items()
             if isinstance(entry, _TensorEntry) and not _OPTIMIZER.match(name)
         }
-        _refuse_shared_places(metadata["storage_data"], origin)
+        _reject_overlaps(metadata["storage_data"], origin)
         for index, location in metadata["storage_data"].items():
             name = index["fqn"]
             if name in shapes and EXTRA_STATE not in name:
@@ -204,7 +204,7 @@ def _read_torch_dist(archive: Archive, folder: str) -> Stored:
     return Stored(tensors, find_object)
 
 
-def _refuse_shared_places(storage_data: Mapping[Any, Any], origin: str) -> None:
+def _reject_overlaps(storage_data: Mapping[Any, Any], origin: str) -> None:
     """Two parts of tensors in one place would be the same values twice."""
     locations = sorted(
         (

@@ -123,7 +123,7 @@ class Fields:
         self.problems.add(f"{name} must be a text", got=result)
         return default
 
-    def refuse_others(self) -> None:
+    def reject_others(self) -> None:
         """Report every field of the architecture that was not read and may change the model."""
         prefix = f"{self.architecture}."
         for key in sorted(self.reader.fields):

@@ -329,12 +329,12 @@ class _Reader(pickle._Unpickler):
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._origin = origin
-        self._known = allowed
+        self._allowed = allowed
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Token | Opaque:
         path = f"{module}.{name}"
-        for table in (PLAIN_GLOBALS, self._known):
+        for table in (PLAIN_GLOBALS, self._allowed):
             if (module, name) in table:
                 return Token(table[module, name], path)
         if _is_attack(path):

@@ -45,7 +45,7 @@ class SourceTensor:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, values: NDArray[Any]) -> SourceTensor:
+    def full(cls, values: NDArray[Any]) -> SourceTensor:
         return cls(values.shape, values.dtype, (Piece((0,) * values.ndim, values),))
 
     @classmethod

@@ -229,7 +229,7 @@ class _TorchFile:
             struct.error,
         ) as error:
             raise CheckpointError(f"{origin} is damaged or was cut short: {error}") from error
-        _refuse_overlaps(self._entries.values(), origin)
+        _reject_overlaps(self._entries.values(), origin)
         roots = [name.removesuffix("data.pkl") for name in self._entries if _is_root(name)]
         if len(roots) != 1:
             raise CheckpointError(f"{origin} is not a file of torch.save")
@@ -311,7 +311,7 @@ class _RegionFile(io.RawIOBase):
         return data
 
 
-def _refuse_overlaps(entries: Iterable[zipfile.ZipInfo], origin: str) -> None:
+def _reject_overlaps(entries: Iterable[zipfile.ZipInfo], origin: str) -> None:
     """Two entries that lie in one place would be two tensors of the same bytes."""
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.header_offset):

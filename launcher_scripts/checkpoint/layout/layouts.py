@@ -58,7 +58,7 @@ def rank_columns(
     return columns
 
 
-def whole_blocks(spec: WeightSpec, config: ModelConfig, tensor: NDArray[Any]) -> Blocks:
+def full_blocks(spec: WeightSpec, config: ModelConfig, tensor: NDArray[Any]) -> Blocks:
     """Blocks of a tensor that already has its stored form: [in, out] or [out].
 
     Raises ValueError where the hyperparameters say another number of columns.
@@ -374,7 +374,7 @@ class Layout:
 
     apply: Apply
     sections: int = 1
-    whole: bool = False
+    full: bool = False
 
 
 def as_is(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
@@ -440,7 +440,7 @@ LAYOUTS: dict[str, Layout] = {
     "value_in_blocks": Layout(part_of_blocks(2, 3), sections=3),
     "first_of_two_heads": Layout(part_of_heads(0, 2)),
     "second_of_two_heads": Layout(part_of_heads(1, 2)),
-    "transposed_whole": Layout(transposed, whole=True),
+    "transposed_whole": Layout(transposed, full=True),
     "transposed_columns": Layout(transposed_columns),
     "heads_side_by_side": Layout(heads_side_by_side),
     "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),

@@ -136,7 +136,7 @@ def table_rows(archive: Archive, shards: Shards, table: str) -> int:
     return rows
 
 
-def find_whole(
+def find_full(
     shards: Shards, name: str, partition: Partition, sections: int
 ) -> SourceTensor | None:
     """One whole tensor, merged from its shards as `partition` says; None if it is not there.
@@ -242,7 +242,7 @@ class SourceCheckpoint(ABC):
         """
 
 
-class WholeTensors(SourceCheckpoint):
+class FullTensors(SourceCheckpoint):
     """Every tensor in one place, by its name."""
 
     tensors: Mapping[str, SourceTensor]
@@ -263,7 +263,7 @@ class TensorShards(SourceCheckpoint):
         return set(self.shards)
 
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
-        return find_whole(self.shards, name, partition, sections)
+        return find_full(self.shards, name, partition, sections)
 
 
 _MAX_LISTED = 10

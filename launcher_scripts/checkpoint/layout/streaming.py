@@ -43,7 +43,7 @@ class _Kind:
     """A type of files. most: its largest value;  wider: the types that hold more"""
 
     name: str
-    most: float
+    maximum: float
     wider: str
 
 
@@ -147,7 +147,7 @@ class _Conversion:
             wider = f"; set export.model.weight_data_type to {kind.wider}" if kind.wider else ""
             raise UnfitValues(
                 f"{self.name} does not fit {kind.name}: its values reach {np.abs(lost).max():g}, "
-                f"{kind.name} holds {kind.most:g}{wider}"
+                f"{kind.name} holds {kind.maximum:g}{wider}"
             )
 
 

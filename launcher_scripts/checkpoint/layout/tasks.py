@@ -36,12 +36,12 @@ from launcher_scripts.checkpoint.layout.layouts import (
     LAYOUTS,
     Blocks,
     Layout,
+    full_blocks,
     rank_columns,
-    whole_blocks,
 )
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
-from launcher_scripts.checkpoint.layout.workers import Progress, Take, run_all
+from launcher_scripts.checkpoint.layout.workers import OnResult, Progress, run_all
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.common.hosts import Gpu
 from launcher_scripts.config.settings import AUTO, ExportSettings
@@ -51,7 +51,7 @@ from launcher_scripts.models.family import ModelConfig, Partition, Source, Weigh
 STORED = "stored"
 MAX_PROCESSES = 8
 MIN_BYTES = 128 << 20  # of the files, for which processes are worth their start
-_SHOWN = 20
+_MAX_LISTED = 20
 _CHUNK = 1 << 20
 
 
@@ -186,7 +186,7 @@ def stored_blocks(
 ) -> Blocks:
     """The stored form of the source tensors of one row, which lie as `layout` says."""
     result = layout.apply(values, config)
-    return whole_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
+    return full_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
 
 
 def fits(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
@@ -231,7 +231,7 @@ def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin:
         problems.add(f"{'/'.join(checkpoint.dialects)} has no row for {name}")
     unclaimed = sorted({checkpoint.stored_name(name) for name in names - claimed})
     problems.add_first(
-        [f"{name} is a tensor this model should not have" for name in unclaimed], _SHOWN
+        [f"{name} is a tensor this model should not have" for name in unclaimed], _MAX_LISTED
     )
     problems.raise_if_any(CheckpointError)
     return tasks
@@ -272,7 +272,7 @@ def _task(
     sources = []
     for key in keys:
         try:
-            partition = Partition.REPLICATED if layout.whole else spec.partition
+            partition = Partition.REPLICATED if layout.full else spec.partition
             sources.append(checkpoint.find(key, partition, layout.sections))
         except CheckpointError as error:
             problems.add(f"{key}: {error}")
@@ -334,7 +334,7 @@ class _Work:
     allow_nonfinite: bool
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, task: Task, on_result: Take[FileEntry | _Unfit | int]) -> None:
+    def run(self, task: Task, on_result: OnResult[FileEntry | _Unfit | int]) -> None:
         """Write a tensor's files; `on_result` gets each, and the bytes of those that are there."""
         try:
             self._write(task, on_result)
@@ -344,7 +344,7 @@ class _Work:
             self.archive.check_size(values)
             self.archive.forget(values)
 
-    def _write(self, task: Task, on_result: Take[FileEntry | _Unfit | int]) -> None:
+    def _write(self, task: Task, on_result: OnResult[FileEntry | _Unfit | int]) -> None:
         spec, writer = task.spec, self.writer
         files = task.files(writer.tp_size)
         missing = [file for file in files if not writer.holds(file)]
@@ -367,7 +367,7 @@ class _Work:
             on_result(writer.write_file(file, pieces))
 
 
-def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
+def reject_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin: str) -> None:
     """Raise one CheckpointError for all of `unfit`, if there are any.
 
     unfit:  name of a task -> what is wrong with its values
@@ -381,10 +381,10 @@ def refuse_unfit(tasks: Sequence[Task], unfit: Mapping[str, UnfitValues], origin
         if error is not None and not result:
             lines[str(error)] = None
     problems = Problems(origin)
-    for line, change in list(lines.items())[:_SHOWN]:
+    for line, change in list(lines.items())[:_MAX_LISTED]:
         problems.add(line, change=change)
-    if len(lines) > _SHOWN:
-        problems.add(f"and {len(lines) - _SHOWN} more tensors")
+    if len(lines) > _MAX_LISTED:
+        problems.add(f"and {len(lines) - _MAX_LISTED} more tensors")
     problems.raise_if_any(CheckpointError)
 
 

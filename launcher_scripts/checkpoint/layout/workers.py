@@ -86,13 +86,13 @@ class Progress:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 SHORTENED = "a file of the checkpoint became shorter, or its disk failed, while it was read"
-Take = Callable[[Result], None]
+OnResult = Callable[[Result], None]
 
 
 def run_all(
     items: Sequence[Item],
-    work: Callable[[Item, Take[Result]], None],
-    on_result: Take[Result],
+    work: Callable[[Item, OnResult[Result]], None],
+    on_result: OnResult[Result],
     count: int,
 ) -> None:
     """Call `work` with every item, in `count` processes, or here if that is 0.
@@ -107,7 +107,7 @@ def run_all(
         return
     context = multiprocessing.get_context("fork")
     turns = context.Value("q", 0)
-    with _ended() as processes:
+    with _ended_workers() as processes:
         results = {}
         stop = StopRequest()
         with stop.listening():  # Python drops what a handler raises in the midst of a fork
@@ -135,7 +135,7 @@ def run_all(
 
 def _serve(
     items: Sequence[Item],
-    work: Callable[[Item, Take[Result]], None],
+    work: Callable[[Item, OnResult[Result]], None],
     turns: Any,
     results: Connection,
 ) -> None:
@@ -174,7 +174,7 @@ def _received(results: Connection, process: ForkProcess) -> Any:
 
 
 @contextmanager
-def _ended() -> Iterator[list[ForkProcess]]:
+def _ended_workers() -> Iterator[list[ForkProcess]]:
     """Processes that run no longer than the block."""
     processes: list[ForkProcess] = []
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import check_files
-from launcher_scripts.checkpoint.fastertransformer.output_folder import refuse_links
+from launcher_scripts.checkpoint.fastertransformer.output_folder import reject_links
 from launcher_scripts.checkpoint.layout.tasks import compute_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
@@ -120,10 +120,10 @@ class ModelRepository:
             check_tokenizer(text_checkpoint)
             targets += [self.root / name for name in names.values()]
         if not (settings.overwrite or settings.reuse):
-            refuse_existing(targets)
+            reject_existing(targets)
         config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")
-        refuse_links(staging)
+        reject_links(staging)
         shutil.rmtree(staging, ignore_errors=True)
         try:
             if text_models:
@@ -191,7 +191,7 @@ def check_tokenizer(checkpoint: FTCheckpoint) -> None:
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
 
 
-def refuse_existing(targets: Iterable[Path]) -> None:
+def reject_existing(targets: Iterable[Path]) -> None:
     existing = [str(path) for path in targets if path.exists()]
     if existing:
         raise CheckpointError(

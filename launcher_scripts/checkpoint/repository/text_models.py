@@ -27,7 +27,7 @@ from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 
 # The roles of the model that takes text and gives text; one code serves both.
-WHOLE = ("ensemble", "text")
+TEXT_TO_TEXT = ("ensemble", "text")
 TOKEN_MODEL = "token_model"  # the parameter that names the model behind it
 TOKENIZER = Path(tokenizer.__file__).parent
 _COMPILED = shutil.ignore_patterns("__pycache__")
@@ -54,7 +54,7 @@ def write_text_models(
             "text_model.pbtxt.j2",
             name=name,
             max_batch_size=settings.max_batch_size,
-            decoupled=settings.decoupled if role in WHOLE else None,
+            decoupled=settings.decoupled if role in TEXT_TO_TEXT else None,
             inputs=inputs,
             outputs=outputs,
             parameters=parameters(role, settings, checkpoint, text),
@@ -93,7 +93,7 @@ def parameters(
         values |= encoding_parameters(checkpoint)
     if settings.interactive:
         values["leading_axes"] = 1
-    if role in WHOLE:
+    if role in TEXT_TO_TEXT:
         values[TOKEN_MODEL] = settings.model_name
         values |= {source: name for name, source in text.model_inputs.items() if source in _ENCODED}
         values |= {"prompt_counts": 1} if text.prompt_counts else {}
@@ -143,7 +143,7 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
     decoder's first IDs; several are separated by blanks.
     """
     try:
-        opening, closing = files.around()
+        opening, closing = files.surround()
     except TokenizerError as error:
         raise CheckpointError(problem(str(error), change="export.model.tokenizer")) from error
     parameters: dict[str, Any] = {

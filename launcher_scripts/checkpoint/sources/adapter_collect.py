@@ -23,7 +23,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, conc
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
-from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Place, Update
+from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Target, Update
 from launcher_scripts.checkpoint.sources.nemo_adapters import (
     PartFile,
     read_parts,
@@ -55,7 +55,7 @@ class Part:
     """
 
     adapter: int
-    place: Place
+    place: Target
     update: LowRank
 
     @property
@@ -131,7 +131,7 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
         for name, updates in adapter.updates.items():
             for target in targets[name]:
                 stem, layer = _stem(target), tasks[target.number].layer
-                update = _kept(updates, target)
+                update = _stacked(updates, target)
                 if update is None or layer is None:
                     text = f"what {adapter.path} learned for {name} can only be merged"
                     problems.add(text, change=MERGED)
@@ -141,11 +141,11 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
     return _stack(groups, list(adapters), base.config)
 
 
-def _stem(target: Place) -> str:
+def _stem(target: Target) -> str:
     return target.spec.name.removeprefix("layers.*.").removesuffix(".weight")
 
 
-def _kept(updates: Sequence[Update], position: Place) -> LowRank | None:
+def _stacked(updates: Sequence[Update], position: Target) -> LowRank | None:
     """The update, if it can stay beside its weight."""
     target, update = LORA_TARGETS.get(_stem(position)), updates[0]
     if target is None or len(updates) > 1 or not isinstance(update, LowRank) or update.magnitude:
@@ -390,7 +390,7 @@ def lora_scale(part: PartFile) -> float:
 def _adapter_values(part: PartFile, problems: Problems) -> dict[str, Any]:
     """Size and place of the adapters; what their configuration says that is not supported."""
     tuning = section(section(part.raw, "peft") or part.raw, "adapter_tuning")
-    TrainingOptions(tuning, problems).refuse_others(_ADAPTER_VALUES, " of adapter_tuning")
+    TrainingOptions(tuning, problems).reject_others(_ADAPTER_VALUES, " of adapter_tuning")
     wide = next(
         (shards for name, shards in part.adapters.items() if name.endswith("wi.weight")), ()
     )

@@ -18,11 +18,11 @@ from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME as NEMO_CONFIG
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    FullTensors,
     Shards,
     SourceCheckpoint,
     TensorShards,
-    WholeTensors,
-    find_whole,
+    find_full,
 )
 from launcher_scripts.checkpoint.layout.tasks import Scale, Task, source_of
 from launcher_scripts.checkpoint.sources import huggingface_peft, megatron_core
@@ -98,7 +98,7 @@ class AdaptedCheckpoint(SourceCheckpoint):
 
     def find(self, name: str, partition: Partition, sections: int = 1) -> SourceTensor | None:
         if name in self.shards:
-            return find_whole(self.shards, name, partition, sections)
+            return find_full(self.shards, name, partition, sections)
         return self.base.find(name, partition, sections)
 
     def fold(self, tasks: Iterable[Task]) -> list[Task]:
@@ -136,7 +136,7 @@ class AdaptedCheckpoint(SourceCheckpoint):
     def _scales(self, site: IA3Site, task: Task) -> list[Scale]:
         layer = str(task.layer)
         patterns = [key.replace("*", layer) for key in ia3_keys(site, len(self.sources["ia3"]))]
-        vectors = [find_whole(self.folded, key, Partition.COLUMN_PARALLEL, 1) for key in patterns]
+        vectors = [find_full(self.folded, key, Partition.COLUMN_PARALLEL, 1) for key in patterns]
         return [Scale(vector, site.block) for vector in vectors if vector is not None]
 
     def with_start_id(self, config: Any) -> Any:
@@ -249,7 +249,7 @@ def _replaced(
     values: dict[str, Any] = {"config": config}
     if isinstance(base, TensorShards):
         values["shards"] = {**base.shards, **{key: (value,) for key, value in tensors.items()}}
-    elif isinstance(base, WholeTensors):
+    elif isinstance(base, FullTensors):
         values["tensors"] = {**base.tensors, **tensors}
     return dataclasses.replace(base, **values)  # type: ignore[type-var]
 

@@ -254,7 +254,7 @@ def _in_order(
         return tensor
     values = float32(tensor.read())
     rows = values.reshape(*order, -1, *values.shape[1:]).swapaxes(0, 1)
-    return SourceTensor.whole(rows.reshape(values.shape))
+    return SourceTensor.full(rows.reshape(values.shape))
 
 
 def _low_rank(
@@ -310,5 +310,5 @@ def _joined(module: str, parts: Mapping[str, LowRank], settings: PeftSettings) -
             start += up.shape[1]
             rows.append(wide)
     down = np.concatenate([float32(part.down.read()) for part in ordered])
-    up_matrix = SourceTensor.whole(np.concatenate(rows))
-    return LowRank(SourceTensor.whole(down), up_matrix, ordered[0].scale)
+    up_matrix = SourceTensor.full(np.concatenate(rows))
+    return LowRank(SourceTensor.full(down), up_matrix, ordered[0].scale)

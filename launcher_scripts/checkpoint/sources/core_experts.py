@@ -97,7 +97,7 @@ def _dense_layers(options: TrainingOptions, layers: int) -> str | None:
 
 def _refuse_experts(options: TrainingOptions) -> None:
     """Note what the engine does not compute."""
-    options.refuse_others(_KNOWN_VALUES_OF_EXPERTS, " of a model with experts")
+    options.reject_others(_KNOWN_VALUES_OF_EXPERTS, " of a model with experts")
     balancing = options.get("moe_router_load_balancing_type") or "none"
     kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
     if not set(map(str, kinds)) <= {*_BALANCING}:

@@ -33,7 +33,7 @@ _ACTIVATIONS = {
     "quick_gelu": "clamped_swiglu",
 }
 # Fields whose other values change the network in ways this project does not know.
-_KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "multi_query_attention": (None, False),
     "project_size": (None, 0),
     "qk_l2_norm": (None, False),
@@ -75,9 +75,9 @@ _CLAMPED_GATE = {
     "activation_func_clamp_value": (CLAMP,),
 }
 # Norms that are modules of their own -> where both of a layer are; the first that is there says it.
-_NORMS_ALONE = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
+_SEPARATE_NORMS = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
 # What only layers of the core's own GPTs can have.
-CORE_ALONE: dict[str, tuple[Any, ...]] = {
+CORE_ONLY: dict[str, tuple[Any, ...]] = {
     **NO_EXPERTS,
     "multi_latent_attention": (None, False),
     "softmax_type": (None, "vanilla"),
@@ -150,17 +150,17 @@ class CoreOptions(TrainingOptions):
             return "gelu"
         return result
 
-    def refuse_unknown(self, supported_values: Mapping[str, tuple[Any, ...]]) -> None:
+    def reject_unknown(self, supported_values: Mapping[str, tuple[Any, ...]]) -> None:
         """Note fields that change the network in ways this project does not know.
 
         supported_values: fields besides those of every model, see refuse_others
         """
-        self._refuse_code()
+        self._reject_code()
         clamped = str(self.get("activation_func")).lower() == "quick_gelu"
         gate = _CLAMPED_GATE if clamped else _PLAIN_GATE
-        self.refuse_others({**_KNOWN_VALUES, **gate, **supported_values})
+        self.reject_others({**_SUPPORTED_VALUES, **gate, **supported_values})
 
-    def _refuse_code(self) -> None:
+    def _reject_code(self) -> None:
         """Note classes and functions that may change the network in code."""
         provider = self.get("_target_")
         package, _, name = str(provider).rpartition(".")
@@ -203,15 +203,15 @@ class CoreGPT:
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
         names = list(names)
-        prefixes = {part for name in names for part in _NORMS_ALONE if part in name}
+        prefixes = {part for name in names for part in _SEPARATE_NORMS if part in name}
         latent: list[str] = []
         if self.fields["kv_lora_rank"] is not None:
             latent = ["mcore_latent"]
             if any(".kv_layernorm." in name for name in names):
                 latent.insert(0, "mcore_latent_local")
             if any(".linear_fc1.layer_norm_weight" in name for name in names):
-                prefixes -= {min(_NORMS_ALONE)}  # that of latent attention is alone anyway
-        norms = _NORMS_ALONE[min(prefixes)] if prefixes else "mcore"
+                prefixes -= {min(_SEPARATE_NORMS)}  # that of latent attention is alone anyway
+        norms = _SEPARATE_NORMS[min(prefixes)] if prefixes else "mcore"
         return (*latent, *core_dialects(self.fields["gated"], norms, self.plus_one))
 
     def config(self, vocab_size: int) -> GPTConfig:
@@ -226,7 +226,7 @@ def read_gpt(
     supported_values: further fields whose other values are refused
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    options.refuse_unknown(supported_values or {})
+    options.reject_unknown(supported_values or {})
     heads = options.size("num_attention_heads")
     hidden = options.size("hidden_size")
     bias = options.flag("add_bias_linear", True)
@@ -294,7 +294,7 @@ def _yarn(options: CoreOptions, head_size: int, base: float) -> dict[str, Any]:
     """The core turns all dimensions with it."""
     if options.get("position_embedding_type") != "yarn":
         return {}
-    options.refuse_others({"rotary_percent": (None, 1, 1.0)}, " with yarn")
+    options.reject_others({"rotary_percent": (None, 1, 1.0)}, " with yarn")
     fields = {
         name: options.real(f"yarn_{name}", 1.0) if options.get(f"yarn_{name}") else None
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -315,7 +315,7 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
     """
     if not options.flag("multi_latent_attention", False):
         return {"kv_lora_rank": None}
-    options.refuse_others(_KNOWN_VALUES_OF_LATENT, " of latent attention")
+    options.reject_others(_KNOWN_VALUES_OF_LATENT, " of latent attention")
     kinds = {"rope": "rope", "yarn": "yarn"}
     kind = options.choice("rope_type", "yarn", kinds)
     rope, key = options.size("qk_pos_emb_head_dim", 64), options.size("qk_head_dim", 128)

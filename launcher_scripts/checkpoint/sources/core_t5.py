@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import T5_TABLE, TABLE, renamed
-from launcher_scripts.checkpoint.sources.core_options import CORE_ALONE, CoreOptions
+from launcher_scripts.checkpoint.sources.core_options import CORE_ONLY, CoreOptions
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt_nemo import nemo_dialects
 from launcher_scripts.models.t5 import T5Config
@@ -82,7 +82,7 @@ def read_t5(
     the two counts. Raises CheckpointError with everything that cannot be represented.
     """
     heads, hidden = options.size("num_attention_heads"), options.size("hidden_size")
-    options.refuse_unknown({**CORE_ALONE, "num_query_groups": (None, 0, heads)})
+    options.reject_unknown({**CORE_ONLY, "num_query_groups": (None, 0, heads)})
     normalization, activation = options.normalization(), options.activation()
     head_size = options.size("kv_channels", max(hidden // heads, 1))
     ffn_size = options.size("ffn_hidden_size", 4 * hidden)

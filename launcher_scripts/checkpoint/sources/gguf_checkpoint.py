@@ -16,7 +16,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, Workspace
 from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.source_checkpoint import Hints, WholeTensors, renamed
+from launcher_scripts.checkpoint.layout.source_checkpoint import FullTensors, Hints, renamed
 from launcher_scripts.checkpoint.sources.gguf_architectures import (
     ARCHITECTURES,
     GGUFArchitecture,
@@ -77,7 +77,7 @@ def read_model(path: Path) -> GGUFModel:
     raw = {"model_type": row.model_type, **row.config(model)}
     if factors and "rope_parameters" not in raw:
         fields.problems.add("there are no rotary positions to divide", got=sorted(factors))
-    fields.refuse_others()
+    fields.reject_others()
     fields.raise_problems()
     return GGUFModel(fields, row, {**row.names, **row.renamed(model)}, raw, tensors)
 
@@ -134,7 +134,7 @@ class QuantisedTensor(SourceTensor):
 
 
 @dataclass(frozen=True)
-class GGUFCheckpoint(WholeTensors):
+class GGUFCheckpoint(FullTensors):
     """An opened file.
 
     architecture: general.architecture

@@ -23,8 +23,8 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, same_values
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     PREDICTORS_NOTE,
+    FullTensors,
     Hints,
-    WholeTensors,
     renamed,
     unwrapped,
 )
@@ -35,8 +35,8 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     architecture,
     check_classes,
     described,
-    has_own_head,
-    refuse_disobeyed,
+    has_separate_head,
+    reject_disobeyed,
 )
 from launcher_scripts.checkpoint.sources.huggingface_quantization import (
     FILES,
@@ -53,7 +53,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
     text_name,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import NOTE as IMAGES_NOTE
-from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import own_experts
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import separate_experts
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import BYT5, GENERATION_FILE, OPTIONAL_FILES, is_byt5
@@ -127,7 +127,7 @@ def weight_files(archive: Archive, names: Sequence[str], notes: list[str]) -> li
         if not selected and (single or shards_present):
             selected = _one_set(archive, name, single, shards if shards_present else [])
     if not selected:
-        _refuse_missing(archive, names, stale)
+        _reject_missing(archive, names, stale)
     if stale:
         notes.append(f"{', '.join(stale)} is ignored: none of its files exist")
     ignored = [
@@ -176,7 +176,7 @@ def _one_set(
     return [*(shards or single)]
 
 
-def _refuse_missing(
+def _reject_missing(
     archive: Archive, names: Sequence[str], stale: Mapping[str, Sequence[str]]
 ) -> None:
     problems = Problems(f"the weights of {archive.path}")
@@ -229,7 +229,7 @@ def read_tensors(
                 if name is not None:
                     removed.update({modules} if modules else ())
                     source = key if len(files) == 1 else f"{key} ({file})"
-                    yield source, name, SourceTensor.whole(values)
+                    yield source, name, SourceTensor.full(values)
 
     tensors = renamed(triples(), str(archive.path))
     if removed:
@@ -273,7 +273,7 @@ BUFFERS = (
 
 
 @dataclass(frozen=True)
-class HuggingFaceCheckpoint(WholeTensors):
+class HuggingFaceCheckpoint(FullTensors):
     """An opened folder.
 
     raw:      config.json
@@ -308,7 +308,7 @@ class HuggingFaceCheckpoint(WholeTensors):
         name_of = partial(_weight_name, reads_images=reads_images)
         tensors = read_tensors(archive, files, name_of, of_files)
         widened = _widened(tensors, raw, archive)
-        tensors = own_experts(tensors, raw["model_type"], str(archive.path))
+        tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
         tensors, predicts = _without_predictors(tensors, raw)
         if hints.encoder_only:
             tensors = {
@@ -316,15 +316,15 @@ class HuggingFaceCheckpoint(WholeTensors):
             }
         heads = {HEAD, *row.tied.get(HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
-        has_head = has_own_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
+        has_head = has_separate_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
         _untied(tensors, row.tied, has_head)
         raw_values = raw | _generation(archive)
         problems = Problems(str(archive.path / CONFIG_NAME))
         values = RawConfig(raw_values, tensors.keys(), problems)
         values.unused(KEY)
-        if headless and has_own_head(values, row.ties):
+        if headless and has_separate_head(values, row.ties):
             problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
-        refuse_disobeyed(values)
+        reject_disobeyed(values)
         check_classes(values, full, row.family, hints.allow_custom_code_config)
         dialects = row.dialects(values)
         try:

@@ -58,7 +58,7 @@ class Architecture:
 HEAD = "lm_head.weight"
 
 
-def has_own_head(raw: RawConfig, ties: bool) -> bool:
+def has_separate_head(raw: RawConfig, ties: bool) -> bool:
     """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
     if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
         return False
@@ -229,7 +229,7 @@ OBEYED = {
 }
 
 
-def refuse_disobeyed(raw: RawConfig) -> None:
+def reject_disobeyed(raw: RawConfig) -> None:
     """Note values of OBEYED that transformers' class of the model does not read."""
     model_type = raw.raw["model_type"]
     sections: list[Any] = [raw.raw]

@@ -99,7 +99,7 @@ def qwen_experts(raw: RawConfig) -> Fields:
         values = []
     return {
         "ffn_size": raw.size("moe_intermediate_size"),
-        **_said_experts(raw),
+        **_specified_experts(raw),
         **dense_layers(raw, lambda layer: (layer + 1) % step != 0 or layer in values),
     }
 
@@ -125,7 +125,7 @@ def dense_layers(
     return {} if named is None else {"dense_layers": named, "dense_ffn_size": raw.size(size)}
 
 
-def _said_experts(raw: RawConfig, *names: str) -> Fields:
+def _specified_experts(raw: RawConfig, *names: str) -> Fields:
     """Where config.json says whether a token's weights are normalized.
 
     names: further ones of their number
@@ -138,7 +138,7 @@ def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
     raw.only(clip_qkv=None)
     raw.defaults(rms_norm_eps=1e-5, eos_token_id=50279, pad_token_id=1)
-    experts = _said_experts(raw)
+    experts = _specified_experts(raw)
     return decoder(raw, qk_norm=True, joint_qk_norm=True, mlp_bias=False, **experts)
 
 
@@ -191,7 +191,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("moe_intermediate_size"),
         **turns,
         **fields,
-        **_said_experts(raw),
+        **_specified_experts(raw),
         **dense_layers(raw, lambda _: False),
     )
 
@@ -215,7 +215,7 @@ def biased_experts(raw: RawConfig) -> Fields:
     dense = raw.size("first_k_dense_replace", default=0, minimum=0)
     shared = raw.size("n_shared_experts", "num_shared_experts", default=1, minimum=0)
     return {
-        **_said_experts(raw, "n_routed_experts"),
+        **_specified_experts(raw, "n_routed_experts"),
         "ffn_size": size,
         "router_score_function": "sigmoid",
         "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
@@ -318,7 +318,7 @@ def _of_all_layers(raw: RawConfig, name: str, default: int, choices: tuple[int, 
 def flex_olmo(raw: RawConfig) -> GPTConfig:
     """FlexOlmo: an OLMo 2 with experts."""
     raw.defaults(rms_norm_eps=1e-6, rope_theta=500000.0, eos_token_id=100257, pad_token_id=100277)
-    return olmo2(raw, **_said_experts(raw))
+    return olmo2(raw, **_specified_experts(raw))
 
 
 def afmoe(raw: RawConfig) -> GPTConfig:

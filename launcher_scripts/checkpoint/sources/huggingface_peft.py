@@ -53,7 +53,7 @@ _LORA = re.compile(
     r"(?:\.default)?(?:\.(?P<kind>weight|bias))?"
 )
 _TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta")
-_WHOLE = re.compile(
+_REPLACED = re.compile(
     r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(?P<kind>weight|bias)"
 )
 _READ = frozenset(
@@ -110,7 +110,7 @@ class _Settings:
     raw: Mapping[str, Any]
     problems: Problems
 
-    def refuse_unknown(self) -> None:
+    def reject_unknown(self) -> None:
         """Note what would change the model in ways that merging does not know."""
         for key, value, choices in (
             ("peft_type", self.raw.get("peft_type"), ("LORA",)),
@@ -155,16 +155,12 @@ class _Settings:
         has_biases: the base has such biases as may have been trained
         """
         for name in self.raw.get("modules_to_save") or []:
-            if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.whole):
+            if not any(re.match(rf"(^|.*\.){name}(\..*)", tensor) for tensor in parts.full):
                 self.problems.add(f"modules_to_save names {name}, which is not in the file")
         if self.raw.get("trainable_token_indices") and not parts.tokens:
             self.problems.add("trainable_token_indices: the tokens' rows are not in the file")
         bias = self.raw.get("bias", "none")
-        if (
-            bias != "none"
-            and has_biases
-            and not any(name.endswith(".bias") for name in parts.whole)
-        ):
+        if bias != "none" and has_biases and not any(name.endswith(".bias") for name in parts.full):
             message = "the biases were trained and are not in the file"
             self.problems.add(message, got=f"bias: {bias}")
 
@@ -256,7 +252,7 @@ class _Parts:
 
     loras: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
     tokens: dict[str, SourceTensor] = field(default_factory=dict)
-    whole: dict[str, SourceTensor] = field(default_factory=dict)
+    full: dict[str, SourceTensor] = field(default_factory=dict)
 
     @staticmethod
     def put(
@@ -284,13 +280,13 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     archive = Archive(path)
     problems = Problems(f"the adapter {path}")
     settings = _Settings(read_mapping(archive, CONFIG_NAME), problems)
-    settings.refuse_unknown()
+    settings.reject_unknown()
     settings.check_types()
     problems.raise_if_any(CheckpointError)
     parts = _sorted(_read_tensors(archive), problems)
     updates: dict[str, tuple[Update, ...]] = {}
     modules: dict[str, str] = {}
-    for name, tensor in _plain_names(parts.whole, archive).items():
+    for name, tensor in _plain_names(parts.full, archive).items():
         updates[name] = (Replaced(tensor),)
     for stem, (module, tensor) in _plain_names(_with_names(parts.tokens), archive).items():
         name, rows = f"{stem}.weight", settings.token_rows(module)
@@ -310,7 +306,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     copies = _drop_copies(updates, base)
     ties = bool(settings.raw.get("ensure_weight_tying")) or copies
     problems.raise_if_any(CheckpointError)
-    tables = _own_tables(updates, base, ties)
+    tables = _replaced_tables(updates, base, ties)
     prefixes = {full.removesuffix(name) for name, full in modules.items()}
     has_experts = any(map(stacked_name, modules))
 
@@ -334,7 +330,7 @@ def _biases(base: SourceCheckpoint, modules: Mapping[str, str], kind: Any) -> bo
     return any(name.endswith("bias") for name in names)
 
 
-def _own_tables(
+def _replaced_tables(
     updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint, ties: bool
 ) -> dict[str, SourceTensor]:
     """Take from the updates the tables of the vocabulary that the base cannot hold: of other rows,
@@ -398,7 +394,7 @@ def _read_tensors(archive: Archive) -> dict[str, SourceTensor]:
     for name, values in stored.items():
         archive.check(values, name)
     named = (
-        (name, unwrapped(name)[0], SourceTensor.whole(values)) for name, values in stored.items()
+        (name, unwrapped(name)[0], SourceTensor.full(values)) for name, values in stored.items()
     )
     return renamed(named, origin)
 
@@ -411,9 +407,9 @@ def _sorted(tensors: Mapping[str, SourceTensor], problems: Problems) -> _Parts:
             parts.put(parts.loras.setdefault(lora["module"], {}), side, tensor, name, problems)
         elif tokens := _TOKENS.fullmatch(name):
             parts.put(parts.tokens, tokens["module"], tensor, name, problems)
-        elif match := _WHOLE.fullmatch(name):
+        elif match := _REPLACED.fullmatch(name):
             target = f"{match['module']}.{match['kind']}"
-            parts.put(parts.whole, target, tensor, name, problems)
+            parts.put(parts.full, target, tensor, name, problems)
         else:
             problems.add(f"{name} is not a part that is known")
     return parts

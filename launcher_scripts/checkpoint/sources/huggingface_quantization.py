@@ -163,24 +163,24 @@ class _Quantization:
     name: of the section, for problems
     """
 
-    said: Mapping[str, Any]
+    settings: Mapping[str, Any]
     problems: Problems
     name: str = KEY
 
     def only(self, name: str, *choices: Any) -> None:
         """Refuse anything but these values, and null."""
-        value = self.said.get(name)
+        value = self.settings.get(name)
         if value not in (None, *choices):
             self.problems.add(f"{self.name}.{name} is not supported", got=value, choices=choices)
 
-    def nothing_else(self, *supported: str) -> None:
+    def reject_other_keys(self, *supported: str) -> None:
         """Refuse keys that are none of these."""
-        for name in unknown_keys(self.said, supported):
-            self.problems.add(f"{self.name}.{name} is not known here", got=self.said[name])
+        for name in unknown_keys(self.settings, supported):
+            self.problems.add(f"{self.name}.{name} is not known here", got=self.settings[name])
 
     def size(self, name: str, *more: int) -> int:
         """A number from 1 on, or one of `more`."""
-        value = self.said.get(name)
+        value = self.settings.get(name)
         if type(value) is int and (value > 0 or value in more):
             return value
         self.problems.add(f"{self.name}.{name} must be a size", got=value)
@@ -191,7 +191,7 @@ class _Quantization:
         return self.size(name, -1)
 
     def sizes(self, name: str) -> tuple[int, int] | None:
-        value = self.said.get(name)
+        value = self.settings.get(name)
         if value is None:
             return None
         sizes = value if isinstance(value, list) else []
@@ -204,7 +204,7 @@ class _Quantization:
 def _fine_grained(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("fmt", "e4m3", "float8_e4m3fn")
     supported = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
-    config.nothing_else(*supported, "modules_to_not_convert", "ignored_layers")
+    config.reject_other_keys(*supported, "modules_to_not_convert", "ignored_layers")
     return (Fp8Scheme(config.sizes("weight_block_size")),)
 
 
@@ -212,7 +212,7 @@ def _compressed_tensors(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("format", *_COMPRESSED, "mixed-precision")
     config.only("quantization_status", "compressed")
     problems = config.problems
-    _Quantization(config.said.get("sparsity_config") or {}, problems).only("format", "dense")
+    _Quantization(config.settings.get("sparsity_config") or {}, problems).only("format", "dense")
     of_activations = ("kv_cache_scheme", "global_compression_ratio", "version", "ignore")
     supported = (
         "quant_method",
@@ -221,8 +221,8 @@ def _compressed_tensors(config: _Quantization) -> tuple[Scheme, ...]:
         "sparsity_config",
         "config_groups",
     )
-    config.nothing_else(*supported, *of_activations)
-    groups = config.said.get("config_groups")
+    config.reject_other_keys(*supported, *of_activations)
+    groups = config.settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         problems.add(f"{KEY}.config_groups must be a mapping of groups", got=groups)
         return ()
@@ -266,7 +266,7 @@ def _group(config: _Quantization, name: str, group: Any, bits: dict[int, bool]) 
     if not isinstance(raw, Mapping):
         problems.add(f"{KEY}.{name} says nothing of weights", got=group)
         return
-    kind = group.get("format") or config.said.get("format") or "float-quantized"
+    kind = group.get("format") or config.settings.get("format") or "float-quantized"
     if kind == "naive-quantized" and raw.get("type") == "int":
         kind = "int-quantized"
     if kind not in _COMPRESSED:
@@ -280,7 +280,7 @@ def _group(config: _Quantization, name: str, group: Any, bits: dict[int, bool]) 
     if numbers == "float":
         weights.only("symmetric", True)
     weights.only("dynamic", False)
-    weights.nothing_else(*_WEIGHT_SETTINGS)
+    weights.reject_other_keys(*_WEIGHT_SETTINGS)
     symmetric = raw.get("symmetric", True) is not False
     match kind:
         case "pack-quantized":
@@ -308,8 +308,8 @@ _WEIGHT_SETTINGS = (
 def _modelopt(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("pre_quant_scale", False)
     config.only("has_zero_point", False)
-    method = str(config.said.get("quant_algo")).upper()
-    layers = config.said.get("quantized_layers")
+    method = str(config.settings.get("quant_algo")).upper()
+    layers = config.settings.get("quantized_layers")
     methods = {method}
     if method == "MIXED_PRECISION":
         layers = layers if isinstance(layers, Mapping) else {}
@@ -342,13 +342,13 @@ _MODELOPT: dict[str, Scheme] = {
 
 
 def _mxfp4(config: _Quantization) -> tuple[Scheme, ...]:
-    config.nothing_else("quant_method", "modules_to_not_convert")
+    config.reject_other_keys("quant_method", "modules_to_not_convert")
     return (Mxfp4Scheme(),)
 
 
 def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("bits", 2, 3, 4, 8)
-    formats = {config.said.get(key) for key in ("checkpoint_format", "format")} - {None}
+    formats = {config.settings.get(key) for key in ("checkpoint_format", "format")} - {None}
     if len(formats) > 1 or not formats <= {"gptq", "gptq_v2"}:
         message = f"{KEY}.checkpoint_format or format is not supported"
         config.problems.add(message, got=sorted(map(str, formats)), choices=["gptq", "gptq_v2"])
@@ -356,8 +356,8 @@ def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("is_marlin_format", False)
     config.only("lm_head", False, True)
     config.only("method", "gptq")
-    config.nothing_else(*_GPTQ_SETTINGS, *_CALIBRATION)
-    dynamic = config.said.get("dynamic") or {}
+    config.reject_other_keys(*_GPTQ_SETTINGS, *_CALIBRATION)
+    dynamic = config.settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         message = f"{KEY}.dynamic may leave modules out, and not change their settings"
         config.problems.add(message, got=dynamic, choices=["-:<pattern>"])
@@ -383,7 +383,7 @@ _CALIBRATION = (
 
 
 def _awq(config: _Quantization) -> tuple[Scheme, ...]:
-    version = str(config.said.get("version") or "gemm").lower()
+    version = str(config.settings.get("version") or "gemm").lower()
     if version != "gemm":
         config.problems.add(f"{KEY}.version is not supported", got=version, choices=["gemm"])
     config.only("format", "gemm")
@@ -392,8 +392,8 @@ def _awq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("zero_point", True)
     config.only("bits", 4)
     config.only("w_bit", 4)
-    config.nothing_else(*_AWQ_SETTINGS, *_CALIBRATION)
-    name = "q_group_size" if "q_group_size" in config.said else "group_size"
+    config.reject_other_keys(*_AWQ_SETTINGS, *_CALIBRATION)
+    name = "q_group_size" if "q_group_size" in config.settings else "group_size"
     return (awq(config.group_size(name)),)
 
 
@@ -407,11 +407,11 @@ _AWQ_SETTINGS = (
 def _bitsandbytes(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("bnb_4bit_quant_storage", "uint8")
     config.only("bnb_4bit_quant_type", "nf4", "fp4")
-    config.nothing_else(*_BNB_SETTINGS)
-    if bool(config.said.get("load_in_4bit")) == bool(config.said.get("load_in_8bit")):
-        got = {key: config.said.get(key) for key in ("load_in_4bit", "load_in_8bit")}
+    config.reject_other_keys(*_BNB_SETTINGS)
+    if bool(config.settings.get("load_in_4bit")) == bool(config.settings.get("load_in_8bit")):
+        got = {key: config.settings.get(key) for key in ("load_in_4bit", "load_in_8bit")}
         config.problems.add(f"{KEY} must set one of load_in_4bit and load_in_8bit", got=got)
-    return (BNB_FP4,) if config.said.get("load_in_4bit") else (BNB_INT8,)
+    return (BNB_FP4,) if config.settings.get("load_in_4bit") else (BNB_INT8,)
 
 
 _BNB_SETTINGS = (

@@ -161,7 +161,7 @@ OFF = (
     "pruned_heads",
     "tie_encoder_decoder",
 )
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _ADVICE = "config.json: remove the key if it does not change the model"
 
 
@@ -178,7 +178,7 @@ class RawConfig:
         self.keys = keys
         self.problems = problems
         self.notes: list[str] = []
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
         self._defaults: dict[str, Any] = {}
         self.sections: dict[str, RawConfig] = {}
 
@@ -187,7 +187,7 @@ class RawConfig:
 
         Names of one thing that say two things are a problem.
         """
-        self.asked.update(names)
+        self.read_keys.update(names)
         present = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
         values = list(present.values())
         if any(value != values[0] for value in values):
@@ -209,7 +209,7 @@ class RawConfig:
 
     def unused(self, *names: str) -> None:
         """Say that these keys change nothing in this model, whatever their values."""
-        self.asked.update(names)
+        self.read_keys.update(names)
 
     def size(self, *names: str, default: Any = _REQUIRED, minimum: int = 1) -> int:
         """A whole number."""
@@ -290,7 +290,7 @@ class RawConfig:
 
     def only(self, **values: Any) -> None:
         """Refuse anything but these values, which are also the defaults and the meaning of null."""
-        self.asked.update(values)
+        self.read_keys.update(values)
         for name, value in values.items():
             result = self.raw.get(name)
             if result is not None and result != value:
@@ -309,7 +309,12 @@ class RawConfig:
         """
         off = []
         for key, value in self.raw.items():
-            if key in self.asked or value is None or irrelevant(key) or _is_internal(key, value):
+            if (
+                key in self.read_keys
+                or value is None
+                or irrelevant(key)
+                or _is_internal(key, value)
+            ):
                 continue
             if not _is_off(value):
                 self.problems.add(f"{prefix}{key} is not known here", got=value, change=_ADVICE)
@@ -338,7 +343,7 @@ def generation_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_keys(raw: Mapping[str, Any], supported: Collection[str]) -> list[str]:
     """The other keys whose values say something, sorted."""
-    return [key for key in sorted(raw.keys() - set(supported)) if raw[key] not in _NOTHING]
+    return [key for key in sorted(raw.keys() - set(supported)) if raw[key] not in _EMPTY]
 
 
 def _is_internal(key: str, value: Any) -> bool:

@@ -83,10 +83,10 @@ class Mxfp4Tensor(SourceTensor):
 
     @classmethod
     def of(cls, blocks: NDArray[Any], exponents: NDArray[Any]) -> Mxfp4Tensor:
-        stored = SourceTensor.whole(blocks)
+        stored = SourceTensor.full(blocks)
         shape = (blocks.shape[0], blocks.shape[1] * _BLOCK)
         dtype = np.dtype("<f4")
-        return cls(shape, dtype, stored.pieces, stored, SourceTensor.whole(exponents))
+        return cls(shape, dtype, stored.pieces, stored, SourceTensor.full(exponents))
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
         result = (workspace or Workspace()).array(name, self.shape, self.dtype)
@@ -106,7 +106,7 @@ def fp4_pairs() -> NDArray[Any]:
     return np.stack([numbers[every & 15], numbers[every >> 4]], axis=1)
 
 
-def own_experts(
+def separate_experts(
     tensors: Mapping[str, SourceTensor], model_type: str, origin: str
 ) -> dict[str, SourceTensor]:
     """The tensors, those of all experts of a layer replaced by those of each.
@@ -137,7 +137,7 @@ def _in_turn(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTenso
     for expert, weight in enumerate(tensor.read()):
         for index, target in enumerate(targets):
             values = weight.T[index :: len(targets)]
-            yield f"{layer}{_EXPERTS}{expert}.{target}.{kind}", SourceTensor.whole(values)
+            yield f"{layer}{_EXPERTS}{expert}.{target}.{kind}", SourceTensor.full(values)
 
 
 def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
@@ -155,7 +155,7 @@ def _in_parts(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTens
     stem = name.removesuffix(end)
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight, len(parts)), strict=True):
-            yield f"{stem}.experts.{expert}.{part}.weight", SourceTensor.whole(values)
+            yield f"{stem}.experts.{expert}.{part}.weight", SourceTensor.full(values)
 
 
 def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTensor]]:
@@ -167,7 +167,7 @@ def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTe
     parts = _STACKED[".mlp", f".experts.{kind}"]
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight.T, len(parts)), strict=True):
-            yield f"{stem}.feed_forward.experts.{expert}.{part}.weight", SourceTensor.whole(values)
+            yield f"{stem}.feed_forward.experts.{expert}.{part}.weight", SourceTensor.full(values)
 
 
 _SPLITS = {"gpt_oss": _in_turn, "llama4_text": _transposed}
@@ -261,7 +261,7 @@ def expert_pairs(
         if shapes != plain:
             down, up = up.T, down.T
         for part, rows in _outputs(name, outputs, alternate).items():
-            values = SourceTensor.whole(down), SourceTensor.whole(up[rows])
+            values = SourceTensor.full(down), SourceTensor.full(up[rows])
             pairs[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = values
     return pairs
 

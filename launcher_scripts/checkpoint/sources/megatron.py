@@ -34,7 +34,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     table_rows,
 )
 from launcher_scripts.checkpoint.sources.core_options import (
-    CORE_ALONE,
+    CORE_ONLY,
     of_arguments,
     read_gpt,
 )
@@ -230,13 +230,13 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
             raise CheckpointError(
                 problem(f"{origin} holds something other than weights", got=f"{name}: {values!r}")
             )
-        tensors.append((source, name, SourceTensor.whole(values)))
+        tensors.append((source, name, SourceTensor.full(values)))
     return renamed(tensors, origin)
 
 
 # What the core's layers can do and these cannot.
-_KNOWN_VALUES: dict[str, tuple[Any, ...]] = {
-    **CORE_ALONE,
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    **CORE_ONLY,
     "group_query_attention": (None, False),
     "qk_layernorm": (None, False),
 }
@@ -274,7 +274,7 @@ def _settings(
     if not args and not core:
         return _measured(shards, vocab, hints, Problems(origin))
     options = of_arguments(args, origin)
-    gpt = read_gpt(options, NO_EXPERTS if core else _KNOWN_VALUES)
+    gpt = read_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES)
     dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
     if core:
         dialects = gpt.dialects(shards)

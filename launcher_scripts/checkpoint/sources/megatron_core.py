@@ -20,9 +20,9 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     HEAD,
     PREDICTORS_NOTE,
     TABLE,
+    FullTensors,
     Hints,
     SourceCheckpoint,
-    WholeTensors,
     renamed,
 )
 from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
@@ -50,7 +50,7 @@ WEIGHTS = "weights/"
 
 
 @dataclass(frozen=True)
-class MegatronCoreCheckpoint(WholeTensors):
+class MegatronCoreCheckpoint(FullTensors):
     """An opened checkpoint.
 
     root:     the folder of the tensors in the archive, "" or ending in `/`
@@ -112,12 +112,12 @@ class MegatronCoreCheckpoint(WholeTensors):
         notes = (*options.check_keys(), *([PREDICTORS_NOTE] if predicts else []))
         checkpoint = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
         return (
-            replace(checkpoint, adapters=checkpoint.own_adapters(adapter_tensors))
+            replace(checkpoint, adapters=checkpoint.base_adapters(adapter_tensors))
             if adapter_tensors
             else checkpoint
         )
 
-    def own_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
+    def base_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
         """Adapters that were saved together with the base."""
         settings = peft_settings(self.archive, self.root)
         path = self.archive.path

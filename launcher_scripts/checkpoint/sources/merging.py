@@ -24,7 +24,7 @@ from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.adapters import LORA_TARGETS
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 
-_SHOWN = 10
+_MAX_LISTED = 10
 # That are made float32 at a time.
 _COLUMNS = 64
 _ZERO = np.float32(0)
@@ -198,7 +198,7 @@ class Adapter:
             for number, task in enumerate(tasks)
         ]
 
-    def places(self, tasks: Sequence[Task]) -> dict[str, list[Place]]:
+    def places(self, tasks: Sequence[Task]) -> dict[str, list[Target]]:
         """Return the targets of every name of the adapter's maker in an export of these tasks.
 
         Raises CheckpointError with everything that does not fit the base.
@@ -206,7 +206,7 @@ class Adapter:
         problems = Problems(f"the adapter {self.path}")
         claims = self._claims(tasks, problems)
         unclaimed = sorted(self.updates.keys() - claims.keys())
-        problems.add_first([f"no module of the base has {name}" for name in unclaimed], _SHOWN)
+        problems.add_first([f"no module of the base has {name}" for name in unclaimed], _MAX_LISTED)
         for name in sorted(self.updates.keys() & claims.keys()):
             for value in self.updates[name]:
                 self._check(name, value, claims[name], problems)
@@ -214,7 +214,7 @@ class Adapter:
         problems.raise_if_any(CheckpointError)
         return claims
 
-    def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[Place]]:
+    def _claims(self, tasks: Sequence[Task], problems: Problems) -> dict[str, list[Target]]:
         """Return the targets of every name of the adapter's maker."""
         every = [_claims(tasks, dialects) for dialects in self.dialects]
         consistent = [claims for claims in every if not _contradict(claims)] or every
@@ -227,11 +227,11 @@ class Adapter:
             for value in values
             if len({_meaning(value, claims.get(name, ())) for claims in best}) > 1
         ]
-        problems.add_first(unclear, _SHOWN)
+        problems.add_first(unclear, _MAX_LISTED)
         return best[0]
 
     def _check(
-        self, name: str, value: Update, targets: Sequence[Place], problems: Problems
+        self, name: str, value: Update, targets: Sequence[Target], problems: Problems
     ) -> None:
         wrong = value.problem()
         if wrong:
@@ -251,14 +251,14 @@ class Adapter:
                 choices=["an adapter of a base whose tables are two"],
             )
 
-    def _keeps_tie(self, value: Update, targets: Sequence[Place]) -> bool:
+    def _keeps_tie(self, value: Update, targets: Sequence[Target]) -> bool:
         """Return whether a table that is the output layer's too stays the same for both."""
         tables = [target for target in targets if target.table]
         if len(tables) < 2 and not (tables and getattr(tables[0].config, "tied_embeddings", False)):
             return True
         return isinstance(value, Replaced) and (self.ties or value.rows is not None)
 
-    def _check_targets(self, claims: Mapping[str, Sequence[Place]], problems: Problems) -> None:
+    def _check_targets(self, claims: Mapping[str, Sequence[Target]], problems: Problems) -> None:
         """LoRA is there for every module that the configuration names, and for no other."""
         missing, others = [], []
         for name, targets in claims.items():
@@ -274,12 +274,12 @@ class Adapter:
                 missing.append(f"LoRA of {module} is missing, which its configuration names")
             if has_low_rank and expected is False:
                 others.append(f"its configuration does not name {module}, which has LoRA")
-        problems.add_first(missing, _SHOWN)
-        problems.add_first(others, _SHOWN)
+        problems.add_first(missing, _MAX_LISTED)
+        problems.add_first(others, _MAX_LISTED)
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """The target of a tensor of the maker's model: the task's number, its row, and the index among
     the row's tensors."""
 
@@ -339,7 +339,7 @@ class _Merged:
     """Everything learned for a tensor, as a plan.Change."""
 
     name: str
-    place: Place
+    place: Target
     value: Update
 
     def sources(self) -> Iterable[tuple[str, SourceTensor]]:
@@ -366,7 +366,7 @@ class _Merged:
         return merged
 
 
-def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
+def _contradict(claims: Mapping[str, Sequence[Target]]) -> bool:
     """Return whether a matrix would be two of the base's: its family has another kind of layers."""
     return any(
         len({target.layout for target in targets}) < len(targets)
@@ -375,7 +375,7 @@ def _contradict(claims: Mapping[str, Sequence[Place]]) -> bool:
     )
 
 
-def _meaning(value: Update, targets: Sequence[Place]) -> tuple[object, ...]:
+def _meaning(value: Update, targets: Sequence[Target]) -> tuple[object, ...]:
     """Return a key for the targets of a tensor's rows: equal for dialects that agree."""
     rows = np.arange(
         value.up.shape[0] if isinstance(value, LowRank) else value.shape[0], dtype="f4"
@@ -390,9 +390,9 @@ def _meaning(value: Update, targets: Sequence[Place]) -> tuple[object, ...]:
     return tuple(meaning)
 
 
-def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Place]]:
+def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Target]]:
     """Name of a tensor of these dialects -> where it goes."""
-    result: dict[str, list[Place]] = {}
+    result: dict[str, list[Target]] = {}
     for number, task in enumerate(tasks):
         source = source_of(task.spec, dialects)
         if source is None:
@@ -400,6 +400,6 @@ def _claims(tasks: Sequence[Task], dialects: Sequence[str]) -> dict[str, list[Pl
         layout = lookup(LAYOUTS, source.layout, "layout")
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
-            target = Place(number, task.spec, task.config, layout, index, len(source.keys))
+            target = Target(number, task.spec, task.config, layout, index, len(source.keys))
             result.setdefault(name, []).append(target)
     return result

@@ -51,7 +51,7 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
 )
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
-from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenIds, own_ids
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenIds, tokenizer_ids
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.common.tokenizer import SentencePieceTokenizer, Tokenizer
 from launcher_scripts.models.family import ModelConfig
@@ -116,7 +116,7 @@ def read_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> Nemo
     local_norms: the core's norms are modules of their own
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    _refuse_unknown(options, core)
+    _reject_unknown(options, core)
     function, gated = options.choice("activation", "gelu", ACTIVATIONS)
     positions = str(options.choice("position_embedding_type", "learned_absolute", GPT_POSITIONS))
     placement = options.choice("transformer_block_type", "pre_ln", BLOCK_TYPES)
@@ -186,8 +186,8 @@ def gelu(options: TrainingOptions) -> str:
     return "gelu" if fused or options.flag("openai_gelu", False) else "gelu_erf"
 
 
-def _refuse_unknown(options: TrainingOptions, core: bool) -> None:
-    options.refuse_others(_GPT_VALUES)
+def _reject_unknown(options: TrainingOptions, core: bool) -> None:
+    options.reject_others(_GPT_VALUES)
     problems, blocks = options.problems, options.get("transformer_block_type")
     groups, heads = options.get("num_query_groups"), options.get("num_attention_heads")
     if not core and groups not in (None, heads):
@@ -262,7 +262,7 @@ def read_t5(options: TrainingOptions) -> NemoModel:
 
 def _read_stack(options: TrainingOptions) -> dict[str, Any]:
     """One stack's hyperparameters, with its own `dialects`."""
-    options.refuse_others(_T5_VALUES)
+    options.reject_others(_T5_VALUES)
     function, gated = options.choice("activation", "gelu", ACTIVATIONS)
     heads = options.size("num_attention_heads")
     hidden = options.size("hidden_size")
@@ -304,7 +304,7 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
     """
     settings = section(raw, "tokenizer")
     converted = bool(settings.get("add_sentinel_tokens_first"))
-    ids = own_ids(tokenizer)
+    ids = tokenizer_ids(tokenizer)
     if isinstance(tokenizer, SentencePieceTokenizer):
         sentinels = int(settings.get("num_sentinel_tokens") or 0) if converted else 0
         ids = _appended(tokenizer, sentinels, first_sentinel=0 if converted else 1)
@@ -395,7 +395,7 @@ class NemoCheckpoint(TensorShards):
         """Exported name -> content of the checkpoint's own tokenizer."""
         find = partial(tokenizer_files.archived, self.archive, self.root)
         if self.training is not None:
-            find = partial(tokenizer_files.beside, self.training.folder)
+            find = partial(tokenizer_files.next_to, self.training.folder)
         return tokenizer_files.nemo_files(self.raw, self.archive.path, find)
 
     def details(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ _LINEAR_ADAPTER = {
     "layer_norm.weight": "layer_norm.weight",
     "layer_norm.bias": "layer_norm.bias",
 }
-_WHOLE_ADAPTER = {
+_FULL_ADAPTER = {
     "module.1.weight": "DenseSiluDense.wi.weight",
     "module.3.weight": "DenseSiluDense.wo.weight",
     "module.0.weight": "layer_norm.weight",
@@ -155,7 +155,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
             stage.append(
                 _named(
                     (
-                        (name, SourceTensor.whole(values))
+                        (name, SourceTensor.full(values))
                         for name, values in torch_file.tensors_of(flattened(state), origin)
                     ),
                     origin,
@@ -188,7 +188,7 @@ def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
             part.others[name] = tensors
             continue
         families.add("t5" if match["t5"] else "gpt")
-        used = _place(part, match, tensors, problems)
+        used = _target(part, match, tensors, problems)
         unused += not used
     problems.raise_if_any(CheckpointError)
     notes: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ def _sorted(path: Path, raw: Mapping[str, Any], shards: Shards) -> PartFile:
     return replace(part, family=families.pop() if families else None, notes=notes)
 
 
-def _place(
+def _target(
     part: PartFile,
     layer: re.Match[str],
     tensors: tuple[SourceTensor, ...],
@@ -217,7 +217,7 @@ def _place(
         return True
     if adapter:
         stem = f"{target}.{ATTENTION_ADAPTER if adapter['number'] == '1' else FFN_ADAPTER}"
-        for table, parts in ((_LINEAR_ADAPTER, tensors), (_WHOLE_ADAPTER, tensors[:1])):
+        for table, parts in ((_LINEAR_ADAPTER, tensors), (_FULL_ADAPTER, tensors[:1])):
             if adapter["name"] in table:
                 name = f"{stem}.{table[adapter['name']]}"
                 _put(part.adapters, name, parts, suffix, problems)
@@ -354,7 +354,7 @@ def _compute(
             choices=["a filled prompt_table", "an mlp or tpmlp encoder"],
         )
         return
-    tables[task] = SourceTensor.whole(np.ascontiguousarray(values, np.float32))
+    tables[task] = SourceTensor.full(np.ascontiguousarray(values, np.float32))
 
 
 def _encoded(part: PartFile) -> Any:
@@ -379,10 +379,10 @@ def _encoded(part: PartFile) -> Any:
         weight, bias = _joined(tables, f"{first}.weight"), _joined(tables, f"{first}.bias")
         inner = _gelu(_linear(values, weight, bias))
         second_weight = _joined(tables, f"{second}.weight", axis=1)
-        return _linear(inner, second_weight, _whole(tables, f"{second}.bias"))
+        return _linear(inner, second_weight, _full(tables, f"{second}.bias"))
     first, second = _CLASSIC
-    inner = _linear(values, *(_whole(tables, f"{first}.{kind}") for kind in ("weight", "bias")))
-    weight, bias = (_whole(tables, f"{second}.{kind}") for kind in ("weight", "bias"))
+    inner = _linear(values, *(_full(tables, f"{first}.{kind}") for kind in ("weight", "bias")))
+    weight, bias = (_full(tables, f"{second}.{kind}") for kind in ("weight", "bias"))
     return _linear(np.maximum(inner, 0), weight, bias)
 
 
@@ -393,7 +393,7 @@ def _linear(values: Any, weight: Any, bias: Any) -> Any:
     return values @ weight.T + bias
 
 
-def _whole(tables: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
+def _full(tables: Mapping[str, tuple[SourceTensor, ...]], name: str) -> Any:
     """A tensor that every rank holds."""
     return float32(tables[name][0].read())
 

@@ -151,7 +151,7 @@ def _state_dict(state: Mapping[Any, Any], origin: str) -> StateDict:
                 got=others[:3],
             )
         )
-    converted = {name: SourceTensor.whole(values) for name, values in tensors.items()}
+    converted = {name: SourceTensor.full(values) for name, values in tensors.items()}
     return stripped(converted, origin)
 
 
@@ -167,7 +167,7 @@ _STEP = re.compile(r"step=(\d+)")
 _METRIC = re.compile(r"--(?P<metric>[\w/]+)=(?P<value>-?\d+(?:\.\d+)?)")
 # How far above the checkpoints their hyperparameters may lie.
 _LEVELS = 3
-_SHOWN = 3
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,8 @@ def without_sizes(archive: Archive) -> str:
     if not names:
         return ""
     return (
-        f"the checkpoints of a training ({', '.join(names[:_SHOWN])}) need its {HPARAMS}, which "
-        f"holds the model's sizes, in this folder or up to {_LEVELS - 1} above; or name "
+        f"the checkpoints of a training ({', '.join(names[:_MAX_LISTED])}) need its {HPARAMS}, "
+        f"which holds the model's sizes, in this folder or up to {_LEVELS - 1} above; or name "
         "the .nemo file that the training wrote"
     )
 

@@ -18,7 +18,7 @@ from launcher_scripts.common.errors import CheckpointError, Problems
 
 # Megatron-LM's argument is called num_experts.
 NO_EXPERTS: dict[str, tuple[Any, ...]] = {"num_moe_experts": (None, 0), "num_experts": (None, 0)}
-REFUSED = re.compile(
+REJECTED = re.compile(
     "soft_?cap|multiplier|window|sliding|sink|pre_attn|hyper_connection|_scalar$|layer_pattern"
 )
 NETWORK = re.compile(
@@ -137,12 +137,12 @@ class TrainingOptions:
     raw: Mapping[str, Any]
     problems: Problems
     notes: tuple[str, ...] = ()
-    asked: set[str] = field(default_factory=set)
+    read_keys: set[str] = field(default_factory=set)
 
     def get(self, key: str) -> Any:
         """The value as stored, None if it is missing. One that is an object is noted."""
-        first = key not in self.asked
-        self.asked.add(key)
+        first = key not in self.read_keys
+        self.read_keys.add(key)
         value = self.raw.get(key)
         kind = pickles.unreadable(value)
         if kind is None:
@@ -188,7 +188,7 @@ class TrainingOptions:
         value = self.get(key)
         return TrainingOptions(value, self.problems) if isinstance(value, Mapping) else self
 
-    def refuse_others(
+    def reject_others(
         self, supported_values: Mapping[str, tuple[Any, ...]], whose: str = ""
     ) -> None:
         """Note options whose values change the network in ways this project does not know.
@@ -210,12 +210,12 @@ class TrainingOptions:
         unread = {
             key: value
             for key, value in self.raw.items()
-            if key not in self.asked and not irrelevant(key, IRRELEVANT)
+            if key not in self.read_keys and not irrelevant(key, IRRELEVANT)
             if pickles.unreadable(value) is not None or value
             if not (dense and key.startswith("moe_"))
         }
         for key, value in unread.items():
-            if REFUSED.search(key):
+            if REJECTED.search(key):
                 self.problems.add(f"{key} is not known here", got=value)
         self.problems.raise_if_any(CheckpointError)
         doubtful = [f"{key}={value!r}"[:80] for key, value in unread.items() if NETWORK.search(key)]

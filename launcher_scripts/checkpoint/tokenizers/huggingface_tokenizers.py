@@ -287,7 +287,7 @@ class _Folder:
         """Declare what stands around a text."""
         from tokenizers.processors import TemplateProcessing
 
-        template = self.row.around if self.row else None
+        template = self.row.surround if self.row else None
         if FAST_FILE in self.files and template is None:
             return
         if not template:

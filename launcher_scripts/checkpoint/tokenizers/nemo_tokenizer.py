@@ -53,15 +53,15 @@ SOURCE_SETS: tuple[Mapping[str, str], ...] = (
     {"sentencepiece.bpe.model": "sentencepiece.bpe.model"},
 )
 # What only folders of transformers and of Megatron-LM and its kin hold.
-_MARKS = ("config.json", "latest_checkpointed_iteration.txt")
+_INDICATORS = ("config.json", "latest_checkpointed_iteration.txt")
 # What lies behind so much of a compressed archive is left to the conversion.
 _MAX_DECOMPRESSED_BYTES = 2**30
-Found = TypeVar("Found")
+Match = TypeVar("Match")
 
 
 def named_files(
-    config: Mapping[str, Any], origin: Path, find: Callable[[str, str], Found | None]
-) -> dict[str, Found]:
+    config: Mapping[str, Any], origin: Path, find: Callable[[str, str], Match | None]
+) -> dict[str, Match]:
     """Role -> what `find` gives for the file that section `tokenizer` names.
 
     config: model_config.yaml
@@ -100,8 +100,8 @@ def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
 def check_tokenizer(path: Path) -> None:
     """Raises CheckpointError when a checkpoint lacks its tokenizer's files: a .nemo file, an
     unpacked one, or a folder of transformers or Megatron-LM."""
-    if any((path / mark).is_file() for mark in _MARKS):
-        if not any(_is_whole(path / folder) for folder in folders(path)):
+    if any((path / mark).is_file() for mark in _INDICATORS):
+        if not any(_is_complete(path / folder) for folder in folders(path)):
             choices = [" + ".join(names) for names in SOURCE_SETS]
             raise CheckpointError(
                 problem(f"{path} holds no tokenizer", choices=choices, change=ADVICE)
@@ -116,10 +116,10 @@ def check_tokenizer(path: Path) -> None:
         named_files(config, path, lambda value, pattern: find_name(names, value, pattern))
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     if any(all((folder / name).is_file() for name in names) for names in SOURCE_SETS):
         return True
-    configs = (folder / name for name in (_MARKS[0], OPTIONAL_FILES[1]))
+    configs = (folder / name for name in (_INDICATORS[0], OPTIONAL_FILES[1]))
     return (folder / OPTIONAL_FILES[1]).is_file() and is_byt5(
         *(values for path in configs if isinstance(values := _json_of(path), dict))
     )

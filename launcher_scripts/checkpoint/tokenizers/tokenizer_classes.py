@@ -80,7 +80,7 @@ class TokenizerClass:
     roles: Mapping[str, str] = field(default_factory=dict)
     extra: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
     pieces: Pieces = lambda pieces, _: pieces
-    around: Sequence[str] | None = None
+    surround: Sequence[str] | None = None
     slow: tuple[str, ...] = (MODEL_FILE,)
     mask_strips: bool = False
 
@@ -292,7 +292,7 @@ _GPT2 = TokenizerClass(_byte_level("gpt-2"), roles=_GPT2_ROLES, slow=PAIR_FILES)
 _ROBERTA = TokenizerClass(
     _byte_level("gpt-2"),
     roles={**_FAIRSEQ, "mask_token": "<mask>"},
-    around=("cls_token", "$A", "sep_token"),
+    surround=("cls_token", "$A", "sep_token"),
     slow=PAIR_FILES,
 )
 _LLAMA_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -305,7 +305,7 @@ CLASSES: dict[str, TokenizerClass] = {
         _llama(legacy=False),
         roles=_LLAMA_ROLES,
         extra=lambda _: [*_LLAMA_INFILLING],
-        around=("bos_token", "$A"),
+        surround=("bos_token", "$A"),
     ),
     "CohereTokenizer": TokenizerClass(
         _byte_level("command-r", composed=True),
@@ -324,7 +324,7 @@ CLASSES: dict[str, TokenizerClass] = {
     "GPTNeoXTokenizer": TokenizerClass(
         _byte_level("gpt-2", composed=True),
         roles={**_GPT2_ROLES, "pad_token": "<|padding|>"},
-        around=(),
+        surround=(),
         slow=PAIR_FILES,
     ),
     "GemmaTokenizer": TokenizerClass(
@@ -354,7 +354,7 @@ CLASSES: dict[str, TokenizerClass] = {
         },
         extra=_unused,
         pieces=_pegasus_pieces,
-        around=("$A", "eos_token"),
+        surround=("$A", "eos_token"),
     ),
     "Qwen2Tokenizer": TokenizerClass(
         _byte_level("qwen2", splits=True, composed=True),
@@ -368,14 +368,14 @@ CLASSES: dict[str, TokenizerClass] = {
         roles={"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
         extra=_sentinels,
         pieces=_t5_pieces,
-        around=("$A", "eos_token"),
+        surround=("$A", "eos_token"),
     ),
     "XGLMTokenizer": TokenizerClass(
         _unigram(),
         unigram=True,
         roles=_FAIRSEQ,
         extra=lambda _: [f"<madeupword{index}>" for index in range(7)],
-        around=("eos_token", "$A"),
+        surround=("eos_token", "$A"),
         slow=(),
     ),
 }

@@ -101,7 +101,7 @@ def with_token_ids(
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size)
     if tokenizer is not None and not has_ids:
-        raw = (rule or own_ids)(tokenizer)
+        raw = (rule or tokenizer_ids)(tokenizer)
     token_ids = raw or TokenIds(None, None, None)
     end_id = _first(settings.end_id, token_ids.end_id)
     start_id = _first(settings.start_id, token_ids.start_id, None if has_ids else end_id)
@@ -199,7 +199,7 @@ def tokens_beyond(files: Mapping[str, bytes], rows: int) -> tuple[str, ...]:
     )
 
 
-def own_ids(tokenizer: Tokenizer) -> TokenIds:
+def tokenizer_ids(tokenizer: Tokenizer) -> TokenIds:
     return TokenIds(tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id)
 
 
@@ -284,7 +284,7 @@ def archived(archive: Archive, root: str, value: str, pattern: str) -> tuple[str
     return None if name is None else (root + name, archive.read(root + name))
 
 
-def beside(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
+def next_to(folder: Path, value: str, _pattern: str) -> tuple[str, bytes] | None:
     """The file that a training's hyperparameters in `folder` name: where it was, or beside them."""
     for path in (folder / value, folder / PurePosixPath(value).name):
         if path.is_file():
@@ -298,7 +298,7 @@ def has_plain(archive: Archive, root: str) -> bool:
     return any(all(root + name in names for name in requested) for requested in _PLAIN_SETS)
 
 
-def _refuse_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
+def _reject_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
     """Raise CheckpointError for a pipe, a device or a broken link where a file would be read."""
     problems = Problems(f"the tokenizer's files in {archive.path}")
     for name in sorted({*names, *COMPANION_FILES, ADDED_TOKENS}):
@@ -322,7 +322,7 @@ def plain_files(
     config: config.json; None for a folder that has none
     """
     names, sets = archive.names(), (*_PLAIN_SETS, *more)
-    _refuse_special_files(archive, root, {name for names_of_set in sets for name in names_of_set})
+    _reject_special_files(archive, root, {name for names_of_set in sets for name in names_of_set})
     for requested in sets:
         if all(root + name in names for name in requested):
             files = {exported: archive.read(root + name) for name, exported in requested.items()}

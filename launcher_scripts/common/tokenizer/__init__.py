@@ -141,7 +141,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         choices = ", ".join(" + ".join(names) for names in KINDS)
         raise TokenizerError(f"no tokenizer in {folder}; got {names_present}; choices: {choices}")
     if KINDS[kind] in (SentencePieceTokenizer, GPT2Tokenizer):
-        _refuse_other_classes(folder, kind)
+        _reject_other_classes(folder, kind)
     try:
         return KINDS[kind](folder)
     except ImportError as error:
@@ -154,7 +154,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TokenizerError(f"cannot read the tokenizer in {folder}: {error}") from error
 
 
-def _refuse_other_classes(folder: Path, kind: tuple[str, ...]) -> None:
+def _reject_other_classes(folder: Path, kind: tuple[str, ...]) -> None:
     """Raise TokenizerError where the files beside the main one change the ids of a text.
 
     The export makes a tokenizer.json of all of them.

@@ -89,7 +89,7 @@ class Tokenizer(ABC):
         """Return one token's bytes in UTF-8, a special token's name; b"" for unknown ids."""
 
     @abstractmethod
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         """The ids that a model was trained to see before and after a text, as far as is known."""
 
     def is_added(self, token_id: int) -> bool:  # noqa: ARG002

@@ -15,13 +15,13 @@ from .base import (
     tokenizer_config,
 )
 from .pieces import piece_bytes
-from .translators import around_of_translator, translator_of
+from .translators import template_of_translator, translator_of
 
 END_OF_TEXT = "<|endoftext|>"
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.
-_USUAL_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
-_USUAL_END = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "[SEP]")
-_USUAL_PAD = ("<pad>", "[PAD]", "<|pad|>")
+_DEFAULT_START = ("<s>", "<bos>", "<|begin_of_text|>", END_OF_TEXT, "[CLS]")
+_DEFAULT_END = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "[SEP]")
+_DEFAULT_PAD = ("<pad>", "[PAD]", "<|pad|>")
 
 
 class _FastTokenizer(Tokenizer):
@@ -78,7 +78,7 @@ class GPT2Tokenizer(_FastTokenizer):
         self.start_id = self.end_id = self._tokenizer.token_to_id(END_OF_TEXT)
         self.pad_id = None
 
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         """Nothing: NeMo's models saw none."""
         return [], []
 
@@ -103,10 +103,10 @@ class HuggingFaceTokenizer(_FastTokenizer):
         self.joined_bytes = partial(_joined_bytes, self._tokenizer) if joins else None
         self.vocab_size = self._tokenizer.get_vocab_size()
         named = named_special_tokens(folder)
-        self.start_id = self._special_id(named, "bos_token", _USUAL_START)
-        self.end_id = self._special_id(named, "eos_token", _USUAL_END)
-        self.pad_id = self._special_id(named, "pad_token", _USUAL_PAD)
-        self._said = tokenizer_config(folder)
+        self.start_id = self._special_id(named, "bos_token", _DEFAULT_START)
+        self.end_id = self._special_id(named, "eos_token", _DEFAULT_END)
+        self.pad_id = self._special_id(named, "pad_token", _DEFAULT_PAD)
+        self._config = tokenizer_config(folder)
 
     def _special_id(
         self, named: dict[str, str] | None, key: str, defaults: tuple[str, ...]
@@ -117,12 +117,12 @@ class HuggingFaceTokenizer(_FastTokenizer):
         ids = (self._tokenizer.token_to_id(token) for token in defaults)
         return next((token_id for token_id in ids if token_id is not None), None)
 
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer's post-processor adds; transformers gives a
         translator its own."""
-        translator = translator_of(self._said)
+        translator = translator_of(self._config)
         if translator is not None:
-            return around_of_translator(self, self._said, translator)
+            return template_of_translator(self, self._config, translator)
         encoded = self._tokenizer.encode("a")
         indices = [index for index, added in enumerate(encoded.special_tokens_mask) if not added]
         first, last = (indices[0], indices[-1] + 1) if indices else (0, 0)

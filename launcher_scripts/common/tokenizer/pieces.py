@@ -16,7 +16,7 @@ from .base import (
     library_call,
     tokenizer_config,
 )
-from .translators import around_of_translator, languages_of
+from .translators import languages_of, template_of_translator
 
 BLANK = "\u2581"
 
@@ -68,7 +68,7 @@ class SentencePieceTokenizer(PieceTokenizer):
         token_id = int(self._processor.piece_to_id(token))
         return token_id if self._processor.id_to_piece(token_id) == token else None
 
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         """Pieces say nothing of it."""
         return [], []
 
@@ -88,20 +88,20 @@ class NumberedPieceTokenizer(PieceTokenizer):
 
     def __init__(self, model: Path, tokens: Sequence[str], languages: Sequence[str] = ()) -> None:
         """tokens: the special ones in the vocabulary; languages: their names, after it"""
-        self._processor, self._said = _sentencepiece(model), tokenizer_config(model.parent)
+        self._processor, self._config = _sentencepiece(model), tokenizer_config(model.parent)
         text = model.with_name("vocab.json").read_text(encoding="utf-8")
         self._numbers: dict[str, int] = json.loads(text)
         named = {token: self._numbers[token] for token in tokens}
         after = list(enumerate(languages, start=len(self._numbers)))
         named |= {f"__{name}__": number for number, name in after}
-        named |= (added := added_tokens(self._said))
+        named |= (added := added_tokens(self._config))
         self._special = {**named, **{name: number for number, name in after}}
         self._parts = re.compile(f"({'|'.join(map(re.escape, sorted(named, key=len)[::-1]))})")
         self._pieces = {number: piece for piece, number in self._numbers.items()}
         for name, number in self._special.items():
             if self._pieces.get(number) == name:
                 del self._pieces[number]
-        decoder = self._said.get("added_tokens_decoder") or {}
+        decoder = self._config.get("added_tokens_decoder") or {}
         texts = {name for name in added if not decoder[str(added[name])].get("special")}
         self._pieces |= {added[name]: name for name in texts}
         self.vocab_size = 1 + max(*self._numbers.values(), *self._special.values())
@@ -131,10 +131,10 @@ class NumberedPieceTokenizer(PieceTokenizer):
         names = (name for name, number in self._special.items() if number == token_id)
         return piece_bytes(self._pieces.get(token_id) or next(names, ""))
 
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         """The end token behind a text, and a translator's language."""
         if self.translator is not None:
-            return around_of_translator(self, self._said, self.translator)
+            return template_of_translator(self, self._config, self.translator)
         return [], [] if self.end_id is None else [self.end_id]
 
     def is_added(self, token_id: int) -> bool:

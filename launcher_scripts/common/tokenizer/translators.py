@@ -36,7 +36,7 @@ def with_language(ids: Sequence[int], language: int | None, other: int) -> tuple
     return tuple(other if token == language else token for token in ids)
 
 
-def begun_in(
+def decoder_opening(
     target: int, language: int | None, closing: Sequence[int], start: int
 ) -> tuple[int, ...]:
     """Return the first IDs of the decoder for a text in the language `target`.
@@ -73,7 +73,7 @@ class SpecialIds(NamedTuple):
         language = int(parameters["language_id"]) if "language_id" in parameters else None
         return cls(opening, closing, decoder, language, int(parameters.get("start_id", 0)), ends)
 
-    def around(self, ids: Sequence[int]) -> list[int]:
+    def surround(self, ids: Sequence[int]) -> list[int]:
         """A prompt's ids with those around it."""
         return [*self.opening, *ids, *self.closing]
 
@@ -89,12 +89,12 @@ class SpecialIds(NamedTuple):
             closing = with_language(self.closing, self.language, source)
             result = result._replace(opening=opening, closing=closing)
         if target is not None:
-            started = begun_in(target, self.language, self.closing, self.start)
+            started = decoder_opening(target, self.language, self.closing, self.start)
             result = result._replace(decoder=started)
         return result
 
 
-def around_of_translator(
+def template_of_translator(
     tokenizer: Tokenizer, config: dict[str, Any], translator: str
 ) -> tuple[list[int], list[int]]:
     """The end token and the source's language; config: tokenizer_config.json."""

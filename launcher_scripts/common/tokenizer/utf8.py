@@ -58,7 +58,7 @@ class ByT5Tokenizer(PieceTokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return self.joined_bytes(token_id) or self._names.get(token_id, "").encode()
 
-    def around(self) -> tuple[list[int], list[int]]:
+    def surround(self) -> tuple[list[int], list[int]]:
         return [], [self.end_id]
 
     def special_id(self, token: str) -> int | None:

@@ -213,7 +213,7 @@ class BeamSearch:
         states, slots, changes = self._states, batch.slots, batch.processing
         if logits is None:
             shape = batch.shape.within(self._vocab_size)
-            result_shape = (3, slots.shape[0] // shape.width, shape.kept)
+            result_shape = (3, slots.shape[0] // shape.width, shape.candidates)
             device = states.device
             choices = torch.empty(result_shape, dtype=torch.int64, device=device)
             return Candidates(choices, torch.empty(result_shape, device=device)), None

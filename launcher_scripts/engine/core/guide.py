@@ -20,7 +20,7 @@ class Guide(Protocol):
     """One row's grammar and how far its text has come; the engine's thread alone asks it."""
 
     @property
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         """Return whether the text is complete and nothing can follow it."""
         ...
 

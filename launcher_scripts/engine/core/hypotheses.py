@@ -22,7 +22,7 @@ from itertools import takewhile
 from launcher_scripts.contract.requests import Beam
 from launcher_scripts.engine.core.results import Candidate
 
-LOOK_BACK = 64
+LOOKUP_WINDOW = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +66,12 @@ class Hypotheses:
         self._output_len = output_len
         self.length = 0
         self._running: list[Hypothesis | None] = [None] * width
-        self._ended: list[Hypothesis] = []
+        self._completed: list[Hypothesis] = []
         self.shared = 0
 
     @property
     def finished(self) -> bool:
-        return len(self._ended) >= self._width or self.length >= self._output_len
+        return len(self._completed) >= self._width or self.length >= self._output_len
 
     def take(self, candidates: Sequence[Candidate]) -> None:
         """Add a step's ranking, best first; the device lets the same ones go on."""
@@ -90,8 +90,8 @@ class Hypotheses:
         ]
         for hypothesis, item in zip(grown[: self._width], candidates, strict=False):
             if last or (item.ends and math.isfinite(item.total)):
-                self._ended.append(hypothesis)
-        self._ended = _best(self._ended, self._width)
+                self._completed.append(hypothesis)
+        self._completed = _best(self._completed, self._width)
         pairs = sorted(zip(candidates, grown, strict=True), key=lambda pair: pair[0].ends)
         self._running = [hypothesis for _, hypothesis in pairs[: self._width]]
         self._find_shared()
@@ -99,7 +99,7 @@ class Hypotheses:
     def _find_shared(self) -> None:
         """Go back from the last tokens to the one that all descend from."""
         last = set(self._running)
-        for back in range(min(LOOK_BACK, self.length - self.shared)):
+        for back in range(min(LOOKUP_WINDOW, self.length - self.shared)):
             if len(last) == 1:
                 self.shared = self.length - back
                 return
@@ -108,9 +108,9 @@ class Hypotheses:
     def best(self) -> list[Hypothesis]:
         """The W best so far, best first: ended ones, and until the end those that go on."""
         if self.finished:
-            return self._ended
+            return self._completed
         running = [hypothesis for hypothesis in self._running if hypothesis is not None]
-        return _best([*self._ended, *running], self._width)
+        return _best([*self._completed, *running], self._width)
 
 
 def _best(hypotheses: list[Hypothesis], count: int) -> list[Hypothesis]:

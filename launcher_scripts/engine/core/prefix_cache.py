@@ -53,7 +53,7 @@ class Prefix:
         self.digests += block_digests(ids[self.tokens :], BLOCK_TOKENS, digest)
 
 
-class Found(NamedTuple):
+class CachedPrefix(NamedTuple):
     """Location in the cache of the first `tokens` tokens of a prompt.
 
     coming: how many will be there in a few steps; no fewer than `tokens`
@@ -116,14 +116,14 @@ class PrefixCache(ExtentAllocator):
         super().__init__(capacity)
         self.snapshots = snapshots
         self._holders: dict[bytes, dict[Prefix, None]] = {}  # by digest
-        self._kept: dict[Prefix, None] = {}  # the least recently used first
-        self._kept_tokens = 0
+        self._cached: dict[Prefix, None] = {}  # the least recently used first
+        self._cached_tokens = 0
 
     @property
     def free_tokens(self) -> int:
-        return super().free_tokens + self._kept_tokens
+        return super().free_tokens + self._cached_tokens
 
-    def find(self, digests: Sequence[bytes]) -> Found:
+    def find(self, digests: Sequence[bytes]) -> CachedPrefix:
         """The longest prefix of a text with such blocks, which counts as used."""
         coming = 0
         for blocks in range(len(digests), 0, -1):
@@ -134,13 +134,13 @@ class PrefixCache(ExtentAllocator):
                     continue
                 coming = coming or tokens
                 if prefix.computed >= tokens:
-                    if prefix in self._kept:
-                        self._kept[prefix] = self._kept.pop(prefix)
+                    if prefix in self._cached:
+                        self._cached[prefix] = self._cached.pop(prefix)
                     if self.snapshots is not None:
                         self.snapshots.use(snapshot)
                     read = min(prefix.read, tokens)
-                    return Found(prefix.start, tokens, coming, read, snapshot)
-        return Found(coming=coming)
+                    return CachedPrefix(prefix.start, tokens, coming, read, snapshot)
+        return CachedPrefix(coming=coming)
 
     def add(self, prefix: Prefix) -> None:
         """Let the prefix of a row that runs be found."""
@@ -161,8 +161,8 @@ class PrefixCache(ExtentAllocator):
         prefix.computed = prefix.tokens
         if self.find(prefix.digests).tokens < prefix.tokens:
             self.add(prefix)
-            self._kept[prefix] = None
-            self._kept_tokens += prefix.tokens
+            self._cached[prefix] = None
+            self._cached_tokens += prefix.tokens
         else:
             self._drop_snapshots(prefix)
             prefix.digests.clear()
@@ -175,23 +175,23 @@ class PrefixCache(ExtentAllocator):
 
     def allocate(self, length: int) -> int | None:
         start = super().allocate(length)
-        if start is None and self._kept and self._longest_gap() >= length:
+        if start is None and self._cached and self._longest_gap() >= length:
             while start is None:
-                self._give_up(next(iter(self._kept)))
+                self._abort(next(iter(self._cached)))
                 start = super().allocate(length)
         return start
 
     def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
         """The least recently used of what is kept is given up until there is a way."""
         result = super().slides(movable, length)
-        while result is None and self._kept:
-            self._give_up(next(iter(self._kept)))
+        while result is None and self._cached:
+            self._abort(next(iter(self._cached)))
             result = super().slides(movable, length)
         return result
 
     def _longest_gap(self) -> int:
         """If nothing were kept."""
-        ranges = ((prefix.start, prefix.tokens) for prefix in self._kept)
+        ranges = ((prefix.start, prefix.tokens) for prefix in self._cached)
         gaps = sorted([*self._free, *ranges])
         longest, size = gaps[0][1], gaps[0][1]
         for (start, length), (following, more) in pairwise(gaps):
@@ -199,9 +199,9 @@ class PrefixCache(ExtentAllocator):
             longest = max(longest, size)
         return longest
 
-    def _give_up(self, prefix: Prefix) -> None:
-        del self._kept[prefix]
-        self._kept_tokens -= prefix.tokens
+    def _abort(self, prefix: Prefix) -> None:
+        del self._cached[prefix]
+        self._cached_tokens -= prefix.tokens
         self._remove(prefix)
         self._drop_snapshots(prefix)
         self.free(prefix.start, prefix.tokens)
@@ -241,8 +241,8 @@ class PrefixCache(ExtentAllocator):
     def _lose_snapshot(self, prefix: Prefix, tokens: int) -> None:
         """One of a prefix has given way; without any, nobody finds it."""
         del prefix.snapshots[tokens]
-        if prefix in self._kept and not prefix.snapshots:
-            self._give_up(prefix)
+        if prefix in self._cached and not prefix.snapshots:
+            self._abort(prefix)
 
     def _remove(self, prefix: Prefix) -> None:
         for digest in prefix.digests:

@@ -51,7 +51,7 @@ def prompt_in_session(
     """
     if request.input_ids or not session.positions:
         return (*session.pending, *prompt)
-    return session.pending or session.ended
+    return session.pending or session.finished
 
 
 def check_adapters(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
@@ -196,7 +196,7 @@ def check_request(
     slots as it is wide. session: what the request goes on with
     """
     problems = Problems("the request")
-    _check_asked(problems, request, config)
+    _check_outputs(problems, request, config)
     check_adapters(problems, request, config)
     _check_ids(problems, request, config)
     if session is None:
@@ -215,7 +215,7 @@ def check_request(
     problems.raise_if_any(RequestError)
 
 
-def _check_asked(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
+def _check_outputs(problems: Problems, request: GenerateRequest, config: ModelConfig) -> None:
     """Check that the model has the parts that the request is about."""
     if not isinstance(config, ENCODER_DECODERS):
         if request.decoder_input_ids or request.return_hidden_state:

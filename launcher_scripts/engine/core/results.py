@@ -114,7 +114,7 @@ class ScoreCopy:
 
     def __init__(self, scores: TokenScores) -> None:
         self._log_probs, self._ids = _to_host(scores.log_probs), _to_host(scores.ids)
-        self._event = _event_behind(scores.ids)
+        self._event = _event_after(scores.ids)
 
     def read(self) -> TokenScores:
         """In memory of their own, which is not the device's."""
@@ -185,7 +185,7 @@ class TokenCopy:
             self._tokens, self._event = arrivals.take(len(slots))
         else:
             self._tokens = _to_host(sampled.tokens)
-            self._event = _event_behind(sampled.tokens)
+            self._event = _event_after(sampled.tokens)
 
     def read(self) -> list[TokenResult]:
         if self._event is not None:
@@ -219,7 +219,7 @@ class DraftCopy:
     def __init__(self, columns: Sequence[TokenCopy], right: Tensor) -> None:
         self._columns = columns
         self._right = _to_host(right)
-        self._event = _event_behind(right)
+        self._event = _event_after(right)
 
     def read(self) -> dict[int, list[TokenResult]]:
         """By slot."""
@@ -240,7 +240,7 @@ class BeamCopy:
     def __init__(self, slots: Sequence[int], choices: Tensor, scores: Tensor) -> None:
         self._slots = slots
         self._choices, self._scores = _to_host(choices), _to_host(scores)
-        self._event = _event_behind(choices)
+        self._event = _event_after(choices)
 
     def read(self) -> list[BeamResult]:
         if self._event is not None:
@@ -258,7 +258,7 @@ class BeamCopy:
         ]
 
 
-def _event_behind(copied: Tensor) -> torch.cuda.Event | None:
+def _event_after(copied: Tensor) -> torch.cuda.Event | None:
     """Return the event that the host waits for before it reads copies; None on the CPU."""
     if not copied.is_cuda:
         return None

@@ -95,7 +95,7 @@ class Row:
     fits: float = inf
     grows: bool = False
     resumed: int = 0
-    begun: bool = False
+    started: bool = False
     encoded: bool = False
     prefilled: int = 0
     launched: int = 0
@@ -176,7 +176,7 @@ class Row:
         return self.request.sampling.beam_width if self.request.output_len else 1
 
     @property
-    def given(self) -> int:
+    def num_sent(self) -> int:
         """Number of ids that the caller sent, of the encoder's input if there is one."""
         return len(self.request.input_ids)
 
@@ -189,7 +189,7 @@ class Row:
             text = self.hypotheses.best()[0].beam(log_probs=False).output_ids
             return text[-1] == self.end_id or len(text) < self.request.output_len
         last = self.tokens[-1:]
-        by_guide = self.guide is not None and self.guide.ended
+        by_guide = self.guide is not None and self.guide.finished
         return bool(last) and (by_guide or last[0] == self.end_id or _ends_in_stop_word(self))
 
     @property
@@ -212,14 +212,14 @@ class Row:
         return len(self.prompt) + self.resumed
 
     @property
-    def own_capacity(self) -> int:
+    def row_capacity(self) -> int:
         """Most cache tokens of each hypothesis; the last token chosen is never fed back."""
         return len(self.prompt) + max(self.request.output_len - 1, 0)
 
     @property
     def capacity(self) -> int:
         """Most cache tokens of the whole row."""
-        return len(self.source) + self.width * self.own_capacity
+        return len(self.source) + self.width * self.row_capacity
 
     @property
     def extent(self) -> int:
@@ -292,7 +292,7 @@ class Row:
             source=self.source,
             prompt_embedding=request.prompt_embedding,
             beams=self.slots if self.hypotheses else (),
-            stride=self.own_capacity,
+            stride=self.row_capacity,
             generated=self.resumed,
             past=self.past,
             dropped=0 if self.session is None else self.session.dropped,
@@ -317,7 +317,7 @@ def take(row: Row, result: TokenResult) -> None:
         row.error = RequestError(problem(UNGUIDED, got=result.token))
     row.finished = (
         row.error is not None
-        or (row.guide is not None and row.guide.ended)
+        or (row.guide is not None and row.guide.finished)
         or result.token == row.end_id
         or len(row.tokens) >= row.request.output_len
         or _ends_in_stop_word(row)
@@ -402,7 +402,7 @@ def _callers_first(row: Row) -> int:
     """The first token of the prompt that is the caller's: the start token of an empty prompt is
     not, nor is a table of virtual tokens in front, but a decoder's first input.
     """
-    return 0 if row.source else len(row.prompt) - row.given
+    return 0 if row.source else len(row.prompt) - row.num_sent
 
 
 def _context_logits(row: Row) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.messages.plan import NO_TASK, Move, Place, RowStart, TokenMask
+from launcher_scripts.engine.messages.plan import NO_TASK, Move, Relocation, RowStart, TokenMask
 from launcher_scripts.kernels.operands import MAX_LISTED, RowColumns
 
 NO_TOKEN = -1
@@ -45,7 +45,7 @@ class RowStates:
     word_count: Tensor
     dropped: Tensor
     window: Tensor
-    most: Tensor
+    maximum: Tensor
     reset_id: Tensor
     temperature: Tensor
     repetition_penalty: Tensor
@@ -145,7 +145,7 @@ class RowStates:
         self.prompt_length.index_add_(0, slots, by, alpha=-1)
         self.dropped.index_add_(0, slots, by)
 
-    def relocate(self, moves: Sequence[Place]) -> None:
+    def relocate(self, moves: Sequence[Relocation]) -> None:
         """These rows have moved within the cache."""
         slots = indices([move.slot for move in moves], self.device)
         starts = indices([move.start for move in moves], self.device)
@@ -192,7 +192,7 @@ def _integers(row: RowStart, start: int) -> dict[str, int]:
         "word_count": sum(map(len, row.request.bad_words)) if listed else 0,
         "dropped": row.dropped,
         "window": row.window or NO_WINDOW,
-        "most": row.most,
+        "most": row.maximum,
         "reset_id": reset,
     }
 

@@ -245,7 +245,7 @@ class SamplingBatch:
 
     rows: Sequence[RowStart]
     device: torch.device
-    least: Choice = Choice.GREEDY
+    lower: Choice = Choice.GREEDY
 
     @cached_property
     def slots(self) -> Tensor:
@@ -260,7 +260,7 @@ class SamplingBatch:
     @cached_property
     def choice(self) -> Choice:
         """Return the choice for the batch: work that one of the rows needs is done for all."""
-        return max((self.least, *(row.choice for row in self.rows)))
+        return max((self.lower, *(row.choice for row in self.rows)))
 
     @cached_property
     def processing(self) -> Processing:
@@ -290,7 +290,7 @@ class SamplingBatch:
         """Return whether any row wants those of its tokens."""
         return any(row.request.return_log_probs for row in self.rows)
 
-    def wanted(self, sampled: Sampled) -> Sampled:
+    def requested(self, sampled: Sampled) -> Sampled:
         """Without the log-probabilities of tokens, where no row wants them."""
         if sampled.log_probs is None or self.wants_log_probs:
             return sampled

@@ -13,7 +13,7 @@ from launcher_scripts.contract.requests import GenerateOutput
 from launcher_scripts.engine.core.guide import new_masks, with_masks
 from launcher_scripts.engine.core.prefix_cache import (
     BLOCK_TOKENS,
-    Found,
+    CachedPrefix,
     Prefix,
     PrefixCache,
     Snapshots,
@@ -31,15 +31,15 @@ from launcher_scripts.engine.core.step_budget import (
     plan_drafts,
     take_drafts,
 )
-from launcher_scripts.engine.messages.plan import Copy, Move, Place, Plan, PrefillPart
+from launcher_scripts.engine.messages.plan import Copy, Move, Plan, PrefillPart, Relocation
 
 # A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
 # So rows wait for each other until they bring enough for the rows that decode, but few steps.
-ROWS_PER_STEP_OF_PATIENCE = 8
-MAX_PATIENCE = 2
+ROWS_PER_WAIT_STEP = 8
+MAX_WAIT_STEPS = 2
 # What another row computes now is worth waiting for if it takes about a step: so many tokens.
 TOKENS_WORTH_A_STEP = 64
-News = TypeVar("News", TokenResult, BeamResult)
+Result = TypeVar("Result", TokenResult, BeamResult)
 
 
 class LaunchedStep(NamedTuple):
@@ -112,7 +112,7 @@ class Scheduler:
         self._reading: dict[int, Row] = {}  # those of them whose prompts have not been launched
         self._launched: deque[LaunchedStep] = deque()
         self._moves: list[Move] = []
-        self._held = 0
+        self._delayed = 0
         self._cancelled = False  # whether a row may have been since rows were looked through
         self._statistics = Statistics() if statistics is None else statistics
 
@@ -147,7 +147,9 @@ class Scheduler:
         self._end_failed()
         self._grow()
         for row in self._reading.values():
-            if not row.begun:  # before rows that are admitted now, so that it never waits for them
+            if (
+                not row.started
+            ):  # before rows that are admitted now, so that it never waits for them
                 self._begin(row, self._find(row))
         starts = [] if self._holds() else self._admit()
         under_way = min(len(self._launched), self._stages - 1)
@@ -165,7 +167,7 @@ class Scheduler:
             return None
         self._steps += 1
         for row in running:
-            self._make_room(row, 1)
+            self._free_tokens(row, 1)
             self._states.save_decoding(row)
             row.launch(self._steps)
         tokens = sum(part.count for part in prefill)
@@ -191,7 +193,9 @@ class Scheduler:
             moves=tuple(self._moves),
             copies=tuple(self._extents.copies),
             state_copies=self._states.planned(),
-            places=tuple({Place(row.slot, row.start) for row in self._extents.moved if row.slots}),
+            places=tuple(
+                {Relocation(row.slot, row.start) for row in self._extents.moved if row.slots}
+            ),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(new_masks(self._running.values())),
             under_way=under_way,
@@ -205,7 +209,7 @@ class Scheduler:
         step = self._launched.popleft()
         rows, drafting = step.rows, step.drafting
         for encoded in result.encoded:
-            self._take_encoded(rows[encoded.slot], encoded)
+            self._accept_encoded(rows[encoded.slot], encoded)
         for slot, logits in result.context_logits:
             rows[slot].context_logits.append(logits)
         for slot, total in result.context_embeddings:
@@ -215,9 +219,9 @@ class Scheduler:
             rows[slot].prompt_scores.append(copy.read())
         self._statistics.begin_apply()
         for tokens in result.read():
-            self._take_part(rows, tokens, take)
+            self._accept_part(rows, tokens, take)
         if result.beams:
-            self._take_part(rows, result.read_beams(), take_beams)
+            self._accept_part(rows, result.read_beams(), take_beams)
         if drafting:
             take_drafts(drafting, result.read_drafts(), self._statistics, self._go_on)
         self._statistics.end_apply()
@@ -234,8 +238,11 @@ class Scheduler:
         tokens = [step.prompt_tokens for step in self._launched]
         return self._budget.spare_seconds(tokens, time.perf_counter() - began)
 
-    def _take_part(
-        self, rows: Mapping[int, Row], deltas: Sequence[News], on_delta: Callable[[Row, News], None]
+    def _accept_part(
+        self,
+        rows: Mapping[int, Row],
+        deltas: Sequence[Result],
+        on_delta: Callable[[Row, Result], None],
     ) -> None:
         """Take what a part of a step brings its rows; those that have ended leave it."""
         now = self._statistics.tokens_are_here()
@@ -260,7 +267,7 @@ class Scheduler:
             self._statistics.end(row, now)
         answer(row)
 
-    def _take_encoded(self, row: Row, encoded: EncodedRow) -> None:
+    def _accept_encoded(self, row: Row, encoded: EncodedRow) -> None:
         """The encoder's answer is the whole one where nothing is decoded."""
         if row.finished:
             return
@@ -287,11 +294,11 @@ class Scheduler:
             return False
         joining = list(islice(self._waiting, len(self._free_slots)))
         decoding = sum(row.decodes for row in self._running.values()) if joining else 0
-        max_wait = min(decoding // ROWS_PER_STEP_OF_PATIENCE, MAX_PATIENCE)
+        max_wait = min(decoding // ROWS_PER_WAIT_STEP, MAX_WAIT_STEPS)
         tokens = sum(len(row.prompt) + len(row.source) for row in joining)
         enough = decoding * TOKENS_PER_DECODING_ROW
-        holds = 0 < tokens < enough and self._held < max_wait
-        self._held = self._held + 1 if holds else 0
+        holds = 0 < tokens < enough and self._delayed < max_wait
+        self._delayed = self._delayed + 1 if holds else 0
         return holds
 
     def _grow(self) -> None:
@@ -303,7 +310,7 @@ class Scheduler:
     def _preempt(self, row: Row) -> None:
         """Let the row wait for a place again; tokens that were launched come nevertheless."""
         self._vacate(row)
-        row.slots, row.start, row.begun = (), -1, False
+        row.slots, row.start, row.started = (), -1, False
         row.prefilled = row.read_by_draft = 0
         if row.prefix is not None:
             row.prefix = Prefix(row.prefix.salt)
@@ -343,24 +350,24 @@ class Scheduler:
         self._statistics.admit(row, time.perf_counter())
         if row.session is not None:
             self._states.resume(row.session, row)
-        self._make_room(row, row.prefill_length)
+        self._free_tokens(row, row.prefill_length)
         starts.append(row)
         self._begin(row, prefix)
         return True
 
-    def _find(self, row: Row) -> Found:
+    def _find(self, row: Row) -> CachedPrefix:
         """The prompt's longest prefix in the cache; its last token has to be computed."""
         if row.prefix is None or row.request.asks_of_prompt:
-            return Found()
+            return CachedPrefix()
         return self._cache.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
 
-    def _begin(self, row: Row, prefix: Found) -> None:
+    def _begin(self, row: Row, prefix: CachedPrefix) -> None:
         """Begin a prompt after what is found of it, unless enough of it is on its way.
 
         That is computed by rows which have begun, so no row waits indefinitely.
         """
-        row.begun = prefix.coming - prefix.tokens < TOKENS_WORTH_A_STEP
-        if row.prefix is None or not row.begun:
+        row.started = prefix.coming - prefix.tokens < TOKENS_WORTH_A_STEP
+        if row.prefix is None or not row.started:
             return
         if prefix.tokens:
             self._extents.copies.append(Copy(prefix.start, row.start, prefix.tokens))
@@ -374,7 +381,7 @@ class Scheduler:
         if not row.request.asks_of_prompt:
             self._statistics.find_prefix(row.prefill_length, prefix.tokens)
 
-    def _make_room(self, row: Row, tokens: int) -> None:
+    def _free_tokens(self, row: Row, tokens: int) -> None:
         """Let the window of the row's session slide on, if `tokens` more need the place."""
         if row.session is not None:
             move = row.session.make_room(row.cached, tokens, row.slot)
@@ -394,9 +401,9 @@ class Scheduler:
         complete = row.request.output_len == 0 and not row.future.cancelled()
         comes = bool(row.tokens) or complete
         if comes and self._states.keep(session, row):
-            session.take_turn(len(row.prompt), row.tokens, row.end_id)
+            session.enter_turn(len(row.prompt), row.tokens, row.end_id)
         else:
-            session.give_up_turn()
+            session.abort_turn()
         if session.closed:
             self.close_session(session)
 
@@ -418,7 +425,7 @@ class Scheduler:
         """The next tokens of prompts."""
         parts = []
         ready = [
-            row for row in self._reading.values() if row.begun and (row.encoded or not row.source)
+            row for row in self._reading.values() if row.started and (row.encoded or not row.source)
         ]
         for row, count in self._budget.shares(ready, limits):
             if row.begins_decoding:
@@ -472,7 +479,7 @@ class Scheduler:
         self._free_slots += row.slots[::-1]
         if row.session is not None:
             self._leave_session(row, row.session)
-        elif row.prefix is not None and row.begun:
+        elif row.prefix is not None and row.started:
             cached_ids = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
             self._cache.keep(row.prefix, cached_ids, row.reserved)
         else:

@@ -45,8 +45,8 @@ class Session:
     cached: int = 0
     dropped: int = 0
     pending: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
-    said: tuple[int, ...] | None = None
+    finished: tuple[int, ...] = ()
+    history: tuple[int, ...] | None = None
     ia3_task: int | None = None
     lora_adapter: int | None = None
     busy: bool = False
@@ -81,15 +81,15 @@ class Session:
         self.dropped += used - retained
         return Move(slot, self.start, used - retained, retained)
 
-    def take_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
+    def enter_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
         """A request has ended: its prompt and all but the last of its tokens are in the cache."""
         self.busy = False
-        self.said = tuple(tokens)
+        self.history = tuple(tokens)
         self.cached += prompt + max(len(tokens) - 1, 0)
         last = tuple(tokens[-1:])
-        self.pending, self.ended = ((), last) if last == (end_id,) else (last, ())
+        self.pending, self.finished = ((), last) if last == (end_id,) else (last, ())
 
-    def give_up_turn(self) -> None:
+    def abort_turn(self) -> None:
         """A request was cancelled before its first token: as if it had not come.
 
         Not if it has pushed the tokens before it out of the extent.

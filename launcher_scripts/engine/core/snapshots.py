@@ -4,7 +4,7 @@ by later, and to and from what a session keeps of them between its requests.
 
 from __future__ import annotations
 
-from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, Found, PrefixCache
+from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, CachedPrefix, PrefixCache
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.messages.plan import StateCopy
@@ -44,7 +44,7 @@ class StateCopies:
         copies, self._planned = tuple(self._planned), []
         return copies
 
-    def begin(self, row: Row, result: Found) -> None:
+    def begin(self, row: Row, result: CachedPrefix) -> None:
         """The row's prompt begins behind what is found of it."""
         if result.snapshot >= 0:
             self._planned.append(StateCopy(result.snapshot, row.slot))

@@ -60,7 +60,7 @@ class Statistics:
         self._prompt_tokens = self._generation_tokens = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
         self._draft_tokens = self._accepted_tokens = 0
-        self._ended = {names.STOP: 0, names.LENGTH: 0}
+        self._completed = {names.STOP: 0, names.LENGTH: 0}
         self._histograms = tuple(map(Histogram, names.HISTOGRAMS))
         (
             self._first_token,
@@ -80,7 +80,7 @@ class Statistics:
             return
         row.placed_at = now
         self._queue.observe(now - row.came_at)
-        self._prompt_tokens += row.given
+        self._prompt_tokens += row.num_sent
 
     def find_prefix(self, tokens: int, cached: int) -> None:
         """A prompt of so many tokens began after those that were found in the cache."""
@@ -137,7 +137,7 @@ class Statistics:
     def end(self, row: Row, now: float) -> None:
         """The row is going to be answered; whoever gets the answer finds its tokens counted."""
         self.end_apply()
-        self._ended[names.STOP if row.stopped else names.LENGTH] += 1
+        self._completed[names.STOP if row.stopped else names.LENGTH] += 1
         self._request.observe(now - row.came_at)
 
     def samples(self) -> Iterator[Sample]:
@@ -149,7 +149,7 @@ class Statistics:
         yield Sample(names.PREFIX_QUERIES.name, (), self._prefix_queries)
         yield Sample(names.DRAFT_TOKENS.name, (), self._draft_tokens)
         yield Sample(names.ACCEPTED_TOKENS.name, (), self._accepted_tokens)
-        for reason, count in self._ended.items():
+        for reason, count in self._completed.items():
             yield Sample(names.SUCCESS.name, (("finished_reason", reason),), count)
         for histogram in self._histograms:
             yield from histogram.samples()

@@ -122,7 +122,7 @@ class TokenChoice:
         self, sampled: Sampled | None, batch: SamplingBatch
     ) -> tuple[Sampled, Callable[[], None]]:
         """The last stage's choice on every stage, and what to call before it is read."""
-        scores = None if sampled is None else batch.wanted(sampled)
+        scores = None if sampled is None else batch.requested(sampled)
         if scores is not None and self._stages > 1:
             scores = scores.copy(len(batch.rows))
         shared = self._room(batch) if scores is None else scores

@@ -197,7 +197,7 @@ class ProcessGroupCommunicator(Communicator):
         self._shared: SymmetricMemory | None = None
         # A rank alone has no group: each is a thread of gloo's, which wakes up every 10 ms.
         if parallelism.tp_size > 1:
-            self.tp_group = self._own_group(
+            self.tp_group = self._local_group(
                 [list(parallelism.tp_group(stage)) for stage in range(parallelism.pp_size)]
             )
         if parallelism.pp_size > 1:
@@ -206,12 +206,12 @@ class ProcessGroupCommunicator(Communicator):
                 for tp_rank in range(parallelism.tp_size)
             ]
             # Hidden states and tokens go different ways, so that neither waits for the other.
-            self._pp_group = self._own_group(chains)
-            self._token_group = self._own_group(chains)
+            self._pp_group = self._local_group(chains)
+            self._token_group = self._local_group(chains)
         if not cuda:
             _let_nobody_else_in(listening_ports().keys() - others.keys())
 
-    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+    def _local_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Every rank creates every group, in the same order, and keeps the one it is in."""
         created: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in groups]
         return next(

@@ -42,11 +42,11 @@ COMPILING = "compiling a kernel"
 RECORDING = "recording a graph"
 DEVICE = "waiting for its device"
 # What a rank does by itself while others may wait, and the seconds it may take beyond the usual.
-OWN_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0}
+LOCAL_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0}
 SLOW_NETWORK = 1e7  # bytes per second that any network of a cluster carries
 # Of the first step of its kind: libraries load their kernels and connect to their peers.
 FIRST_SECONDS = 60.0
-ALONE_SECONDS = 120.0  # of a stage that is alone with work whose length nobody knows
+SOLO_SECONDS = 120.0  # of a stage that is alone with work whose length nobody knows
 SLOWER = 3.0  # so many times what it took before, a step may take
 FORGETTING = 0.9  # what a token took at the most loses so much of its weight with every step
 # Seconds in vain, beside what ranks announce. Cores that have much else to do need the longer ones.
@@ -79,7 +79,7 @@ class Heartbeat(Message, frozen=True):
     ticks: int = 0
     quiet: float = 0.0
     stretch: float = 0.0
-    patience: float = 0.0
+    timeout: float = 0.0
     launched: int = 0
     finished: int = 0
     held: float = 0.0
@@ -154,7 +154,7 @@ class _Now(NamedTuple):
     """The rank's activity since `since`, and the seconds it may take beyond the usual."""
 
     phase: str
-    patience: float
+    timeout: float
     since: float
 
 
@@ -164,14 +164,14 @@ class RankProgress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._step = 0
-        self._ended = 0
+        self._completed = 0
         self._ticks = 0
         self._stretch = 0.0
         self._allowed = 0.0  # of the step that is being computed
         self._seconds_per_token = self._base = 0.0
         self._device: _Steps | None = None
         self._known: set[Hashable] = set()
-        self._begun = self._alone = 0.0
+        self._started = self._alone = 0.0
         self._thread: int | None = None  # that computes, and is looked at
         self._activity: Activity | None = None
         self._worked = 0.0
@@ -199,7 +199,7 @@ class RankProgress:
         self._allowed = 0.0
         self._tokens = None
         self._alone = 0.0
-        self._begun = self._clock()
+        self._started = self._clock()
         thread = threading.get_native_id()
         if self._device is None and thread != self._thread:
             self._thread, self._activity = thread, Activity(f"self/task/{thread}")
@@ -211,21 +211,21 @@ class RankProgress:
         self._known.add(kind)
         if self._device is None:
             rate = self._rates.get(kind, 0.0)
-            self._alone = SLOWER * rate * tokens if rate else ALONE_SECONDS
+            self._alone = SLOWER * rate * tokens if rate else SOLO_SECONDS
             self._tokens = (kind, max(tokens, 1)) if is_expected else None
             return
         first = 0.0 if is_expected else FIRST_SECONDS
         self._allowed = first + self._base + tokens * self._seconds_per_token
-        self._now = self._now._replace(patience=self._allowed)
+        self._now = self._now._replace(timeout=self._allowed)
 
     def end_step(self) -> None:
         if self._device is not None:
             self._device.launched(self._step, self._allowed)
         elif self._tokens is not None:
             kind, tokens = self._tokens
-            rate = (self._clock() - self._begun) / tokens
+            rate = (self._clock() - self._started) / tokens
             self._rates[kind] = max(rate, FORGETTING * self._rates.get(kind, 0.0))
-        self._ended = self._step
+        self._completed = self._step
         self._change(WAITING)
 
     @contextmanager
@@ -239,19 +239,19 @@ class RankProgress:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """In the block, the rank does something of its own: RECORDING, or waits for its DEVICE."""
-        with self._in(name, self._allowed + OWN_WORK.get(name, 0.0)):
+        with self._in(name, self._allowed + LOCAL_WORK.get(name, 0.0)):
             yield
 
     def compiles(self) -> None:
         """A kernel is compiled from now on; while loading that needs no mention."""
         if self._now.phase != LOADING:
             self._interrupted = self._now
-            self._change(COMPILING, self._allowed + OWN_WORK[COMPILING])
+            self._change(COMPILING, self._allowed + LOCAL_WORK[COMPILING])
 
     def compiled(self) -> None:
         """The kernel is compiled: the rank goes on with what it did before."""
         if self._interrupted is not None:
-            self._change(self._interrupted.phase, self._interrupted.patience)
+            self._change(self._interrupted.phase, self._interrupted.timeout)
             self._interrupted = None
 
     def heartbeat(self) -> Heartbeat:
@@ -264,7 +264,7 @@ class RankProgress:
             if self._activity is not None:
                 self._worked = now if self._activity.works() else self._worked
                 idle = now - max(self._worked, since)
-            return Heartbeat(*state, self._ended, self._ended, alone=self._alone, idle=idle)
+            return Heartbeat(*state, self._completed, self._completed, alone=self._alone, idle=idle)
         return Heartbeat(*state, *self._device.state(), alone=self._alone)
 
     @contextmanager
@@ -276,7 +276,7 @@ class RankProgress:
             return
         self._change(name, allowed)
         yield
-        self._change(before.phase, before.patience)
+        self._change(before.phase, before.timeout)
 
     def _change(self, phase: str, allowed: float = 0.0) -> None:
         self._now = _Now(phase, allowed, self._clock())
@@ -287,7 +287,7 @@ class Watchdog:
     """Judges the ranks of one engine; `patience` is in seconds."""
 
     parallelism: Parallelism
-    patience: float
+    timeout: float
 
     def stuck(self, heartbeats: Mapping[int, Heartbeat], sent: int, since: float) -> dict[int, str]:
         """rank -> what it hangs in; empty while all is well.
@@ -312,7 +312,7 @@ class Watchdog:
             for rank, heartbeat in heartbeats.items()
             if heartbeat.phase == WAITING
             and heartbeat.step < sent
-            and min(heartbeat.quiet, since) > self.patience + self._extra(heartbeat)
+            and min(heartbeat.quiet, since) > self.timeout + self._extra(heartbeat)
         ]
 
     def _behind(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
@@ -322,15 +322,15 @@ class Watchdog:
             heartbeat.held for heartbeat in heartbeats.values()
         )  # else hosts may wait for a device
         for rank, beat in heartbeats.items():
-            if beat.phase == DEVICE and not beat.held and beat.quiet > ALONE_SECONDS:
+            if beat.phase == DEVICE and not beat.held and beat.quiet > SOLO_SECONDS:
                 result.append(rank)  # with what its device has given it
-            if beat.phase not in OWN_WORK:
+            if beat.phase not in LOCAL_WORK:
                 continue
             ahead = [peer for peer in self._peers(rank, heartbeats) if _is_ahead(peer, beat)]
-            allowed = max([self.patience, *(SKEW * peer.stretch for peer in ahead)])
-            others = [other for other in heartbeats.values() if other.phase not in OWN_WORK]
-            quiet = beat.quiet - beat.patience - self._extra(beat)
-            limit = self.patience + beat.alone
+            allowed = max([self.timeout, *(SKEW * peer.stretch for peer in ahead)])
+            others = [other for other in heartbeats.values() if other.phase not in LOCAL_WORK]
+            quiet = beat.quiet - beat.timeout - self._extra(beat)
+            limit = self.timeout + beat.alone
             if (ahead and quiet > allowed) or (idle and others and quiet > limit):
                 result.append(rank)
         return result
@@ -339,11 +339,11 @@ class Watchdog:
         """Return whether the rank may still come to an exchange of the step: it computes, or reads
         it."""
         reads = heartbeat.phase == WAITING and heartbeat.step < step and self._extra(heartbeat) > 0
-        return reads or (heartbeat.phase in OWN_WORK and heartbeat.step <= step)
+        return reads or (heartbeat.phase in LOCAL_WORK and heartbeat.step <= step)
 
     def _extra(self, heartbeat: Heartbeat) -> float:
         """Seconds more for a rank that works."""
-        working = heartbeat.idle is not None and heartbeat.idle <= self.patience
+        working = heartbeat.idle is not None and heartbeat.idle <= self.timeout
         return WORKING_SECONDS if working else 0.0
 
     def _unfinished(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
@@ -351,7 +351,7 @@ class Watchdog:
         overdue = [
             heartbeat
             for heartbeat in heartbeats.values()
-            if heartbeat.held > self.patience + heartbeat.allowed
+            if heartbeat.held > self.timeout + heartbeat.allowed
         ]
         if not overdue:
             return []
@@ -361,7 +361,7 @@ class Watchdog:
             return [
                 rank
                 for rank in absent
-                if heartbeats[rank].quiet > self.patience + heartbeats[rank].patience
+                if heartbeats[rank].quiet > self.timeout + heartbeats[rank].timeout
             ]
         waiting_ranks = [
             rank for rank, heartbeat in heartbeats.items() if heartbeat.finished < step
@@ -372,12 +372,12 @@ class Watchdog:
         """Ranks in an exchange that does not end although nobody computes for it any more."""
         deadlocked = []
         for rank, heartbeat in heartbeats.items():
-            idle = heartbeat.phase in (WAITING, DEVICE, *OWN_WORK)
+            idle = heartbeat.phase in (WAITING, DEVICE, *LOCAL_WORK)
             awaited = any(self._comes(other, heartbeat.step) for other in heartbeats.values())
             if not idle and not awaited:
                 deadlocked.append(rank)
         overdue = {
-            rank: heartbeats[rank].quiet - self.patience - heartbeats[rank].patience
+            rank: heartbeats[rank].quiet - self.timeout - heartbeats[rank].timeout
             for rank in deadlocked
         }
         if max(overdue.values(), default=0.0) <= 0:

@@ -121,7 +121,7 @@ class RowStart(Record, frozen=True, dict=True):
         return self.dropped + self.past + len(self.ids)
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """Maximum number of positions of the row."""
         return self.dropped + self.past + self.stride
 
@@ -204,7 +204,7 @@ class StateCopy(Record, frozen=True):
     target: int
 
 
-class Place(Record, frozen=True):
+class Relocation(Record, frozen=True):
     """The cache token from which a row that runs has its tokens now."""
 
     slot: int
@@ -292,7 +292,7 @@ class Plan(Message, frozen=True):
     moves: tuple[Move, ...] = ()
     copies: tuple[Copy, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[Relocation, ...] = ()
     lora: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()

@@ -90,7 +90,7 @@ class DecodeStep:
             slots,
             columns,
             self.history,
-            self._own_tables(),
+            self._local_tables(),
             self._norms[0],
             sources=bounds.source > 0,
         )
@@ -137,38 +137,38 @@ class DecodeStep:
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank of the last stage."""
-        local = self.kernels.logits(x.exact, self._own_head)
+        local = self.kernels.logits(x.exact, self._local_head)
         logits = self.communicator.tp_concat(local)[:, : self.vocab_size]
         return capped(logits, self.logits_softcap)
 
     def greedy(self, x: Hidden, columns: RowColumns, slots: Tensor) -> Tensor:
         """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
         if self.communicator.tp_size == 1:
-            return self.kernels.choose(x, self._own_head, self.vocab_size, columns, slots)
-        tokens = self._largest_of_ranks(x)
+            return self.kernels.choose(x, self._local_head, self.vocab_size, columns, slots)
+        tokens = self._argmax_of_ranks(x)
         columns.token.index_copy_(0, slots, tokens)
         return tokens
 
-    def _largest_of_ranks(self, x: Hidden) -> Tensor:
-        rows, part = x.exact.shape[0], self._own_head.weight.shape[0]
+    def _argmax_of_ranks(self, x: Hidden) -> Tensor:
+        rows, part = x.exact.shape[0], self._local_head.weight.shape[0]
         if part * self.communicator.tp_size >= EXACT_IDS:
             return self.kernels.argmax(self.logits(x))
         first = self.communicator.tp_rank * part
         size = min(part, self.vocab_size - first)
         if size > 0:
-            values, indices = self.kernels.largest(x, self._own_head, size)
+            values, indices = self.kernels.largest(x, self._local_head, size)
         else:
             values = x.exact.new_full((rows,), -torch.inf)
             indices = torch.zeros(rows, dtype=torch.int64, device=values.device)
         return self.kernels.largest_of_ranks(values, indices + first, self.communicator)
 
     @property
-    def _own_head(self) -> Linear:
+    def _local_head(self) -> Linear:
         if self.head is None:
             raise RuntimeError("only the last pipeline stage has an output projection")
         return self.head
 
-    def _own_tables(self) -> EmbeddingTables:
+    def _local_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""
         if self.communicator.tp_rank == 0:
             return self._tables

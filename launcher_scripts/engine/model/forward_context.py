@@ -111,13 +111,13 @@ class Stack:
         return x
 
 
-Made = TypeVar("Made")
+Recorded = TypeVar("Recorded")
 
 
 class StepGraphs(Protocol):
     """A runner's requirements of its recorded steps."""
 
-    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Recorded]) -> Recorded:
         """function(slots); `key` names everything else its kernels depend on.
 
         slots: on the device, or on the host if they change with every run

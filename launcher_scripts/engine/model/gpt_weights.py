@@ -55,7 +55,7 @@ class GPTWeightLoader(WeightLoader):
         table = self._table("wte") if first or (last and config.tied_embeddings) else None
         decoder = StackWeights(
             self._embedding(table) if first and table is not None else None,
-            {layer: self._layer(layer) for layer in self._own(config.num_layers)},
+            {layer: self._layer(layer) for layer in self._local(config.num_layers)},
             self._prompt_tables() if first else (),
         )
         return ModelWeights(config, decoder, self._head(table) if last else None)
@@ -414,7 +414,7 @@ class AgmWeightLoader(WeightLoader):
         embedding = None
         if first and table is not None:
             embedding = Embedding(self.tp_rank * table.shape[0], table, None)
-        layers = {layer: self._layer(layer) for layer in self._own(config.num_layers)}
+        layers = {layer: self._layer(layer) for layer in self._local(config.num_layers)}
         return ModelWeights(config, StackWeights(embedding, layers), head)
 
     def _layer(self, layer: int) -> LayerWeights:

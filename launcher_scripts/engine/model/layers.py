@@ -62,7 +62,7 @@ class Chunk:
     dropped: int = 0
     window: int = 0
     prompt_end: int = 0
-    most: int = 0
+    maximum: int = 0
     slot: int = 0
     saves: tuple[tuple[int, int], ...] = ()
     draft: bool = False
@@ -96,13 +96,13 @@ class Rows:
     ia3_tasks: Tensor | None = None
     positions: Tensor | None = None
     lora_adapters: Tensor | None = None
-    most: Tensor | None = None
+    maximum: Tensor | None = None
     slots: Tensor | None = None
 
 
 # What a pass hands from sublayer to sublayer: Tensor on the general path, Hidden on the fused one.
 Stream = TypeVar("Stream", contravariant=True)
-Given = TypeVar("Given", Tensor, Hidden)
+Input = TypeVar("Input", Tensor, Hidden)
 
 
 class Recurrent(Protocol):
@@ -171,7 +171,7 @@ class Sublayer(ABC):
         self.in_proj = self.kernels.prepare(self.in_proj)
 
     @abstractmethod
-    def branch(self, x: Given, context: ForwardContext[Given], /) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input], /) -> Tensor:
         """Return the input of out_proj: [N, its inputs]."""
 
     def forward(self, x: Tensor, context: ForwardContext[Tensor]) -> Tensor:
@@ -302,7 +302,7 @@ class SelfAttention(Attention):
         super().prepare()
         self.gate = self.gate and self.kernels.prepare(self.gate)
 
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         attended = context.attend(x, self)
         if self.gate is None:
             return attended
@@ -343,7 +343,7 @@ class CrossAttention(Attention):
         super().__init__(weights, kernels, communicator, options)
         self.key_value = weights.key_value
 
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         return context.attend_source(x, self)
 
     def query(self, x: Tensor | Hidden) -> Tensor:
@@ -376,7 +376,7 @@ class MLP(Sublayer):
         super().prepare()
         self.gate = self.gate and self.kernels.prepare(self.gate)
 
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         if self.curve is not None:
             inner = xielu(self.project(x, context.lora_adapters), self.curve)
             return scaled(inner, self.ia3, context.ia3_tasks)
@@ -405,7 +405,7 @@ class MixtureOfExperts(MLP):
     def prepare(self) -> None:
         """Nothing: the norm of experts is a kernel of its own."""
 
-    def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
+    def branch(self, x: Input, _context: ForwardContext[Input], /) -> Tensor:
         """Return the sum of this rank's parts of the experts, in parts: float32 [P, N, hidden]."""
         kernels, hidden = self.kernels, self._normalized(x)
         experts, weights = kernels.route(hidden, self.router)

@@ -32,7 +32,7 @@ from launcher_scripts.engine.model.layers import (
     Chunk,
     CrossAttention,
     ForwardContext,
-    Given,
+    Input,
     Layer,
     MixtureOfExperts,
     Rows,
@@ -102,7 +102,7 @@ class PromptBatch:
     lengths: Tensor
     decoding: Tensor
     last: Tensor
-    ended: Tensor
+    finished: Tensor
     chunks: tuple[Chunk, ...]
     lora_adapters: Tensor | None = None
 
@@ -113,7 +113,7 @@ class LinearBranch(Sublayer):
     def prepare(self) -> None:
         """Nothing: its norm is not that of a projection."""
 
-    def branch(self, x: Given, _context: ForwardContext[Given], /) -> Tensor:
+    def branch(self, x: Input, _context: ForwardContext[Input], /) -> Tensor:
         """What out_proj reads, this rank's features."""
         size = self.out_proj.weight.shape[1]
         first = self.communicator.tp_rank * size
@@ -222,7 +222,7 @@ class Network:
                 lora_adapters=_joined(rows.lora_adapters, prompts.lora_adapters),
             )
             ids, positions = torch.cat([tokens, ids]), torch.cat([rows.lengths, positions])
-        context = replace(context, rotary=self._tables(positions, self._reach_of(chunks)))
+        context = replace(context, rotary=self._tables(positions, self._max_positions_of(chunks)))
         prompt_rows = [(chunk.prompt, chunk.count) for chunk in chunks]
         if self.step is None or self._encoder is not None or windowed or tasks is not None:
             return self._forward(ids, positions, context, prompt_rows)
@@ -236,7 +236,7 @@ class Network:
         that only fill a step up have no source, and attend to themselves.
         """
         positions = rows.lengths if rows.positions is None else rows.positions
-        rotary = self._tables(positions, self._reach_of_next(positions, rows))
+        rotary = self._tables(positions, self._next_max_positions(positions, rows))
         context = replace(self._decode_context(rows), rotary=rotary)
         return self._forward(ids, positions, context)
 
@@ -337,22 +337,24 @@ class Network:
     def _tables(self, positions: Tensor, max_positions: Tensor | None = None) -> RotaryTables:
         return rotary_tables(self._rotaries, self.kernels, positions, max_positions)
 
-    def _reach_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
+    def _max_positions_of(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """See Rotary.tables."""
         rotary = self._rotaries[0]
         if rotary is None or not rotary.of_row:
             return None
-        max_positions = [rotary.reach_of_prompt(chunk.prompt_end, chunk.most) for chunk in chunks]
+        max_positions = [
+            rotary.reach_of_prompt(chunk.prompt_end, chunk.maximum) for chunk in chunks
+        ]
         counts = torch.tensor([chunk.count for chunk in chunks])
         return (
             torch.tensor(max_positions).repeat_interleave(counts).to(self.device, non_blocking=True)
         )
 
-    def _reach_of_next(self, positions: Tensor, rows: Rows) -> Tensor | None:
+    def _next_max_positions(self, positions: Tensor, rows: Rows) -> Tensor | None:
         rotary = self._rotaries[0]
         if rotary is None or not rotary.of_row:
             return None
-        return rotary.reach_of_next(positions, rows.most)
+        return rotary.reach_of_next(positions, rows.maximum)
 
     def _slopes(self, layer: int) -> Tensor | None:
         """ALiBi slopes of this rank's heads, float32 [heads]."""

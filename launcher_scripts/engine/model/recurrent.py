@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Given, Sublayer
+from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Input, Sublayer
 from launcher_scripts.engine.model.states import RowState
 from launcher_scripts.engine.model.weights import SublayerWeights
 from launcher_scripts.kernels.ops import Ops
@@ -94,7 +94,7 @@ class RecurrentBranch(Sublayer):
         self.recurrence = recurrence
         self._drafted: list[tuple[Tensor, int]] = []
 
-    def branch(self, x: Given, context: ForwardContext[Given]) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         projected = self.project(x, context.lora_adapters)
         return context.recur(projected, self).to(self.out_proj.dtype)
 

@@ -65,12 +65,12 @@ class T5WeightLoader(WeightLoader):
         )
 
     def _encoder_layers(self) -> dict[int, LayerWeights]:
-        layers = self._own(self.config.num_layers)
+        layers = self._local(self.config.num_layers)
         relative = self._biases("encoder", "layer.0.SelfAttention", layers, True)
         return {layer: self._encoder_layer(layer, relative[layer]) for layer in layers}
 
     def _decoder_layers(self) -> dict[int, LayerWeights]:
-        layers = self._own(self.config.num_decoder_layers)
+        layers = self._local(self.config.num_decoder_layers)
         biases = self._biases("decoder", "layer.0.SelfAttention", layers, False)
         source: Biases = dict.fromkeys(layers)
         if self.config.cross_attention_relative_bias:
@@ -179,7 +179,10 @@ class BartWeightLoader(WeightLoader):
         config, first, last = self.config, self.is_first_stage, self.is_last_stage
         final = last and self._pre
         table = self._table("shared.weight") if first else None
-        layers, decoder_layers = self._own(config.num_layers), self._own(config.num_decoder_layers)
+        layers, decoder_layers = (
+            self._local(config.num_layers),
+            self._local(config.num_decoder_layers),
+        )
         return ModelWeights(
             config,
             encoder=StackWeights(

@@ -357,15 +357,15 @@ class WeightLoader(ABC):
             widths or (up.shape[1],),
         )
 
-    def _own(self, num_layers: int) -> range:
+    def _local(self, num_layers: int) -> range:
         return self.parallelism.layers(num_layers, self.pp_rank)
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
-        return self._stored(self._whole(name, layer, norm))
+        return self._stored(self._full(name, layer, norm))
 
     def _unquantized(self, name: str, layer: int) -> Linear:
         """A small projection that decides much."""
-        linear = self._whole(name, layer)
+        linear = self._full(name, layer)
         return replace(linear, weight=linear.weight.to(self.dtype))
 
     def _stored(self, linear: Linear) -> Linear:
@@ -374,7 +374,7 @@ class WeightLoader(ABC):
             return linear
         return quantized(linear, self.dtype, self.quantization)
 
-    def _whole(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
+    def _full(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
         """A projection that is not quantized yet; float32 where it will be."""
         dtype = torch.float32 if self.quantization else self.dtype
         weight = self._tensor(f"{name}.weight", dtype, layer)
@@ -385,7 +385,7 @@ class WeightLoader(ABC):
 
     def _joined(self, names: list[str], layer: int, norm: Norm | None = None) -> Linear:
         """Projections of one input as one, their outputs side by side."""
-        parts = [self._whole(name, layer) for name in names]
+        parts = [self._full(name, layer) for name in names]
         weight, bias = torch.cat([part.weight for part in parts]), None
         if any(part.bias is not None for part in parts):
             zeros = weight.new_zeros(len(weight), dtype=self.dtype)

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.hosts import ALONE, RENDEZVOUS_VARIABLE, NodeRank
+from launcher_scripts.common.hosts import RENDEZVOUS_VARIABLE, SINGLE_NODE, NodeRank
 from launcher_scripts.engine.messages.message import Decoder, Message, encode
 
 
@@ -48,7 +48,7 @@ class NodeGroup:
     attempt:   how often the server was started again before
     """
 
-    node_rank: NodeRank = ALONE
+    node_rank: NodeRank = SINGLE_NODE
     model: str = ""
     folders: tuple[Path, ...] = ()
     interface: str | None = None
@@ -135,9 +135,11 @@ def _write(folder: Path, name: str, data: bytes) -> Path:
 TOKEN_BYTES = 32
 PROVE_SECONDS = 10.0
 MAX_BYTES = (1 << 31) - 1
-REST_SECONDS = 1  # that the rest of a message to rank 0 may take; a small one comes in one piece
+REMAINDER_SECONDS = (
+    1  # that the rest of a message to rank 0 may take; a small one comes in one piece
+)
 _CHALLENGE_BYTES = 32
-_MOST_UNPROVEN = 64
+_MAX_UNPROVEN = 64
 
 
 class Link:
@@ -165,7 +167,7 @@ class Link:
         finally:
             overdue.cancel()
         if accepting:  # one thread of rank 0 reads for all
-            limit = struct.pack("ll", REST_SECONDS, 0)
+            limit = struct.pack("ll", REMAINDER_SECONDS, 0)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def fileno(self) -> int:
@@ -177,7 +179,7 @@ class Link:
         return str(self._socket.getpeername()[0])
 
     @property
-    def own_host(self) -> str:
+    def local_host(self) -> str:
         """This end's address."""
         return str(self._socket.getsockname()[0])
 
@@ -219,7 +221,7 @@ class Listener:
     def __init__(self, host: str, token: bytes, on_link: Callable[[Link], None]) -> None:
         self._token = token
         self._on_link = on_link
-        self._unproven = threading.Semaphore(_MOST_UNPROVEN)
+        self._unproven = threading.Semaphore(_MAX_UNPROVEN)
         self._server = socket.create_server((host, 0), backlog=128)
         threading.Thread(target=self._accept, name="rank-connections", daemon=True).start()
 

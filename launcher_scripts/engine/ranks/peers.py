@@ -16,9 +16,9 @@ from launcher_scripts.common.processes import (
     PRIVATE,
     Activity,
     is_suspended,
-    own_environment,
-    own_python,
     signal_when_parent_dies,
+    this_environment,
+    this_python,
 )
 from launcher_scripts.engine.distributed.heartbeat import HEARTBEAT_SECONDS, LOADING, Heartbeat
 from launcher_scripts.engine.messages.message import (
@@ -60,8 +60,8 @@ class RankProcess:
     def __init__(self, order: RankOrder) -> None:
         self.rank = order.rank
         self._process = subprocess.Popen(
-            [own_python(), "-m", WORKER, "--parent", str(os.getpid())],
-            env=own_environment(),
+            [this_python(), "-m", WORKER, "--parent", str(os.getpid())],
+            env=this_environment(),
             stdin=subprocess.PIPE,
             umask=PRIVATE,
         )
@@ -75,7 +75,7 @@ class RankProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         """Why the rank cannot go on; None while it runs."""
         code = self._process.poll()
         if code is None:
@@ -88,7 +88,7 @@ class RankProcess:
         """Return whether it gets on; see Activity."""
         return self._activity.works()
 
-    def ended(self) -> bool:
+    def finished(self) -> bool:
         return self._process.poll() is not None
 
     def wait(self, timeout: float) -> bool:
@@ -148,7 +148,7 @@ class Peer:
             raise ConnectionError(f"{self.label} is not connected")
         self.link.send_bytes(data)
 
-    def send_if_there(self, message: Message) -> None:
+    def try_send(self, message: Message) -> None:
         with suppress(OSError):
             self.send(message)
 
@@ -173,7 +173,7 @@ class Rank(Peer):
         self.info: RankInfo | None = None
         self.heartbeat = Heartbeat(phase=LOADING)
         self._where = f" on node {node}" if several_nodes else ""
-        self._trouble_since: float | None = None
+        self._failing_since: float | None = None
         self._worked = -math.inf  # when its process was last seen at work
         super().__init__(f"rank {rank}{self._where}")
 
@@ -182,23 +182,23 @@ class Rank(Peer):
         self.label = f"rank {self.rank}{self._where} ({host}pid {hello.pid})"
         self.link = link
 
-    def trouble(self, stall_timeout: float, working: float) -> str | None:
+    def failure(self, stall_timeout: float, working: float) -> str | None:
         """Why the rank counts as lost, and what it was doing; None while it is well.
 
         working: seconds more without a sign of life while its process here gets on
         """
-        failure = self._trouble(stall_timeout, working)
+        failure = self._failure(stall_timeout, working)
         return None if failure is None else f"{self.label} {failure} while {self.heartbeat.doing()}"
 
-    def _trouble(self, stall_timeout: float, working: float) -> str | None:
+    def _failure(self, stall_timeout: float, working: float) -> str | None:
         if self.process is not None:
-            failure = self.process.trouble()
+            failure = self.process.failure()
             if failure is None:
-                self._trouble_since = None
+                self._failing_since = None
             else:
-                self._trouble_since = self._trouble_since or time.monotonic()
+                self._failing_since = self._failing_since or time.monotonic()
                 has_sent_all = self.link is None or self.closed_for() > 0
-                if has_sent_all or time.monotonic() - self._trouble_since > GRACE_SECONDS:
+                if has_sent_all or time.monotonic() - self._failing_since > GRACE_SECONDS:
                     return failure
         if self.closed_for() > GRACE_SECONDS:
             return "closed its connection"
@@ -233,15 +233,15 @@ class Node(Peer):
         super().__init__(f"node {hello.node} ({hello.host}, pid {hello.pid})")
         self.link = link
         self.ranks = ranks
-        self._told_at = 0.0
+        self._sent_at = 0.0
 
     def hear_of_us(self) -> None:
         """Give it a sign of life, now and then."""
-        if time.monotonic() - self._told_at > HEARTBEAT_SECONDS:
-            self._told_at = time.monotonic()
-            self.send_if_there(Heartbeat())
+        if time.monotonic() - self._sent_at > HEARTBEAT_SECONDS:
+            self._sent_at = time.monotonic()
+            self.try_send(Heartbeat())
 
-    def trouble(self) -> str | None:
+    def failure(self) -> str | None:
         """Why the node counts as lost; None while it is well."""
         holds = f", with rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
         if self.closed_for() > 0:

@@ -59,7 +59,7 @@ class RankHost:
         self._suspended: dict[int, float] = {}
         self._reported: set[int] = set()
         self._end: str | None = None
-        self._ended = False
+        self._completed = False
 
     @property
     def model(self) -> str:
@@ -71,13 +71,13 @@ class RankHost:
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._link, selectors.EVENT_READ)
-                while not self._ended:
+                while not self._completed:
                     if selector.select(POLL_SECONDS):
                         heard = time.monotonic()
                         self._hear(self._link.receive(_MESSAGES))
                     if time.monotonic() - heard > LEADER_SILENCE:
                         raise EOFError(f"no sign of life for {LEADER_SILENCE:g} s")
-                    self._look_after_ranks()
+                    self._watch_ranks()
                     if time.monotonic() - reported_at > HEARTBEAT_SECONDS:
                         self._link.send(Heartbeat())
                         reported_at = time.monotonic()
@@ -117,22 +117,22 @@ class RankHost:
             *self._folders,
         )
 
-    def _look_after_ranks(self) -> None:
+    def _watch_ranks(self) -> None:
         """Tell rank 0, once, of each rank that has ended or is suspended."""
         for process in self._ranks:
-            failure = process.trouble()
+            failure = process.failure()
             if failure is None:
                 self._suspended.pop(process.rank, None)
                 continue
             since = self._suspended.setdefault(process.rank, time.monotonic())
-            lost = process.ended() or time.monotonic() - since > SUSPENDED_SECONDS
+            lost = process.finished() or time.monotonic() - since > SUSPENDED_SECONDS
             if lost and process.rank not in self._reported:
                 self._reported.add(process.rank)
                 self._link.send(RankLost(process.rank, failure))
 
     def _finish(self, reason: str | None) -> None:
-        if not self._ended:
-            self._ended, self._end = True, reason
+        if not self._completed:
+            self._completed, self._end = True, reason
 
     def _end_ranks(self) -> None:
         """In order: each rank has been told itself. Otherwise at once."""
@@ -176,7 +176,7 @@ class NodeHost:
         self._node_rank = node_rank
         self._folders = folders
         self._restarts = restarts
-        self._patience = timeout
+        self._timeout = timeout
         self._known: set[str] = set()
         self._hosted: list[_Hosting] = []
         self._refusals: dict[str, str] = {}
@@ -195,14 +195,14 @@ class NodeHost:
                 hosting.thread.join()
 
     def _run(self, stopped: Callable[[], bool], stop_timeout: float) -> None:
-        late = time.monotonic() + self._patience
+        late = time.monotonic() + self._timeout
         linger: float | None = None
         while True:
             now = time.monotonic()
             self._join_new()
             if self._active():
-                late = now + self._patience
-            elif stopped() or self._ended_in_order():
+                late = now + self._timeout
+            elif stopped() or self._exited_in_order():
                 return
             lost = self._lost_for_good()
             if lost is not None:
@@ -210,8 +210,8 @@ class NodeHost:
                 if now > linger:
                     raise ServerError(lost)
             if stopped():
-                self._patience = min(self._patience, stop_timeout)
-                late = min(late, now + self._patience)
+                self._timeout = min(self._timeout, stop_timeout)
+                late = min(late, now + self._timeout)
             if now > late:
                 if stopped():
                     return
@@ -221,7 +221,7 @@ class NodeHost:
     def _active(self) -> bool:
         return any(hosting.thread.is_alive() for hosting in self._hosted)
 
-    def _ended_in_order(self) -> bool:
+    def _exited_in_order(self) -> bool:
         latest = max((hosting.attempt for hosting in self._hosted), default=None)
         return latest is not None and all(
             hosting.reason is None for hosting in self._hosted if hosting.attempt == latest
@@ -249,6 +249,6 @@ class NodeHost:
         """Why nothing is hosted."""
         looked = ", ".join(map(str, self._folders))
         message = (
-            f"node {self._node_rank.node} found no rank 0 within {self._patience:g} s in {looked}"
+            f"node {self._node_rank.node} found no rank 0 within {self._timeout:g} s in {looked}"
         )
         return problem(message, got=list(self._refusals.values()) or "nothing", change=ADVICE)

@@ -68,7 +68,7 @@ from launcher_scripts.engine.ranks.peers import (
 from launcher_scripts.engine.runner.loading import EngineSettings, RankSetup, Timeline, rank_info
 
 POLL_SECONDS = 0.2
-HELD_UP_SECONDS = 1.0  # that the watching itself comes late, as when a node was suspended
+DELAY_SECONDS = 1.0  # that the watching itself comes late, as when a node was suspended
 STOP_SECONDS = 10.0
 _HELLO = Decoder(RankHello, NodeHello)
 
@@ -105,7 +105,7 @@ class WorkerGroup:
         self._hosts: dict[int, Node] = {}
         self._arrivals: SimpleQueue[Link] = SimpleQueue()
         self._arrived: dict[type, set[int]] = {Loaded: set(), Ready: set()}
-        self._news = threading.Condition()
+        self._events = threading.Condition()
         self._failed = False
         self._closing = threading.Event()
         self._sent = 0
@@ -136,7 +136,7 @@ class WorkerGroup:
         """This node's address as the ranks of other nodes reach it."""
         for rank in self._ranks.values():
             if rank.node != 0 and rank.link is not None:
-                return rank.link.own_host
+                return rank.link.local_host
         return LOOPBACK
 
     def wait_for(self, message: type, timeout: float) -> bool:
@@ -144,8 +144,8 @@ class WorkerGroup:
 
         False at once when a rank fails.
         """
-        with self._news:
-            self._news.wait_for(
+        with self._events:
+            self._events.wait_for(
                 lambda: self._failed or len(self._arrived[message]) == len(self._ranks), timeout
             )
             complete = not self._failed and len(self._arrived[message]) == len(self._ranks)
@@ -176,7 +176,7 @@ class WorkerGroup:
         if not self._closing.is_set():
             self._closing.set()
             for peer in self._peers():
-                peer.send_if_there(Stop())
+                peer.try_send(Stop())
 
     def close(self) -> None:
         """End every rank: told first, then killed."""
@@ -212,23 +212,23 @@ class WorkerGroup:
             for number in self._settings.ranks_of_node(0)[1:]:
                 self._ranks[number].process = RankProcess(self._orders[number])
         except OSError as error:
-            self._give_up(f"cannot start the other ranks: {error}")
+            self._abort(f"cannot start the other ranks: {error}")
             return
         failure = self._until_failure()
         if failure is not None and not self._closing.is_set():
-            self._give_up(failure)
+            self._abort(failure)
         self._closing.wait()
         for rank in self._ranks.values():
             rank.wait(2 * STOP_SECONDS)
 
-    def _give_up(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         self._withdraw()
         for host in self._hosts.values():
-            host.send_if_there(GroupLost(reason))
+            host.try_send(GroupLost(reason))
         self._on_failure(ServerError(reason))
-        with self._news:
+        with self._events:
             self._failed = True
-            self._news.notify_all()
+            self._events.notify_all()
         for rank in self._ranks.values():
             rank.disconnect()  # rank 0 may be in the middle of telling it something
 
@@ -247,7 +247,7 @@ class WorkerGroup:
                     if key.data.gone:
                         selector.unregister(key.fileobj)
                 before, now = now, time.monotonic()
-                if now - before > POLL_SECONDS + HELD_UP_SECONDS:
+                if now - before > POLL_SECONDS + DELAY_SECONDS:
                     patient_until = now + self._settings.stall_timeout
                 failure = self._check(patient=now < patient_until)
                 if failure is not None:
@@ -283,9 +283,9 @@ class WorkerGroup:
             if isinstance(message, Ready):
                 peer.info = message.info
             if type(message) in self._arrived:
-                with self._news:
+                with self._events:
                     self._arrived[type(message)].add(peer.rank)
-                    self._news.notify_all()
+                    self._events.notify_all()
         return None
 
     def _admit(self, link: Link) -> Peer | None:
@@ -333,11 +333,11 @@ class WorkerGroup:
         if patient:
             return None
         for host in self._hosts.values():
-            failure = host.trouble()
+            failure = host.failure()
             if failure is not None:
                 return failure
         for rank in self._ranks.values():
-            failure = rank.trouble(self._settings.stall_timeout, self._working)
+            failure = rank.failure(self._settings.stall_timeout, self._working)
             if failure is not None:
                 return failure
         heartbeats = {0: local_heartbeat, **{r.rank: r.heartbeat for r in self._ranks.values()}}

@@ -123,11 +123,11 @@ class Drafts:
         logits = self._prefill.logits(
             [_after(row, draft) for row, draft in pairs],
             [PrefillPart(draft.slot, draft.past, draft.tokens) for draft in drafts],
-            ids.flatten()[indices(_places(drafts, max_len), self._device)],
+            ids.flatten()[indices(_offsets(drafts, max_len), self._device)],
         )
         past = indices([draft.past for draft in drafts], self._device)
         columns: list[TokenCopy] = []
-        sampled = self._chosen(logits, pairs, past, max_len, columns)
+        sampled = self._sampled(logits, pairs, past, max_len, columns)
         right = (sampled[:, :-1] == ids[:, 1:]).cumprod(1).sum(1)  # how many of the draft's tokens
         right = right.minimum(indices([draft.foretold for draft in drafts], self._device))
         result.drafts = DraftCopy(columns, right)
@@ -136,7 +136,7 @@ class Drafts:
         self._states.set_length(slots, past + 1 + right)
         self._prefill.settle_drafts(1 + right)
 
-    def _chosen(
+    def _sampled(
         self,
         logits: Tensor | None,
         pairs: Sequence[tuple[RowStart, Draft]],
@@ -169,7 +169,7 @@ def _after(row: RowStart, draft: Draft) -> RowStart:
     return replace(row, ids=tuple(ids), past=draft.past, stride=row.stride - draft.past)
 
 
-def _places(drafts: Sequence[Draft], max_len: int) -> list[int]:
+def _offsets(drafts: Sequence[Draft], max_len: int) -> list[int]:
     """Return the indices of the drafts' tokens in rows of `max_len`, one after the other."""
     return [
         max_len * at + index for at, draft in enumerate(drafts) for index in range(draft.tokens)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.heartbeat import RECORDING, RankProgress
 from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan, StepShape
-from launcher_scripts.engine.model.forward_context import Made
+from launcher_scripts.engine.model.forward_context import Recorded
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_CONTEXT = 256
@@ -94,7 +94,7 @@ class GraphCache:
         self._progress = progress
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+    def run(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], Recorded]) -> Recorded:
         """See StepGraphs."""
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -108,7 +108,7 @@ class GraphCache:
         if graph is None:
             graph = self._capture(recorded, function)
         graph.replay()
-        output: Made = recorded.output
+        output: Recorded = recorded.output
         return output
 
     def record(self, key: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:
@@ -162,7 +162,7 @@ class Recording:
         self._seconds = 0.0
         self._quiet_since = -QUIET_SECONDS
         self._before, total = memory()
-        self._most_bytes = total * MEMORY_SHARE
+        self._max_bytes = total * MEMORY_SHARE
 
     @property
     def pending(self) -> bool:
@@ -184,7 +184,7 @@ class Recording:
         self._take(Plan(record=(self._left.popleft(),)))
         self._done += 1
         self._seconds += time.monotonic() - started
-        if self._bytes() > self._most_bytes:
+        if self._bytes() > self._max_bytes:
             self._left.clear()
 
     def record_at_load(self) -> str | None:

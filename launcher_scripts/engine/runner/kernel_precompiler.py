@@ -15,7 +15,7 @@ from torch import Tensor
 from launcher_scripts.engine.distributed.communicator import Communicator, lane_words
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.families import engine_family, kernels_for
-from launcher_scripts.engine.model.forward_context import Made
+from launcher_scripts.engine.model.forward_context import Recorded
 from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.runner.loading import (
     EngineSettings,
@@ -102,7 +102,7 @@ class FakeCommunicator(Communicator):
 class EagerGraphs:
     """Stands for the CUDA graphs: a step that is to be recorded is launched."""
 
-    def run(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], Made]) -> Made:
+    def run(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], Recorded]) -> Recorded:
         return function(slots)
 
     def record(self, _: Hashable, slots: Tensor, function: Callable[[Tensor], object]) -> None:

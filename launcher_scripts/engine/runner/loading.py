@@ -314,7 +314,7 @@ def load_weights(
 
     Needs no other rank, so whatever fails, fails alone.
     """
-    refuse_fp8(settings, device)
+    reject_fp8(settings, device)
     tp_rank = settings.parallelism.tp_rank(rank)
     loader = engine_family(checkpoint.config).loader(
         checkpoint.config,
@@ -330,7 +330,7 @@ def load_weights(
         return loader.load()
 
 
-def refuse_fp8(settings: EngineSettings, device: torch.device) -> None:
+def reject_fp8(settings: EngineSettings, device: torch.device) -> None:
     """Raise ConfigError where fp8 is asked for and the device's kernels cannot read it."""
     problems = Problems("the GPU's kernels cannot read fp8")
     for name, choices in (("quantization", ("int8", "none")), ("kv_cache_dtype", ("auto",))):

@@ -174,7 +174,7 @@ class Prefill:
             logits = self._network.logits(hidden[prompts.last])
             if choice == Choice.EAGER:
                 return logits
-            return self._choice.in_step(logits, prompts.ended, choice)
+            return self._choice.in_step(logits, prompts.finished, choice)
 
         return ("prompts", sizes, longest, choice), packed, step
 
@@ -229,7 +229,7 @@ class Prefill:
                 row.dropped,
                 row.window,
                 row.prompt_end,
-                row.most,
+                row.maximum,
                 part.slot,
                 part.saves,
                 drafts,

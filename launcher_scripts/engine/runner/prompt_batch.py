@@ -22,7 +22,7 @@ TOKEN_BUCKETS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 15
 COPIED_AT_ONCE = 1 << 16  # bytes that the driver takes from any memory without waiting
 Integers = NDArray[np.int64]
 NO_BOUNDS = Bounds()
-NOTHING: Integers = np.empty(0, dtype=np.int64)
+EMPTY: Integers = np.empty(0, dtype=np.int64)
 
 
 class Sizes(NamedTuple):
@@ -171,15 +171,15 @@ class PackedPrompts:
         ending = sizes.decoding + sizes.rows
         packed = _filled_up(
             (ids, sizes.tokens, 0),
-            (np.concatenate([*positions, NOTHING]), sizes.tokens, 0),
-            (np.concatenate([*slots, NOTHING]), sizes.tokens, nowhere.token),
+            (np.concatenate([*positions, EMPTY]), sizes.tokens, 0),
+            (np.concatenate([*slots, EMPTY]), sizes.tokens, nowhere.token),
             ([number for piece in pieces for number in piece], 4 * sizes.tiles, 0),
             ([part.slot for part in self.parts], sizes.rows, nowhere.slot),
             ([part.past + part.count for part in self.parts], sizes.rows, 0),
             ([row.slot for row in self.decoding], sizes.decoding, nowhere.slot),
             (self.places(sizes.decoding), ending, 0),
             ([row.slot for row in self.going_on], ending, nowhere.slot),
-            (self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else (NOTHING, 0, 0),
+            (self._lora_adapters(), sizes.tokens, NO_TASK) if sizes.lora else (EMPTY, 0, 0),
         )
         large = device.type == "cuda" and packed.nbytes > COPIED_AT_ONCE
         return packed.pin_memory() if large else packed

@@ -441,7 +441,7 @@ class Runner:
             states.ia3_task[slots] if self._has_ia3 else None,
             positions,
             adapters,
-            states.most[slots],
+            states.maximum[slots],
             slots,
         )
         hidden = self.decoder.decode(states.token[slots], rows)

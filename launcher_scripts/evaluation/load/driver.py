@@ -216,7 +216,7 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 # Asks one request and yields the number of tokens generated so far, with each response.
-Ask = Callable[[LoadRequest], AsyncGenerator[int, None]]
+Send = Callable[[LoadRequest], AsyncGenerator[int, None]]
 LAG_SAMPLE_SECONDS = 0.01
 
 
@@ -230,7 +230,7 @@ class Answer:
     """
 
     asked: float
-    ended: float
+    finished: float
     prompt_tokens: int
     output_len: int
     responses: tuple[tuple[float, int], ...]
@@ -257,7 +257,7 @@ class DriverResult:
     lags: tuple[float, ...]
 
 
-async def drive(plan: Plan, send: Ask) -> DriverResult:
+async def drive(plan: Plan, send: Send) -> DriverResult:
     """Do the plan; ends when every request is answered, has failed or has timed out."""
     loop = asyncio.get_running_loop()
     lags: list[float] = []
@@ -274,7 +274,7 @@ async def drive(plan: Plan, send: Ask) -> DriverResult:
     return DriverResult(tuple(answers), start + plan.warmup, busy, tuple(lags))
 
 
-async def _closed(plan: Plan, send: Ask, start: float) -> Sequence[Answer]:
+async def _closed(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
     loop = asyncio.get_running_loop()
     requests = itertools.cycle(plan.requests)
     begin, answers, num_sent = start + plan.warmup, [], 0
@@ -290,25 +290,25 @@ async def _closed(plan: Plan, send: Ask, start: float) -> Sequence[Answer]:
                 num_sent += 1
             if plan.seconds is not None and now >= begin + plan.seconds:
                 return
-            answers.append(await _asked(send, next(requests), now, counts, plan.timeout))
+            answers.append(await _sent(send, next(requests), now, counts, plan.timeout))
 
     await asyncio.gather(*(client() for _ in range(plan.clients)))
     return answers
 
 
-async def _open(plan: Plan, send: Ask, start: float) -> Sequence[Answer]:
+async def _open(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
     loop = asyncio.get_running_loop()
     tasks = []
     for request in plan.requests:
         await asyncio.sleep(start + request.at - loop.time())
         counts = request.at >= plan.warmup
-        task = _asked(send, request, start + request.at, counts, plan.timeout)
+        task = _sent(send, request, start + request.at, counts, plan.timeout)
         tasks.append(asyncio.create_task(task))
     return await asyncio.gather(*tasks)
 
 
-async def _asked(
-    send: Ask, request: LoadRequest, sent_at: float, counts: bool, timeout: float
+async def _sent(
+    send: Send, request: LoadRequest, sent_at: float, counts: bool, timeout: float
 ) -> Answer:
     loop = asyncio.get_running_loop()
     responses: list[tuple[float, int]] = []

@@ -75,11 +75,13 @@ def run_figures(
     begin = min(result.begin for result in driven)
     answers = [answer for result in driven for answer in result.answers]
     measured = [answer for answer in answers if answer.counts]
-    last = max((answer.ended for answer in measured), default=begin)
+    last = max((answer.finished for answer in measured), default=begin)
     end = last if seconds is None else begin + seconds
     duration = max(end - begin, 1e-9)
     answered = [answer for answer in measured if answer.error is None and answer.responses]
-    completed = [a for a in answers if a.error is None and a.responses and begin <= a.ended <= end]
+    completed = [
+        a for a in answers if a.error is None and a.responses and begin <= a.finished <= end
+    ]
     timeline = _timeline(answers, completed, begin, duration)
     tokens = sum(result["tokens"] for result in timeline)
     good = [answer for answer in completed if within(answer, bounds)]
@@ -165,7 +167,7 @@ def _timeline(
         for second in range(math.ceil(round(duration, 6)))
     ]
     for answer in finished:
-        rows[_second(answer.ended - begin, rows)]["requests"] += 1
+        rows[_second(answer.finished - begin, rows)]["requests"] += 1
     for answer in answers:
         before = 0
         for at, tokens in answer.responses:

@@ -202,7 +202,7 @@ def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverR
     ]
     answers = [_answer(request, plan) for request in requests]
     begin = min((answer.asked for answer in answers), default=0.0) + plan.warmup
-    end = max((answer.ended for answer in answers), default=0.0)
+    end = max((answer.finished for answer in answers), default=0.0)
     if not 0 <= end - begin + plan.warmup <= limit:
         raise ServerError(f"guidellm reports requests from {begin:.3f} s to {end:.3f} s")
     measured = tuple(replace(answer, counts=answer.asked >= begin) for answer in answers)
@@ -297,9 +297,9 @@ class LoadTest:
                     change="evaluate.load.time_limit",
                 )
             )
-        before = self._client.requests_taken()
+        before = self._client.requests_received()
         generator, driven = self._driven(path, load)
-        num_received = self._taken_since(before)
+        num_received = self._received_since(before)
         figures = run_figures(
             path,
             load,
@@ -327,9 +327,9 @@ class LoadTest:
     def _plan(self, load: Load) -> Plan:
         return make_plan(self._load, load, self._prompts, self._settings.request_timeout)
 
-    def _taken_since(self, before: int) -> tuple[int, int] | None:
+    def _received_since(self, before: int) -> tuple[int, int] | None:
         try:
-            return before, self._client.requests_taken()
+            return before, self._client.requests_received()
         except LauncherError:
             return None
 

@@ -47,7 +47,7 @@ class TokenRequest:
         return total - len(request.prompt_ids) if prompt else total
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """The server answered with an error; its words."""
 
 
@@ -80,11 +80,11 @@ class _HttpPath:
                 ]
                 for event in objects:
                     if "error" in event:
-                        raise Refused(str(event["error"]))
+                        raise Rejected(str(event["error"]))
                 if objects:
                     yield objects
 
-    async def _whole(self, url: str, body: Any) -> Any:
+    async def _full(self, url: str, body: Any) -> Any:
         async with self._session.post(url, json=body) as response:
             await _check(response)
             return await response.json()
@@ -108,7 +108,7 @@ class GatewayPath(_HttpPath):
             "ignore_eos": True,
         }
         if not self._stream:
-            yield int((await self._whole(self._url, body))["usage"]["completion_tokens"])
+            yield int((await self._full(self._url, body))["usage"]["completion_tokens"])
             return
         usage = {"include_usage": True, "continuous_usage_stats": True}
         body |= {"stream": True, "stream_options": usage}
@@ -137,7 +137,7 @@ class TritonHttpPath(_HttpPath):
         body = {name: array[0].tolist() for name, array in tensors.items()}
         url = next(self._urls)
         if not self._stream:
-            yield self._tokens.generated(await self._whole(url, body), request)
+            yield self._tokens.generated(await self._full(url, body), request)
             return
         async for events in self._events(url, body):
             yield self._tokens.generated(events[-1], request)
@@ -145,7 +145,7 @@ class TritonHttpPath(_HttpPath):
 
 async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
-        raise Refused(f"{response.status}: {(await response.text())[:500]}")
+        raise Rejected(f"{response.status}: {(await response.text())[:500]}")
 
 
 class GrpcPath:

@@ -91,7 +91,7 @@ class Client:
         """
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        server = self._least_busy()
+        server = self._idlest()
         self._sent[server] += 1
         return row_outputs(rows, self._servers[server].infer(self.model_name, tensors, names))
 
@@ -133,10 +133,10 @@ class Client:
                     change="evaluate.tasks, or export.run.model_type=t5-encoder",
                 )
             )
-        for output in self.generate_each(rows, in_flight):
+        for output in self.generate_rows(rows, in_flight):
             yield output.hidden_state
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         """Every row's output, in order; a request each, `in_flight` of them at a time."""
@@ -195,9 +195,9 @@ class Client:
         """Return whether the model answers as tokens come (`decoupled`)."""
         return self._first.streams(self.model_name)
 
-    def requests_taken(self) -> int:
+    def requests_received(self) -> int:
         """Number of requests that the model has received since its servers started."""
-        return sum(server.requests_taken(self.model_name) for server in self._servers)
+        return sum(server.requests_received(self.model_name) for server in self._servers)
 
     def _each(
         self, requests: Iterable[list[GenerateRequest]], in_flight: int
@@ -213,7 +213,7 @@ class Client:
     def _submit(self, rows: Sequence[GenerateRequest]) -> Callable[[], list[GenerateOutput]]:
         tensors = request_tensors(rows, self.model_type)
         names = output_names(rows, self.model_type)
-        server = self._least_busy()
+        server = self._idlest()
         answer = self._servers[server].submit(self.model_name, tensors, names)
         self._sent[server] += 1
         self._in_flight[server] += 1
@@ -226,7 +226,7 @@ class Client:
 
         return outputs
 
-    def _least_busy(self) -> int:
+    def _idlest(self) -> int:
         """The server with the fewest requests in flight; those that had less come first."""
         return min(range(len(self._servers)), key=lambda n: (self._in_flight[n], self._sent[n]))
 

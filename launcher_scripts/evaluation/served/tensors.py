@@ -71,7 +71,7 @@ def request_tensors(
         if all(value == _DEFAULTS[name] for value in values):
             continue
         require(name)
-        tensors[name] = _column(contract.known[name], values)
+        tensors[name] = _column(contract.by_name[name], values)
     for name, field in WORD_FIELDS.items():
         words = [getattr(row, field) for row in rows]
         if any(words):
@@ -93,7 +93,7 @@ def request_tensors(
     if any(row.prompt_embedding is not None for row in rows):
         require("request_prompt_embedding")
         local = prompt_tensors(rows)
-        tensors.update({name: array for name, array in local.items() if name in contract.known})
+        tensors.update({name: array for name, array in local.items() if name in contract.by_name})
     return tensors
 
 
@@ -128,7 +128,7 @@ def prompt_tensors(rows: Sequence[GenerateRequest]) -> dict[str, NDArray[Any]]:
 
 
 def _require(contract: Contract, model_type: str, tensor: str) -> None:
-    if tensor not in contract.known:
+    if tensor not in contract.by_name:
         raise RequestError(
             problem(f"a model of type {model_type} has no input for this", got=tensor)
         )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.task import Model, Reference, refuse_tuned
+from launcher_scripts.evaluation.tasks.task import Model, Reference, reject_tuned
 
 
 class NemoModel(Reference, Model):
@@ -73,14 +73,14 @@ class NemoModel(Reference, Model):
     def device(self) -> str:
         return str(self._device)
 
-    def generate_each(
+    def generate_rows(
         self,
         rows: Iterable[GenerateRequest],
         in_flight: int = 8,  # noqa: ARG002
     ) -> Iterator[GenerateOutput]:
         """Iterate over the outputs of the rows, in order, up to their end tokens."""
         for row in rows:
-            refuse_tuned([row], "NeMo's model", beam_width=row.sampling.beam_width != 1)
+            reject_tuned([row], "NeMo's model", beam_width=row.sampling.beam_width != 1)
             ids = list(row.input_ids)
             while len(ids) < len(row.input_ids) + row.output_len:
                 ids.append(int(self._logits(ids)[-1].argmax()))

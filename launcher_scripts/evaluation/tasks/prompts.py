@@ -31,12 +31,12 @@ def row_of(
     """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
     ids = tuple(model.tokenizer.encode(prompt.text))
     if settings.max_input_len is not None:
-        num_special = len(model.special.around(()))
+        num_special = len(model.special.surround(()))
         max_tokens = max(0, settings.max_input_len - num_special - len(virtual))
         num_suffix = len(model.tokenizer.encode(prompt.ending)) if prompt.ending else 0
         ids = shortened(ids, max_tokens, num_suffix)
     return GenerateRequest(
-        (*virtual, *model.special.around(ids)),
+        (*virtual, *model.special.surround(ids)),
         settings.output_len,
         SamplingParameters(beam_width=settings.beam_width, len_penalty=settings.len_penalty),
         prompt_task=settings.prompt_task,
@@ -67,7 +67,7 @@ def answers(
     texts: list[str] = []
 
     def send(first: int) -> Iterator[str]:
-        for output in model.model.generate_each(rows[first:], settings.batch_size):
+        for output in model.model.generate_rows(rows[first:], settings.batch_size):
             yield model.tokenizer.decode(output.output_ids).strip()
 
     try:

@@ -211,7 +211,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Speed:
     """Speed of the responses.
 
     requests: how many were answered, `batch_size` of them at a time
@@ -245,7 +245,7 @@ class Comparison:
     difference: dict[str, float]
     different: list[int]
     items: dict[int, dict[str, Any]]
-    pace: Pace | None = None
+    pace: Speed | None = None
     values: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -256,7 +256,7 @@ class TaskResult:
     metrics: dict[str, Metric]
     items: list[dict[str, Any]]
     reference: Comparison | None = None
-    pace: Pace | None = None
+    pace: Speed | None = None
 
 
 class Model(Protocol):
@@ -269,7 +269,7 @@ class Model(Protocol):
         """The logits at every position of every row of token ids, [len(row), vocab] each."""
         ...
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         """Iterate over the outputs of the rows, in order."""
@@ -313,7 +313,7 @@ class Reference(ABC):
         return map(self.logits, rows)
 
 
-def refuse_tuned(rows: Sequence[GenerateRequest], who: str, **features: bool) -> None:
+def reject_tuned(rows: Sequence[GenerateRequest], who: str, **features: bool) -> None:
     """Reject models with adapters: the served model cannot be compared with `who` then.
 
     features: what else of the rows it does not know

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.served.tensors import States
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, Reference, refuse_tuned
+from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, Reference, reject_tuned
 from launcher_scripts.models.bart import NEVER
 
 EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
@@ -57,7 +57,7 @@ class TransformersModel(Reference, Model):
         )
         self.name = f"transformers {transformers.__version__}, float32: {folder}"
 
-    def generate_each(
+    def generate_rows(
         self, rows: Iterable[GenerateRequest], in_flight: int = 8
     ) -> Iterator[GenerateOutput]:
         """Iterate over the outputs of the rows, in order; `in_flight` rows are padded to one
@@ -102,7 +102,7 @@ class TransformersModel(Reference, Model):
             config.rope_parameters, body.rotary_emb = parameters, rotary
 
     def _generate(self, rows: Sequence[GenerateRequest]) -> Iterator[GenerateOutput]:
-        refuse_tuned(rows, "transformers", decoders_that_begin_otherwise=_differ(rows))
+        reject_tuned(rows, "transformers", decoders_that_begin_otherwise=_differ(rows))
         torch = self._torch
         longest = max(len(row.input_ids) for row in rows)
         ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B, S]
@@ -132,9 +132,9 @@ class TransformersModel(Reference, Model):
             )
         start = max(1, len(decoder_start)) if self._encodes else longest
         for row, answer in zip(rows, answers.tolist(), strict=True):
-            yield GenerateOutput(self._ended(answer[start : start + row.output_len]))
+            yield GenerateOutput(self._completed(answer[start : start + row.output_len]))
 
-    def _ended(self, ids: list[int]) -> tuple[int, ...]:
+    def _completed(self, ids: list[int]) -> tuple[int, ...]:
         """The ids up to their first end token, that one included."""
         ends = [index for index, token in enumerate(ids) if token in self._end_ids]
         return tuple(ids[: ends[0] + 1] if ends else ids)
@@ -150,7 +150,7 @@ class TransformersEncoder:
 
     def states(self, row: GenerateRequest) -> States:
         """float32 [tokens, hidden]: the last layer's, after its norm."""
-        refuse_tuned([row], "transformers")
+        reject_tuned([row], "transformers")
         ids = self._torch.tensor([row.input_ids])
         with self._torch.inference_mode():
             result = self._model(ids).last_hidden_state[0]
@@ -219,7 +219,7 @@ class TransformersText:
         try:
             import transformers
 
-            _read_pieces_with_own_code()
+            _read_pieces_with_bundled_code()
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of whatever library the tokenizer needs
             message = f"transformers cannot load the tokenizer of {folder}: {error}"
@@ -257,7 +257,7 @@ class TransformersText:
         return str(text)
 
 
-def _read_pieces_with_own_code() -> None:
+def _read_pieces_with_bundled_code() -> None:
     """Have transformers read SentencePiece models by its own copy of their message.
 
     The code that sentencepiece generates for it needs a newer protobuf than tritonclient allows.

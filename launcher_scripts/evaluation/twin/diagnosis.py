@@ -47,7 +47,7 @@ LIMITS = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2, "int8": 2e-1, "fp8": 4e-1}
 # A factor nearer to 1 than this, or than this many residuals, is none.
 _MIN_SCALE = 0.01
 _RESIDUALS = 5.0
-_SHOWN = 20
+_MAX_LISTED = 20
 Rotary = Callable[[Sequence[int]], Iterator[tuple[str, NDArray[np.float32]]]]
 
 
@@ -180,7 +180,10 @@ def _weights(inspection: Inspection) -> list[Finding]:
                 f"{len(swapped)} weight files hold what belongs into another: {first.file} "
                 f"(rank {first.rank} of {first.tensor}) has the content of {first.holds}. Export "
                 "again, and find out what renamed them.",
-                {"files": [vars(tensor) for tensor in swapped[:_SHOWN]], "altered": len(altered)},
+                {
+                    "files": [vars(tensor) for tensor in swapped[:_MAX_LISTED]],
+                    "altered": len(altered),
+                },
             )
         )
     if unplaced:
@@ -191,7 +194,10 @@ def _weights(inspection: Inspection) -> list[Finding]:
                 f"{len(unplaced)} weight files are not what the original's tensors give: "
                 f"{first.file} "
                 f"(rank {first.rank} of {first.tensor}) is the first. Export again.",
-                {"files": [vars(tensor) for tensor in unplaced[:_SHOWN]], "altered": len(altered)},
+                {
+                    "files": [vars(tensor) for tensor in unplaced[:_MAX_LISTED]],
+                    "altered": len(altered),
+                },
             )
         )
     return result

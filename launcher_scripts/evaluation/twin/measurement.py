@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
-from launcher_scripts.config.evaluation import TwinSettings
+from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.tasks.logits import (
     PositionRange,
@@ -53,7 +53,7 @@ _PRICED = 8  # texts of which the cost of other ids is computed
 
 
 @dataclass(frozen=True)
-class Twins:
+class ComparedModels:
     """A served model and its original.
 
     served, original: how each reads text; None: it has no tokenizer
@@ -75,7 +75,7 @@ class Twins:
 
 
 @dataclass(frozen=True)
-class TwinResult:
+class ReferenceResult:
     """The section `twin` of the report: see docs/evaluation.md."""
 
     source: str
@@ -104,7 +104,7 @@ class Row:
         return Row((*self.ids, *ids))
 
 
-def read_twin_texts(settings: TwinSettings) -> list[str]:
+def read_reference_texts(settings: ReferenceSettings) -> list[str]:
     """The first `limit` texts; raises ConfigError that names every line that has none."""
     path = settings.data_file or str(DATA_FILE)
     problems, texts = Problems(f"the texts of {path}"), []
@@ -135,13 +135,13 @@ class Reading:
     findings: list[Finding]
 
 
-def measure_twins(
-    settings: TwinSettings,
-    comparison: Twins,
+def compare_models(
+    settings: ReferenceSettings,
+    comparison: ComparedModels,
     texts: Sequence[str],
     source: str,
     progress: ProgressCallback,
-) -> TwinResult:
+) -> ReferenceResult:
     """Compare both on every text: first the ids they make of it, then the logits of the same ids.
 
     source: what the original is
@@ -168,10 +168,12 @@ def measure_twins(
     metrics = _metrics(items, compared)
     if reading.own:
         metrics["text_difference"] = _text_difference(settings, comparison, reading.own)
-    return TwinResult(source, comparison.reference.name, metrics, positions, findings, items)
+    return ReferenceResult(source, comparison.reference.name, metrics, positions, findings, items)
 
 
-def _reading(settings: TwinSettings, comparison: Twins, texts: Sequence[str]) -> Reading:
+def _reading(
+    settings: ReferenceSettings, comparison: ComparedModels, texts: Sequence[str]
+) -> Reading:
     side = comparison.original or comparison.served
     if side is None:
         raise ConfigError(
@@ -180,7 +182,7 @@ def _reading(settings: TwinSettings, comparison: Twins, texts: Sequence[str]) ->
                 change="evaluate.tokenizer_dir",
             )
         )
-    max_tokens = _room(settings, comparison)
+    max_tokens = _max_tokens(settings, comparison)
     parts = [_halves(text) if comparison.encodes else (text, "") for text in texts]
     first = [text for text, _ in parts]
 
@@ -206,7 +208,7 @@ def _reading(settings: TwinSettings, comparison: Twins, texts: Sequence[str]) ->
     return Reading(rows, [(a, b) for a, b in pairs if a != b], findings)
 
 
-def _room(settings: TwinSettings, comparison: Twins) -> int:
+def _max_tokens(settings: ReferenceSettings, comparison: ComparedModels) -> int:
     """Tokens of a text that fit, with its continuation, into the model."""
     if comparison.positions is None:
         return settings.max_tokens
@@ -223,14 +225,14 @@ def _room(settings: TwinSettings, comparison: Twins) -> int:
 
 
 def _text_difference(
-    settings: TwinSettings, comparison: Twins, pairs: Sequence[tuple[Row, Row]]
+    settings: ReferenceSettings, comparison: ComparedModels, pairs: Sequence[tuple[Row, Row]]
 ) -> Metric:
     """Measure the effect of different tokenization on a few texts."""
     pairs = pairs[:_PRICED]
     requests = (_request(served_row, 0) for served_row, _ in pairs)
     differences = []
     for (local, row), answer in zip(
-        pairs, comparison.model.generate_each(requests, settings.batch_size), strict=True
+        pairs, comparison.model.generate_rows(requests, settings.batch_size), strict=True
     ):
         served = next_log_probs(local.compared, np.asarray(answer.context_logits))
         log_probs = next_log_probs(
@@ -252,7 +254,7 @@ def _halves(text: str) -> tuple[str, str]:
 
 
 def _answers(
-    settings: TwinSettings, comparison: Twins, rows: Sequence[Row]
+    settings: ReferenceSettings, comparison: ComparedModels, rows: Sequence[Row]
 ) -> Iterator[dict[str, Any]]:
     """Iterate over the rows' greedy continuations, and RowComparison.plain of both together."""
     size = settings.batch_size
@@ -260,7 +262,7 @@ def _answers(
         added: list[tuple[int, ...]] = [()] * len(batch)
         if settings.continuation:
             requests = (_request(row, settings.continuation) for row in batch)
-            outputs = comparison.model.generate_each(requests, size)
+            outputs = comparison.model.generate_rows(requests, size)
             added = [tuple(map(int, output.output_ids)) for output in outputs]
         full_rows = [row.followed_by(ids) for row, ids in zip(batch, added, strict=True)]
         served = _logits(comparison, full_rows, size)
@@ -271,16 +273,16 @@ def _answers(
             yield {"continuation": ids, "compared": compared.plain()}
 
 
-def _sample(comparison: Twins, row: Row) -> Sample:
+def _sample(comparison: ComparedModels, row: Row) -> Sample:
     (logits,) = _logits(comparison, [row], 1)
     return Sample(row.ids, row.decoder_ids, logits)
 
 
 def _logits(
-    comparison: Twins, rows: Sequence[Row], in_flight: int
+    comparison: ComparedModels, rows: Sequence[Row], in_flight: int
 ) -> Iterator[NDArray[np.float32]]:
     """The served model's of every row, [S, vocab]."""
-    answers = comparison.model.generate_each((_request(row, 0) for row in rows), in_flight)
+    answers = comparison.model.generate_rows((_request(row, 0) for row in rows), in_flight)
     for row, answer in zip(rows, answers, strict=True):
         logits = np.asarray(answer.context_logits)
         _check_logits(row, logits, "the served model")

@@ -16,7 +16,7 @@ from launcher_scripts.evaluation.twin.diagnosis import (
     Finding,
 )
 
-_SHOWN = 10
+_MAX_LISTED = 10
 # What every chat template is asked to write: without and with a system's message, and on and on.
 _USER = {"role": "user", "content": "What is the capital of France?"}
 _SYSTEM = {"role": "system", "content": "Answer in one word."}
@@ -111,8 +111,12 @@ def vocabulary_finding(served: Tokenizer, original: Tokenizer) -> Finding | None
     if not ids:
         return None
     examples = [
-        {"id": token_id, "served": _shown(served, token_id), "original": _shown(original, token_id)}
-        for token_id in ids[:_SHOWN]
+        {
+            "id": token_id,
+            "served": _printable(served, token_id),
+            "original": _printable(original, token_id),
+        }
+        for token_id in ids[:_MAX_LISTED]
     ]
     sizes = [served.vocab_size, original.vocab_size]
     return Finding(
@@ -178,7 +182,7 @@ def _tail(longer: list[int], shorter: list[int]) -> tuple[int, ...] | None:
 
 def _example(text: str, served_ids: list[int], original_ids: list[int]) -> dict[str, Any]:
     index = _first_difference(served_ids, original_ids)
-    window = slice(max(0, index - 2), index + _SHOWN)
+    window = slice(max(0, index - 2), index + _MAX_LISTED)
     return {
         "text": text[:200],
         "place": index,
@@ -192,7 +196,7 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _shown(tokenizer: Tokenizer, token_id: int) -> str:
+def _printable(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 

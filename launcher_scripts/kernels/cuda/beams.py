@@ -23,7 +23,7 @@ MAX_WIDTH = 8  # whose candidates one program holds
 BLOCK = 1024  # logits that a program of the first kernel has
 TILE = 4096  # numbers that a program copies
 NOWHERE = tl.constexpr(0x7FFFFFFF)
-ENDED = tl.constexpr(reference_sampling.ENDED)
+DONE_SCORE = tl.constexpr(reference_sampling.DONE_SCORE)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -94,7 +94,7 @@ def _go_on(order, slots, beam_score, token_of, parents, search, WIDTH: tl.conste
     goes_on = listed & (target < (search + 1) * WIDTH)
     slot = tl.load(slots + target, mask=goes_on, other=0)
     tl.store(token_of + slot, token, mask=goes_on)
-    tl.store(beam_score + slot, tl.where(ends > 0, ranking + ENDED, ranking), mask=goes_on)
+    tl.store(beam_score + slot, tl.where(ends > 0, ranking + DONE_SCORE, ranking), mask=goes_on)
     source = tl.load(slots + search * WIDTH + parent, mask=goes_on, other=0)
     tl.store(parents + target, source, mask=goes_on)
 
@@ -196,7 +196,7 @@ def rank_beams(
         return reference_sampling.rank_beams(
             logits, allowed, slots, columns, shape, completed, bonus
         )
-    count, width, device = shape.siblings, shape.kept, logits.device
+    count, width, device = shape.siblings, shape.candidates, logits.device
     parts, searches = triton.cdiv(size, BLOCK), rows // shape.width
     maxima = torch.empty(rows, parts, count, device=device)
     tokens = torch.empty(rows, parts, count, dtype=torch.int32, device=device)

@@ -32,7 +32,7 @@ MAX_PARTS = tl.constexpr(256)  # of a row
 # slow; and how often it does so before it loops.
 LANES = tl.constexpr(128)
 TIMES = tl.constexpr(4)
-REACH = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
+SPAN = tl.constexpr(28.0)  # how far below the largest score a share is less than one unit
 COUNT_BITS = tl.constexpr(11)  # of a lane's sums, below those of the shares
 COUNT_MASK = tl.constexpr(2**COUNT_BITS.value - 1)
 MAX_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their bits
@@ -41,14 +41,14 @@ MAX_TOKENS = 2**17  # that one program may look at: its lanes' counts fit their 
 BOUNDS = tl.constexpr(8)
 FINER_BOUNDS = tl.constexpr(16)
 LEVELS = tl.constexpr(2)
-WHOLE = tl.constexpr(2 * BOUNDS.value + 2 * FINER_BOUNDS.value * LEVELS.value)
-FOUND = tl.constexpr(WHOLE.value + 1)
-ENDED = tl.constexpr(WHOLE.value + 2)
-FIELDS = tl.constexpr(triton.next_power_of_2(WHOLE.value + 3))
+SHARE_TOTAL = tl.constexpr(2 * BOUNDS.value + 2 * FINER_BOUNDS.value * LEVELS.value)
+NUM_LISTED = tl.constexpr(SHARE_TOTAL.value + 1)
+LISTED_END = tl.constexpr(SHARE_TOTAL.value + 2)
+FIELDS = tl.constexpr(triton.next_power_of_2(SHARE_TOTAL.value + 3))
 
 EPSILON = tl.constexpr(reference_sampling.TEMPERATURE_EPSILON)
-LARGEST = tl.constexpr(reference_sampling.LARGEST)
-SMALLEST = tl.constexpr(reference_sampling.SMALLEST)
+FLOAT_MAX = tl.constexpr(reference_sampling.FLOAT_MAX)
+FLOAT_TINY = tl.constexpr(reference_sampling.FLOAT_TINY)
 UNITS = tl.constexpr(reference_sampling.UNITS)
 
 
@@ -77,13 +77,13 @@ def temperature_factor(temperature, slot):
     """Return the factor of the logits of the row in a slot."""
     value = tl.load(temperature + slot)
     factor = tl.where(value == 1.0, 1.0, tl.div_rn(1.0, value + EPSILON))
-    return tl.maximum(factor, SMALLEST)
+    return tl.maximum(factor, FLOAT_TINY)
 
 
 @triton.jit
 def scores_at(logits, ids, mask, factor):
     values = tl.load(logits + ids, mask=mask, other=-float("inf")) * factor
-    return tl.minimum(values, LARGEST) + 0.0  # -0.0 becomes 0.0
+    return tl.minimum(values, FLOAT_MAX) + 0.0  # -0.0 becomes 0.0
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def top_score(maxima, row, parts, factor):
     part = tl.arange(0, MAX_PARTS)
     values = tl.load(maxima + row * MAX_PARTS + part, mask=part < parts, other=-float("inf"))
     score = tl.max(values, 0) * factor
-    return tl.maximum(tl.minimum(score, LARGEST), -LARGEST)
+    return tl.maximum(tl.minimum(score, FLOAT_MAX), -FLOAT_MAX)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def add_sums(fields, masses, counts, COUNT: tl.constexpr):
 
 CANDIDATES = tl.constexpr(8192)  # that a list holds
 BLOCK = tl.constexpr(512)  # candidates that are looked at at once
-PLACES = tl.constexpr(8)  # at which a search looks at once
+STEPS = tl.constexpr(8)  # at which a search looks at once
 FEW = tl.constexpr(256)  # candidates that are sorted, without a search
 NOWHERE = tl.constexpr(-(2**63))  # in the order, behind all tokens
 
@@ -199,9 +199,9 @@ def amounts_from(view, source, low, step, end):
     step from each other, the first one a step from `low`.
     """
     top, minimum = view[2], view[5]
-    bounds = low + step * (tl.arange(0, PLACES) + 1)
-    counts = tl.zeros([PLACES, LANES], tl.int32)
-    masses = tl.zeros([PLACES, LANES], tl.int64)
+    bounds = low + step * (tl.arange(0, STEPS) + 1)
+    counts = tl.zeros([STEPS, LANES], tl.int32)
+    masses = tl.zeros([STEPS, LANES], tl.int64)
     for first in range(0, source[1], TIMES * LANES):
         for time in tl.static_range(TIMES):
             at = first + time * LANES + tl.arange(0, LANES)
@@ -269,7 +269,7 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
     left = held
     going = held > (goal if BY_COUNT else FEW)
     while going:
-        step = tl.maximum((high - low) // PLACES, 1)
+        step = tl.maximum((high - low) // STEPS, 1)
         if not BY_COUNT:
             end = high
         counts, masses = amounts_from(view, (listed, length, is_list), low, step, end)
@@ -277,9 +277,9 @@ def narrow(view, source, low, high, held, goal, BY_COUNT: tl.constexpr):
         masses += base
         reached = (counts if BY_COUNT else masses) >= goal
         steps = tl.sum(reached.to(tl.int32), 0)
-        position = tl.arange(0, PLACES) + 1
+        position = tl.arange(0, STEPS) + 1
         held = tl.where(steps > 0, tl.sum(tl.where(position == steps, counts, 0), 0), held)
-        nearer = steps < PLACES
+        nearer = steps < STEPS
         low += steps * step
         high = tl.where(nearer, low + step, high)
         if not BY_COUNT:
@@ -334,7 +334,7 @@ def target_in(part, mass):
 def all_bounds():
     bound = tl.arange(0, BOUNDS)
     root = (bound + 1).to(tl.float32) * 0.5
-    return tl.where(bound == BOUNDS - 1, REACH, root * root)
+    return tl.where(bound == BOUNDS - 1, SPAN, root * root)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from torch import Tensor
 from launcher_scripts.common.quantization import Quantization
 
 
-def tell_of_compilation(begins: Callable[[], None], ended: Callable[[], None]) -> bool:
+def tell_of_compilation(begins: Callable[[], None], finished: Callable[[], None]) -> bool:
     """Call `begins` before every compilation in this process and `ended` after it.
 
     Returns whether this Triton can tell. The latest caller is told.
@@ -44,7 +44,7 @@ def tell_of_compilation(begins: Callable[[], None], ended: Callable[[], None]) -
         return False  # Triton is to compile
 
     def after(**_: object) -> bool:
-        ended()
+        finished()
         return False
 
     knobs.runtime.jit_cache_hook = before

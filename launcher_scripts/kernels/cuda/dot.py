@@ -45,9 +45,9 @@ from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefe
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
-INT8_LARGEST = tl.constexpr(127 * 256 + 127)
+INT8_MAX = tl.constexpr(127 * 256 + 127)
 FP8_BASE = tl.constexpr(8)
-FP8_LARGEST = tl.constexpr(440 * 8)  # a rounded quotient by 448 could be more than e4m3 holds
+FP8_MAX = tl.constexpr(440 * 8)  # a rounded quotient by 448 could be more than e4m3 holds
 
 
 @triton.jit
@@ -66,12 +66,12 @@ def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
     max_abs = tl.max(tl.abs(values), 0)
     max_abs = tl.where(max_abs > 0, max_abs, 1.0)
     if hi_lo.dtype.element_ty == tl.int8:
-        step = max_abs / INT8_LARGEST
+        step = max_abs / INT8_MAX
         rounded = tl.floor(values / step + 0.5).to(tl.int32)
         high = (rounded + INT8_BASE // 2) >> 8
         low = rounded - high * INT8_BASE
     else:
-        step = max_abs / FP8_LARGEST
+        step = max_abs / FP8_MAX
         rounded = values / step
         high = of_four_bits(rounded / FP8_BASE)
         low = rounded - high * FP8_BASE

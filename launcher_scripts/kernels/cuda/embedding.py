@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_wait
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
+    full_row_parts,
     hidden,
     norm_code,
     standardize,
-    whole_row_parts,
 )
 from launcher_scripts.kernels.operands import EmbeddingTables, Hidden, Norm, RowColumns, StepRows
 
@@ -133,7 +133,7 @@ def begin_step(
     folded = norm_of_next if rows == 1 else None
     alike = dtype == torch.float32 and folded is None
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
-    parts = 0 if folded is None else whole_row_parts(size)
+    parts = 0 if folded is None else full_row_parts(size)
     row_stats = None if folded is None else empty_stats(parts, slots.device)
     numbers = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
     starts, positions, lengths, source_starts, source_lengths = numbers

@@ -23,7 +23,7 @@ from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 2048  # whose results lie side by side before they are summed
-MOST_AT_ONCE = 2048  # choices
+MAX_AT_ONCE = 2048  # choices
 MAX_BATCH = 128
 CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
 TILES = {  # by the choices of a block
@@ -359,7 +359,7 @@ def blocks_of(chosen: Tensor, experts: int) -> Blocks:
         grouped.choices,
         choices,
         BINS=triton.next_power_of_2(experts),
-        PIECE=min(MOST_AT_ONCE, triton.next_power_of_2(choices)),
+        PIECE=min(MAX_AT_ONCE, triton.next_power_of_2(choices)),
         BLOCKS=max_blocks,
         BATCH=size,
         num_warps=1 if choices <= 128 else 4,

@@ -48,7 +48,7 @@ from launcher_scripts.kernels.cuda.norm import hidden as hidden
 from launcher_scripts.kernels.cuda.norm import norm as norm
 from launcher_scripts.kernels.cuda.peer_buffers import (
     exchange_largest,
-    most_rows,
+    max_exchanged_rows,
     receive_sum,
     send_product,
 )
@@ -373,7 +373,7 @@ def _buffers_for(rows: int, size: int, ranks: Ranks) -> PeerBuffers | None:
 def largest_of_ranks(values: Tensor, ids: Tensor, ranks: Ranks) -> Tensor:
     """See reference.largest_of_ranks."""
     buffers = ranks.peer_buffers
-    if buffers is not None and values.shape[0] <= most_rows(buffers):
+    if buffers is not None and values.shape[0] <= max_exchanged_rows(buffers):
         return exchange_largest(values, ids, buffers)
     return reference.largest_of_ranks(values, ids, ranks)
 

@@ -50,7 +50,7 @@ PER_LOAD = tl.constexpr(8)  # columns a thread holds side by side: 16 bytes of x
 
 
 @triton.jit
-def row_places(rows, columns, IN: tl.constexpr):
+def row_offsets(rows, columns, IN: tl.constexpr):
     """Where columns [1, BLOCK] of the rows are; threads are to hold bytes as they hold x."""
     return tl.max_contiguous(rows[:, None].to(tl.int64) * IN + columns, [1, PER_LOAD])
 
@@ -75,7 +75,7 @@ def begin(
     """Return the arguments of `multiply` for a weight: its address, some of its rows, and their
     first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     columns = tl.arange(0, BLOCK)[None, :]
-    base = row_places(rows, columns, IN)
+    base = row_offsets(rows, columns, IN)
     is_exact: tl.constexpr = EVEN and BLOCK <= IN
     return weight, rows, load_tile(weight, base, rows, columns, 0, OUT, IN, is_exact)
 
@@ -129,8 +129,8 @@ def multiply(
     ROWS: tl.constexpr = tile.shape[0]
     BLOCK: tl.constexpr = tile.shape[1]
     columns = tl.arange(0, BLOCK)[None, :]
-    base = row_places(rows, columns, IN)
-    other_base = row_places(other_rows, columns, IN)
+    base = row_offsets(rows, columns, IN)
+    other_base = row_offsets(other_rows, columns, IN)
     is_int8: tl.constexpr = weight.dtype.element_ty == tl.int8
     product = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, BLOCK // PER_LOAD], tl.float32)

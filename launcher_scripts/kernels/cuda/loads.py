@@ -55,11 +55,11 @@ def prefetch_both(first, second, begin, count, MOST: tl.constexpr):
         prefetch(second + line_indices)
 
 
-LARGEST = tl.constexpr(448.0)
+E4M3_MAX = tl.constexpr(448.0)
 MIN_NORMAL = tl.constexpr(2.0**-6)
 # Next to it float32 has the steps of e4m3's subnormal numbers, 2^-9.
 SUBNORMAL_STEPS = tl.constexpr(1.5 * 2.0**14)
-FLOAT16_LARGEST = tl.constexpr(65504.0)
+FLOAT16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def kept(values, KIND: tl.constexpr):
     if tl.float8e4nv == KIND:
         small = (values + SUBNORMAL_STEPS) - SUBNORMAL_STEPS
         rounded = tl.where(tl.abs(values) < MIN_NORMAL, small, of_four_bits(values))
-        rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
+        rounded = tl.minimum(tl.maximum(rounded, -E4M3_MAX), E4M3_MAX)
         rounded_values = tl.where(values == values, rounded, values)  # NaN stays
     else:
         rounded_values = values.to(KIND)
@@ -87,7 +87,7 @@ def kept(values, KIND: tl.constexpr):
 def for_products(queries, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """float32 queries in the type in which they are multiplied with keys of KIND."""
     if tl.float8e4nv == KIND and tl.bfloat16 == COMPUTE:
-        limited = tl.minimum(tl.maximum(queries, -FLOAT16_LARGEST), FLOAT16_LARGEST)
+        limited = tl.minimum(tl.maximum(queries, -FLOAT16_MAX), FLOAT16_MAX)
         products = tl.where(queries == queries, limited, queries).to(tl.float16)
     else:
         products = queries.to(COMPUTE)

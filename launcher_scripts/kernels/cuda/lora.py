@@ -23,7 +23,7 @@ MAX_INPUTS = 16384  # of a row of A that a program takes at once
 # Columns of B that are multiplied at once, for each row of the batch. The rows' adapters say where
 # they are, so few loads are under way at a time: many columns at once take fewer waits.
 DEPTH = tl.constexpr(8)
-MOST_OWN = tl.constexpr(8192)  # columns times rows
+MAX_LOCAL = tl.constexpr(8192)  # columns times rows
 PREFETCHED = tl.constexpr(256)  # columns of B that are prefetched at once
 LINE = tl.constexpr(64)  # numbers of B that one prefetch brings: 128 bytes
 
@@ -210,7 +210,7 @@ def add_deltas(
         even: tl.constexpr = WIDTH % ROWS == 0 and LORA[2] % ROWS == 0 and LORA[3] % ROWS == 0
         outputs = (first + tl.arange(0, ROWS))[:, None]
         batch = tl.arange(0, BATCH)[None, :]
-        depth: tl.constexpr = min(DEPTH * BATCH, MOST_OWN // BATCH)
+        depth: tl.constexpr = min(DEPTH * BATCH, MAX_LOCAL // BATCH)
         steps, begin, end = _steps_of(first, count, LORA, depth, ROWS)
         for step in tl.range(begin + split, end, SPLITS):
             block = step // steps

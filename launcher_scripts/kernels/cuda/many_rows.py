@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
-from launcher_scripts.kernels.cuda.loads import LARGEST
+from launcher_scripts.kernels.cuda.loads import E4M3_MAX
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 
@@ -44,7 +44,7 @@ def quantize_rows(x, out, scales, size, BLOCK: tl.constexpr):
     mask = columns < size
     values = tl.load(x + row * size + columns, mask=mask, other=0.0).to(tl.float32)
     max_abs = tl.max(tl.abs(values), 0)
-    scale = tl.div_rn(tl.where(max_abs > 0, max_abs, 1.0), LARGEST)
+    scale = tl.div_rn(tl.where(max_abs > 0, max_abs, 1.0), E4M3_MAX)
     tl.store(out + row * size + columns, (values / scale).to(out.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale)
 

@@ -35,13 +35,13 @@ from launcher_scripts.kernels.quantization import dequantized
 
 NORM_CODES = {"layernorm": 1, "rmsnorm": 2}
 FOLDED_AT_ONCE = 1 << 26
-WHOLE_ROW_PARTS = 64
+FULL_ROW_PARTS = 64
 FEW_ROWS = 64  # which leave multiprocessors idle: more warps share a row
-USUAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
+TYPICAL = tl.constexpr(2.0**-8)  # what most of an operand measures, its gain aside
 FAR = tl.constexpr(64.0)  # a part's mean square, in the usual one, from which it is not of most
 LENGTH_WEIGHT = tl.constexpr(2.0**-40)  # keeps a row's length times its unit below 2**12
 MIN_VARIANCE = tl.constexpr(2.0**-22)  # in the mean square: less is rounding
-SMALLEST = tl.constexpr(2.0**-100)  # a sum of squares whose logarithm is taken
+MIN_SUM = tl.constexpr(2.0**-100)  # a sum of squares whose logarithm is taken
 MAX_UNIT = tl.constexpr(2.0**30)  # of a row of zeros, without eps
 SUMS = tl.constexpr(4)  # where the parts' sums begin
 
@@ -167,7 +167,7 @@ def store_expected(
     squares = tl.load(row_stats + SUMS + PARTS + lanes, mask=mask & stores, other=1.0)
     shift = tl.load(row_stats, mask=stores, other=0.0)
     unit = tl.load(row_stats + 1, mask=stores, other=1.0)
-    squares = tl.maximum(squares, SMALLEST)
+    squares = tl.maximum(squares, MIN_SUM)
     length, logs = tl.reduce((tl.where(mask, squares, 0.0), tl.log2(squares)), 0, _add_two)
     near = mask & (squares <= FAR * tl.exp2(logs / PARTS))
     squares = tl.where(near, squares, 0.0)
@@ -176,7 +176,7 @@ def store_expected(
     count *= IN / PARTS
     moved = total / count if NORM == 1 else 0.0
     variance = tl.maximum(squares / count - moved * moved, 0.0)
-    following = USUAL * tl.rsqrt(variance + length * LENGTH_WEIGHT)
+    following = TYPICAL * tl.rsqrt(variance + length * LENGTH_WEIGHT)
     tl.store(row_stats + 2, shift + moved / unit, mask=stores)
     tl.store(row_stats + 3, tl.minimum(unit * following, MAX_UNIT), mask=stores)
 
@@ -286,9 +286,9 @@ def empty_stats(parts: int, device: torch.device) -> Tensor:
     return torch.empty(4 + 2 * parts, device=device)
 
 
-def whole_row_parts(size: int) -> int:
+def full_row_parts(size: int) -> int:
     """In how many parts a kernel that has a whole row [size] stores its statistics."""
-    parts: int = min(WHOLE_ROW_PARTS, triton.next_power_of_2(size))
+    parts: int = min(FULL_ROW_PARTS, triton.next_power_of_2(size))
     return parts
 
 
@@ -360,7 +360,7 @@ def add_parts(
     operand = torch.empty_like(exact, dtype=dtype)
     code = norm_code(norm_of_next)
     prescaled = code > 0 and count == 1
-    stats_parts = whole_row_parts(size) if prescaled else 0
+    stats_parts = full_row_parts(size) if prescaled else 0
     row_stats = empty_stats(stats_parts, exact.device) if prescaled else None
     gain = exact if norm_of_next is None else norm_of_next.weight
     shift = None if norm_of_next is None else norm_of_next.bias
@@ -375,7 +375,7 @@ def add_parts(
         exact,
         operand,
         exact if row_stats is None else row_stats,
-        exact if buffers is None else buffers.own,
+        exact if buffers is None else buffers.local,
         exact if buffers is None else buffers.exchanges,
         0 if buffers is None else buffers.lane_words,
         count,

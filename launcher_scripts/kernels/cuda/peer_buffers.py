@@ -200,7 +200,7 @@ def receive_sum(
     exact, operand = torch.empty_like(residual.exact), torch.empty_like(residual.operand)
     row_stats = None if norm_of_next is None else empty_stats(programs, exact.device)
     launcher(add_from_peers, (programs,))(
-        buffers.own,
+        buffers.local,
         buffers.exchanges,
         exact if bias is None else bias,
         residual.exact,
@@ -223,7 +223,7 @@ def receive_sum(
     return Hidden(exact, operand, row_stats)
 
 
-def most_rows(buffers: PeerBuffers) -> int:
+def max_exchanged_rows(buffers: PeerBuffers) -> int:
     """Maximum number of rows that can exchange a few words each."""
     return buffers.lane_words // SHARE
 
@@ -235,7 +235,7 @@ def exchange_largest(values: Tensor, ids: Tensor, buffers: PeerBuffers) -> Tenso
         values,
         ids,
         tokens,
-        buffers.own,
+        buffers.local,
         buffers.addresses,
         buffers.exchanges,
         buffers.rank,

@@ -72,7 +72,7 @@ OWNED = 256  # columns of a block; whole shares
 
 
 @triton.jit
-def _places(row, columns, size, SHARE: tl.constexpr):
+def _offsets(row, columns, size, SHARE: tl.constexpr):
     """Return the offsets of the columns of a row [size] in a lane: rows begin with whole shares."""
     return row * ((size + SHARE - 1) // SHARE * SHARE) + columns
 
@@ -110,7 +110,7 @@ def parts_to_owner(
     for part in tl.static_range(PARTS):
         offset = parts + (part * count + row) * size + columns
         total += tl.load(offset, mask=mask, other=0.0).to(tl.float32)
-    offsets = _places(row, columns, size, SHARE)
+    offsets = _offsets(row, columns, size, SHARE)
     number = _exchanged(exchanges, offsets, mask, SHARE) + 1
     address = addresses + block % RANKS
     send_to(total, number, mask, offsets, address, rank, lane_words, RANKS)
@@ -136,7 +136,7 @@ def sums_to_peers(
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * RANKS + rank) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
-    offsets = _places(row, columns, size, SHARE)
+    offsets = _offsets(row, columns, size, SHARE)
     number = _exchanged(exchanges, offsets, mask, SHARE) + 1
     total = add_lanes(buffer, number, offsets, mask, lane_words, RANKS, LANES)
     send(total, number + 1, mask, offsets, addresses, rank, lane_words, RANKS)
@@ -158,7 +158,7 @@ def receive_row(
     OWNED: tl.constexpr,
 ):
     """The sum over the ranks of a whole row [size], and its exchanges counted."""
-    offsets = _places(row, columns, size, SHARE)
+    offsets = _offsets(row, columns, size, SHARE)
     number = _exchanged(exchanges, offsets, mask, SHARE) + 2
     lanes = (number & 1) * RANKS + columns // OWNED % RANKS
     # Of two dimensions: how they are loaded is not tied to the row's other values.
@@ -198,7 +198,7 @@ def send_sums(rows: int, size: int, buffers: PeerBuffers) -> None:
     """Send the blocks of a sum [rows, size] that this rank owns to every rank."""
     blocks = triton.cdiv(size, OWNED)
     launcher(sums_to_peers, (rows, triton.cdiv(blocks, buffers.ranks)))(
-        buffers.own,
+        buffers.local,
         buffers.addresses,
         buffers.exchanges,
         buffers.rank,
@@ -209,5 +209,5 @@ def send_sums(rows: int, size: int, buffers: PeerBuffers) -> None:
         SHARE=SHARE,
         BLOCK=OWNED,
         num_warps=2,
-        **pdl_options(buffers.own),
+        **pdl_options(buffers.local),
     )

@@ -26,20 +26,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from launcher_scripts.kernels.cuda.candidates import (
     BOUNDS,
     CANDIDATES,
-    ENDED,
     FEW,
     FIELDS,
     FINER_BOUNDS,
-    FOUND,
+    FLOAT_MAX,
     LANES,
-    LARGEST,
     LEVELS,
+    LISTED_END,
     MAX_PARTS,
     MAX_TOKENS,
-    REACH,
+    NUM_LISTED,
+    SHARE_TOTAL,
+    SPAN,
     TIMES,
     UNITS,
-    WHOLE,
     add_sums,
     all_bounds,
     amounts_from,
@@ -89,7 +89,7 @@ def _penalized(
     logit = logit - tl.where(count > 0, tl.load(output_presence_penalty + slot), 0.0)
     factor = temperature_factor(temperature, slot)
     logit = logit - tl.div_rn(tl.load(presence_penalty + slot), factor)
-    return tl.minimum(tl.maximum(logit, -LARGEST), LARGEST)
+    return tl.minimum(tl.maximum(logit, -FLOAT_MAX), FLOAT_MAX)
 
 
 @triton.jit
@@ -286,11 +286,11 @@ def add_shares(
     slot = tl.load(slots + row)
     factor = temperature_factor(temperature, slot)
     top = top_score(maxima, row, parts, factor)
-    view = (logits + row * stride, factor, top, -1.0, REACH, tl.load(min_p + slot))
+    view = (logits + row * stride, factor, top, -1.0, SPAN, tl.load(min_p + slot))
     masses, counts, total = sums_within(view, all_bounds(), BOUNDS, size, tl.program_id(1), parts)
     row_sums = sums + row * FIELDS
     add_sums(row_sums, masses, counts, BOUNDS)
-    tl.atomic_add(row_sums + WHOLE, total, sem="relaxed")
+    tl.atomic_add(row_sums + SHARE_TOTAL, total, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -335,7 +335,7 @@ def add_finer_shares(
     elif levels == LEVEL - 1:
         view = (logits + row * stride, factor, top, tl.where(by_p, above, -1.0), upto, 0.0)
         listed = candidates + row * CANDIDATES
-        collect(view, listed, row_sums + FOUND, size, tl.program_id(1), parts, BLOCK)
+        collect(view, listed, row_sums + NUM_LISTED, size, tl.program_id(1), parts, BLOCK)
 
 
 @triton.jit
@@ -361,7 +361,7 @@ def _choose(view, listed, row_sums, size, count, by_p, k, part, target):
 
     target: counts the shares from the first candidate on
     """
-    mass = tl.load(row_sums + WHOLE)
+    mass = tl.load(row_sums + SHARE_TOTAL)
     many = count > FEW
     if many:
         count, mass, target = _narrowed(view, listed, size, count, by_p, k, part, mass, target)
@@ -420,9 +420,9 @@ def choose_tokens(
     view = (logits + row * stride, factor, top, above, upto, tl.load(min_p + slot))
     listed = candidates + row * CANDIDATES
     if (levels == LEVELS) & (count <= CANDIDATES):
-        collect(view, listed, row_sums + FOUND, size, tl.program_id(1), parts, BLOCK)
+        collect(view, listed, row_sums + NUM_LISTED, size, tl.program_id(1), parts, BLOCK)
         tl.debug_barrier()
-    if tl.atomic_add(row_sums + ENDED, 1, sem="acq_rel") == parts - 1:
+    if tl.atomic_add(row_sums + LISTED_END, 1, sem="acq_rel") == parts - 1:
         selected, score, mass = _choose(view, listed, row_sums, size, count, by_p, k, part, target)
         tl.store(tokens + row, selected.to(tl.int64))
         tl.store(token + slot, selected.to(tl.int64))
@@ -431,7 +431,7 @@ def choose_tokens(
             reset = selected == tl.load(reset_id + slot)
             tl.store(top_p + slot, tl.where(reset, tl.load(initial_top_p + slot), moved))
         below = score - top
-        tl.store(log_probs + row, below - _log_of(tl.load(row_sums + WHOLE)))
+        tl.store(log_probs + row, below - _log_of(tl.load(row_sums + SHARE_TOTAL)))
         tl.store(log_probs + tl.num_programs(0) + row, below - _log_of(mass))
 
 
