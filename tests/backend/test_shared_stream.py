@@ -184,7 +184,7 @@ def test_a_row_that_the_engine_refuses_counts_no_more(
     assert stream.client.answered.wait(30)
 
 
-@pytest.mark.parametrize("more", [{"beams": 2}, {"wanted": "output_ids"}])
+@pytest.mark.parametrize("more", [{"beams": 2}, {"requested": "output_ids"}])
 def test_what_a_stream_does_not_take(stream: Stream, more: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="one row without beams"):
         stream.row(0, **more)
