@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.checkpoint.export import is_gain
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, weight_files
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.sources.random_checkpoint import is_gain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
 from launcher_scripts.models.gpt import GPTConfig

@@ -1,9 +1,12 @@
 """The command `launcher`: a service, a verdict, or a look at the jobs, in one word.
 
-    launcher serve PATH [KEY=VALUE ...]    export a checkpoint and serve it with OpenAI's interface
-    launcher judge PATH [KEY=VALUE ...]    export, serve and evaluate it: GO or NO-GO
-    launcher watch DIR [KEY=VALUE ...]     judge every checkpoint that a training writes into DIR
-    launcher jobs COMMAND ...              list, status, logs, info, wait, tunnel, stop ...
+    launcher serve PATH [KEY=VALUE ...]        export a checkpoint and serve it with OpenAI's
+                                               interface
+    launcher judge PATH [KEY=VALUE ...]        export, serve and evaluate it: GO or NO-GO
+    launcher watch DIR [KEY=VALUE ...]         judge every checkpoint that a training writes into
+                                               DIR
+    launcher convert PATH OUT [KEY=VALUE ...]  write it as a transformers folder (Hugging Face)
+    launcher jobs COMMAND ...                  list, status, logs, info, wait, tunnel, stop ...
 
 PATH is any checkpoint: a Hugging Face folder, a GGUF or .nemo file, the folder of a training.
 Results are in ./results. The command prints the line of main.py that it stands for, and runs it;
@@ -22,13 +25,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# Word -> the paths that it takes, and the stages that it runs.
+_PATHS = {
+    "serve": ("the PATH of a checkpoint",),
+    "judge": ("the PATH of a checkpoint",),
+    "watch": ("the DIR of a training",),
+    "convert": ("the PATH of a checkpoint", "the folder OUT"),
+}
+_STAGES = {
+    "serve": "export,deploy",
+    "judge": "export,deploy,evaluate",
+    "watch": "watch",
+    "convert": "export",
+}
 CHECKOUT = Path(__file__).resolve().parent.parent
 _SLURM_TIMEOUT = 10.0
 # Names of folders inside a checkpoint, which do not name the model.
 _INNER_FOLDERS = re.compile(r"checkpoints?|iter_\d+|weights|snapshots|[0-9a-f]{40}|\d+")
 _HUB_FOLDER = re.compile(r"models--[^/]+?--(?P<name>[^/]+)")
 _EXPORT_FILES = {"t5": "t5/export_t5", "bart": "bart/export_bart", "agm": "agm/export_agm"}
-_STAGES = {"serve": "export,deploy", "judge": "export,deploy,evaluate", "watch": "watch"}
 _ENCODER_FILE = "t5/export_t5_encoder"
 
 
@@ -44,17 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return with_open_output(lambda: print(__doc__))
     if word == "jobs":
         return _run(["-m", "launcher_scripts.jobs", *others])
-    stages = _STAGES.get(word)
-    if stages is None or not others or "=" in others[0]:
-        message = f"unknown word {word}"
-        if stages is not None:
-            message = f"{word} needs the PATH of a checkpoint, or of a training's folder"
+    needed = _PATHS.get(word, ())
+    paths, overrides = others[: len(needed)], others[len(needed) :]
+    if len(paths) < max(len(needed), 1) or any("=" in path for path in paths):
+        message = f"{word} needs {' and '.join(needed)}" if needed else f"unknown word {word}"
         print(f"error: {message}\n{__doc__}", file=sys.stderr)
         return 3
-    path, *overrides = others
-    line = [str(CHECKOUT / "main.py"), *launcher_arguments(word, Path(path), overrides)]
+    if word == "convert":
+        overrides = [_folder_option(paths[1]), *overrides]
+    line = [str(CHECKOUT / "main.py"), *launcher_arguments(word, Path(paths[0]), overrides)]
     print(shlex.join(["python3", *line]), flush=True)
     return _run(line)
+
+
+def _folder_option(folder: str) -> str:
+    from launcher_scripts.common.command_line import hydra_value
+
+    return f"export.huggingface.folder={hydra_value(str(Path(folder).expanduser().absolute()))}"
 
 
 def launcher_arguments(word: str, path: Path, overrides: Sequence[str]) -> list[str]:
@@ -70,10 +91,11 @@ def launcher_arguments(word: str, path: Path, overrides: Sequence[str]) -> list[
         "base_results_dir": hydra_value(str(Path("results").absolute())),
         "export.run.model_train_name": model_name(path),
         path_key: hydra_value(str(path.expanduser().absolute())),
-        **dict.fromkeys(
-            (f"deploy.server.{kind}_port" for kind in ("http", "grpc", "metrics")), "0"
-        ),
     }
+    if word == "convert":
+        keys["export.format"] = "huggingface"
+    else:
+        keys |= {f"deploy.server.{kind}_port": "0" for kind in ("http", "grpc", "metrics")}
     if word == "serve":
         keys["deploy.gateway.port"] = "8000"
     if export_file is not None:

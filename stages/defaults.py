@@ -95,7 +95,7 @@ def _parallel_size(config: DictConfig) -> int:
         limit = config.cluster.gpus_per_node
         gpus = min(len(here), limit) if isinstance(limit, int) else len(here)
         memory = min((gpu.memory for gpu in here), default=0)
-    if gpus <= 1:
+    if gpus <= 1 or config.export.format == "huggingface":
         return 1
     model, size = _model_and_bytes(config)
     if size is None:

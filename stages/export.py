@@ -20,11 +20,13 @@ from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenize
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
+from launcher_scripts.config.huggingface import HuggingFaceOptions
 from launcher_scripts.config.options import absolute, build, values_of, with_absolute_paths
 from launcher_scripts.config.security import SIGN, SigningKey
 from launcher_scripts.config.settings import (
     CHECKPOINT_KEY,
     DRAFT_MODEL_KEY,
+    EXPORT_FORMATS,
     ExportSettings,
     ModelOptions,
     ServingOptions,
@@ -71,6 +73,8 @@ class ExportBlock:
     model: ExportModel
     triton_deployment: TritonDeployment
     sign: SigningKey | None
+    format: str = EXPORT_FORMATS[0]
+    huggingface: HuggingFaceOptions = HuggingFaceOptions()
 
 
 class Export(Stage):
@@ -96,9 +100,19 @@ class Export(Stage):
             tokenizer=_tokenizer(model.tokenizer),
             device=str(self.launch.blocks["deploy"]["server"]["device"]),
             sign=self.block.sign,
+            format=self.block.format,
+            huggingface=self.block.huggingface,
             **values,
         )
         return with_absolute_paths(settings)
+
+    def step_names(self) -> tuple[str, ...]:
+        """The model repository is of shards alone."""
+        return self.modules[:1] if self.is_huggingface else self.modules
+
+    @property
+    def is_huggingface(self) -> bool:
+        return self.block.format == "huggingface"
 
     def parallelism(self) -> Parallelism:
         """The sizes that the exported model will be served with."""
@@ -126,7 +140,10 @@ class Export(Stage):
         checks, settings = self.launch.checks, self.settings
         model_types, key = BACKEND_MODEL_TYPES, "export.run.model_type"
         checks.problems.check_choice("model_type", settings.model_type, model_types, key)
-        self._check_folder()
+        if self.is_huggingface:
+            self._check_huggingface()
+        else:
+            self._check_folder()
         advice = hub_advice(self.block.model.checkpoint_path)
         if checks.exists("the checkpoint", settings.checkpoint_path, CHECKPOINT_KEY, advice):
             self._check_sizes()
@@ -169,6 +186,25 @@ class Export(Stage):
                 got=str(settings.checkpoint_dir),
                 change="export.model.overwrite=True to replace it, or export.model.reuse=True"
                 + ("" if complete else f"{finish}_hydra.yaml"),
+            )
+
+    def _check_huggingface(self) -> None:
+        """A transformers folder is not served by a later stage, and not replaced unless asked."""
+        checks, settings = self.launch.checks, self.settings
+        later = [name for name in self.launch.stages if name != self.name]
+        if later:
+            checks.problems.add(
+                "export.format=huggingface writes no model repository for the later stages",
+                got=later,
+                choices=["stages=[export]"],
+                change="stages or export.format",
+            )
+        retained = settings.overwrite or settings.reuse
+        if checks.on_host(settings.checkpoint_dir).exists() and not retained:
+            checks.problems.add(
+                "the output already exists",
+                got=str(settings.checkpoint_dir),
+                change="export.model.overwrite=True to replace it",
             )
 
     def _check_sizes(self) -> None:

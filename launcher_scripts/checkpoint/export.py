@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     check_draft_folder,
-    random_config,
 )
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
@@ -33,15 +28,11 @@ from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     reject_existing,
 )
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import Workspace
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
-    FullTensors,
     Hints,
     SourceCheckpoint,
 )
 from launcher_scripts.checkpoint.layout.tasks import (
-    STORED,
     Task,
     checkpoint_type,
     make_plan,
@@ -52,13 +43,15 @@ from launcher_scripts.checkpoint.layout.tasks import (
 from launcher_scripts.checkpoint.layout.workers import Progress
 from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
 from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_files
-from launcher_scripts.checkpoint.sources.adapters import with_adapters
+from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
+from launcher_scripts.checkpoint.sources.fastertransformer import FasterTransformerSource
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint, foreign_weights
 from launcher_scripts.checkpoint.sources.locations import checkpoints_below, hub_advice, snapshot_of
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
+from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.checkpoint.verification import Forecast, verify_export, weight_bytes
 from launcher_scripts.common.errors import (
@@ -74,73 +67,6 @@ from launcher_scripts.config.settings import AUTO, CHECKPOINT_KEY, ExportSetting
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import LORA_FIELDS, is_lora_file
 from launcher_scripts.models.family import ModelConfig, check_division
-
-BLOCK = 1 << 22  # values; larger tensors repeat them
-DEVIATION = 0.02  # keeps activations in fp16's range
-
-
-@dataclass(frozen=True)
-class RandomTensor(SourceTensor):
-    """A tensor whose values follow from its name; reading it makes a float32 array."""
-
-    name: str
-
-    def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
-        random = np.random.default_rng(zlib.crc32(self.name.encode()))
-        count = min(int(np.prod(self.shape)), BLOCK)
-        values = random.standard_normal(count, dtype=np.float32) * np.float32(DEVIATION)
-        return np.resize(values + np.float32(is_gain(self.name)), self.shape)
-
-
-@dataclass(frozen=True)
-class RandomCheckpoint(FullTensors):
-    """The stored tensors of a model, by their canonical names."""
-
-    format: ClassVar[str] = "random"
-
-    archive: Archive
-    config: ModelConfig
-    tensors: Mapping[str, SourceTensor]
-    dialects: tuple[str, ...] = (STORED,)
-    notes: tuple[str, ...] = ("the weights are random: this model is for measuring speed alone",)
-
-    @classmethod
-    def matches(cls, _archive: Archive) -> bool:
-        """Never: a model has random weights only where that was asked for."""
-        return False
-
-    @classmethod
-    def open(cls, archive: Archive, _hints: Hints) -> RandomCheckpoint:
-        """Raises CheckpointError for what is not a config.ini."""
-        config = random_config(archive.path)
-        return cls(archive, config, _tensors(config))
-
-    @property
-    def knows_token_ids(self) -> bool:
-        """config.ini says them."""
-        return True
-
-    def tokenizer_files(self) -> dict[str, bytes]:
-        """Raises CheckpointError: there are none."""
-        raise CheckpointError(
-            problem("a config.ini has no tokenizer", change="export.model.tokenizer=none")
-        )
-
-
-def _tensors(config: ModelConfig) -> dict[str, Any]:
-    """Every required tensor."""
-    tensors = {}
-    for spec in family_of(config).weights(config):
-        for layer in spec.layer_numbers(config) if spec.required else ():
-            shape = spec.shape_on(config.of_layer(layer), 1)
-            name = spec.tensor_name(layer)
-            tensors[name] = RandomTensor(shape, np.dtype("<f4"), (), name)
-    return tensors
-
-
-def is_gain(name: str) -> bool:
-    """Return whether a weight multiplies normalized values, and so is about one."""
-    return "norm" in name and name.endswith("weight")
 
 
 class SourceFormat(Protocol):
@@ -162,6 +88,7 @@ SOURCES: dict[str, SourceFormat] = {
     "megatron_core": MegatronCoreCheckpoint,
     "huggingface": HuggingFaceCheckpoint,
     "gguf": GGUFCheckpoint,
+    "fastertransformer": FasterTransformerSource,
     "random": RandomCheckpoint,
 }
 # What the manifest calls the digest of everything that makes an export what it is, and of
@@ -171,6 +98,57 @@ IDENTITY, BASE_IDENTITY = "identity", "base_identity"
 _DIGESTED_BYTES = 8 << 30
 # Compares an exported folder with its source in another way; what the manifest says about it.
 Compare = Callable[[Path, ExportSettings], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class OpenedExport:
+    """A checkpoint that is read, with its adapters and its tokenizer, and what it becomes.
+
+    base:       without adapters
+    adapted:    with them; None if there are none
+    files:      the tokenizer's, by their exported names
+    config:     the hyperparameters, with the special ids
+    tasks:      one per stored tensor, adapters merged
+    stored:     the type of most of its values
+    """
+
+    path: Path
+    archive: Archive
+    base: SourceCheckpoint
+    adapted: AdaptedCheckpoint | None
+    files: dict[str, bytes]
+    config: Any
+    tasks: list[Task]
+    stored: str
+    notes: list[str]
+
+    @property
+    def checkpoint(self) -> SourceCheckpoint:
+        return self.adapted or self.base
+
+
+def open_export(settings: ExportSettings) -> OpenedExport:
+    """Read and check a checkpoint. Raises CheckpointError or ConfigError with all problems."""
+    with _reading(settings.checkpoint_path):
+        path, hints = _located(settings)
+        scratch = _existing_parent(settings.checkpoint_dir)
+        archive = Archive(path, scratch=scratch)
+        base = open_source(archive, settings.source, hints)
+        adapted = with_adapters(base, settings, scratch)
+        checkpoint: SourceCheckpoint = adapted or base
+        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        config = _with_token_ids(settings, checkpoint, files)
+        if adapted:
+            config = adapted.with_start_id(config)
+        if settings.model_type:
+            backend_model_type(settings.model_type, config)
+        check_serving(settings, config)
+        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        stored = checkpoint_type(tasks)
+        notes = _notes(settings, checkpoint, files, stored)
+        if adapted:
+            tasks = adapted.fold(tasks)
+    return OpenedExport(path, archive, base, adapted, files, config, tasks, stored, notes)
 
 
 def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
@@ -183,39 +161,24 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
     """
     target = settings.checkpoint_dir
     reject_existing(target, settings.overwrite or settings.reuse)
-    with _reading(settings.checkpoint_path):
-        path, hints = _located(settings)
-        archive = Archive(path, scratch=_existing_parent(target))
-        base = open_source(archive, settings.source, hints)
-        adapted = with_adapters(base, settings, _existing_parent(target))
-        checkpoint: SourceCheckpoint = adapted or base
-        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
-        config = _with_token_ids(settings, checkpoint, files)
-        if adapted:
-            config = adapted.with_start_id(config)
-        if settings.model_type:
-            backend_model_type(settings.model_type, config)
-        check_serving(settings, config)
-        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
-        stored = checkpoint_type(tasks)
-        notes = _notes(settings, checkpoint, files, stored)
-        if settings.weight_data_type == AUTO:
-            settings = replace(settings, weight_data_type=stored)
-        if adapted:
-            tasks = adapted.fold(tasks)
-    files |= checkpoint.extra_files()
-    name = _identity(settings, checkpoint.describe(), config, path)
-    base_name = _identity(*_without_lora(settings, base, checkpoint, config), path)
+    opened = open_export(settings)
+    path, config, tasks, checkpoint = opened.path, opened.config, opened.tasks, opened.checkpoint
+    if settings.weight_data_type == AUTO:
+        settings = replace(settings, weight_data_type=opened.stored)
+    files = opened.files | checkpoint.extra_files()
+    name = export_identity(settings, checkpoint.describe(), config, path)
+    base_name = export_identity(*_without_lora(settings, opened.base, checkpoint, config), path)
     weights: dict[str, FileEntry] = {}
     if settings.reuse and not settings.overwrite and target.exists():
         weights = _base_weights(target, name, base_name)
         if not weights:
             return _reusable(settings, name, files, tasks, path)
         print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
-    total = _check_space(settings, config, target, weights)
-    family, free = family_of(config).name, _free_space(target)
-    print(Forecast.of(base.format, family, tasks, total, free), flush=True)
-    metadata = {IDENTITY: name, BASE_IDENTITY: base_name, **({"notes": notes} if notes else {})}
+    total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
+    check_space(target, total, retained=sum(entry.bytes for entry in weights.values()))
+    print_forecast(opened, total, target)
+    metadata: dict[str, Any] = {IDENTITY: name, BASE_IDENTITY: base_name}
+    metadata |= {"notes": opened.notes} if opened.notes else {}
     writer = FTWriter(
         target,
         config,
@@ -230,7 +193,7 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
         for file_name, content in files.items():
             writer.copy(content, file_name)
         progress = Progress(f"exporting {path.name}", total)
-        unfit = write_all(tasks, writer, archive, progress, settings)
+        unfit = write_all(tasks, writer, opened.archive, progress, settings)
         progress.close()
         reject_unfit(tasks, unfit, f"the weights of {path}")
         writer.source |= _source_digests(settings, path)
@@ -241,6 +204,13 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
             if reference is not None:
                 writer.annotate("twin", reference(writer.partial, settings))
     return target
+
+
+def print_forecast(opened: OpenedExport, total: int, target: Path) -> None:
+    """Print what is going to be read and written."""
+    family = family_of(opened.config).name
+    free = _free_space(target)
+    print(Forecast.of(opened.base.format, family, opened.tasks, total, free), flush=True)
 
 
 def _notes(
@@ -296,7 +266,7 @@ def _with_token_ids(
     )
 
 
-def _identity(
+def export_identity(
     settings: ExportSettings, source: Mapping[str, Any], config: ModelConfig, path: Path
 ) -> str:
     """Returns what this export is, so that a later one can go on with its files."""
@@ -343,14 +313,19 @@ def _reusable(
     files: those beside the weights, by name
     """
     target = settings.checkpoint_dir
-    manifest = _check_same(target, name, files)
+    manifest = check_same(target, name, files)
     if manifest is not None and SOURCE_DIGESTS not in manifest.source:
         digests = _source_digests(settings, path)
         replace(manifest, source={**manifest.source, **digests}).write(target)
     if settings.verify:
         verify_export(target, tasks, settings.processes)
-    print(f"the earlier export is the same and is kept: {target}", flush=True)
+    print_kept(target)
     return target
+
+
+def print_kept(target: Path) -> None:
+    """Print that nothing is written."""
+    print(f"the earlier export is the same and is kept: {target}", flush=True)
 
 
 def _without_lora(
@@ -386,7 +361,7 @@ def _base_weights(target: Path, name: str, base_name: str) -> dict[str, FileEntr
     return entries
 
 
-def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest | None:
+def check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest | None:
     """Returns the manifest of the export in `target`. Raises CheckpointError for an export of
     another checkpoint or with other settings, or an incomplete one.
 
@@ -394,8 +369,8 @@ def _check_same(target: Path, name: str, small: Mapping[str, bytes]) -> Manifest
     """
     manifest = read_manifest(target)
     problems = Problems(f"the earlier export {target}")
-    is_same = manifest is not None and manifest.source.get(IDENTITY) == name
-    if manifest is None or not is_same or not _holds(target, small):
+    supported = manifest is not None and manifest.source.get(IDENTITY) == name
+    if manifest is None or not supported or not _holds(target, small):
         problems.add(
             "it is of another checkpoint, or of other settings",
             change="export.model.overwrite=True to replace it",
@@ -443,7 +418,8 @@ def open_source(
 
 
 def _lacking(archive: Archive) -> str:
-    """What is there in the place of a checkpoint, and what to do; "" if there is no more to say."""
+    """Describe what is there in place of a checkpoint, and what to do; "" if there is no more to
+    say."""
     if huggingface_peft.CONFIG_NAME in archive.names():
         return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
     if archive.container != "folder":
@@ -475,17 +451,13 @@ def check_serving(settings: ExportSettings, config: ModelConfig) -> None:
     problems.raise_if_any(ConfigError)
 
 
-def _check_space(
-    settings: ExportSettings, config: ModelConfig, target: Path, existing: Mapping[str, FileEntry]
-) -> int:
-    """Returns the bytes of all weights; those that are not kept must fit the disk."""
-    total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
-    needed, free = total - sum(entry.bytes for entry in existing.values()), _free_space(target)
+def check_space(target: Path, size: int, retained: int = 0) -> None:
+    """Raise CheckpointError if so many bytes, of which some are kept, do not fit the disk."""
+    needed, free = size - retained, _free_space(target)
     if needed > free:
         raise CheckpointError(
             problem(f"{target} needs {needed} bytes", got=f"{free} bytes free on that disk")
         )
-    return total
 
 
 def _free_space(target: Path) -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.files import CANDIDATE, READY, atomic_write, replica_file
 from launcher_scripts.common.parallelism import Parallelism
@@ -26,6 +26,7 @@ from launcher_scripts.config.evaluation import (
     TaskSettings,
 )
 from launcher_scripts.config.gateway import DeployedGateway
+from launcher_scripts.config.huggingface import HuggingFaceOptions
 from launcher_scripts.config.options import (
     PORTS,
     ConfigPath,
@@ -45,46 +46,20 @@ from launcher_scripts.config.security import (
     SigningKey,
     TrustedSigner,
 )
+from launcher_scripts.config.tokenizer import TokenizerSettings as TokenizerSettings
 
 AUTO = "auto"
 DATA_TYPES = ("fp32", "fp16", "bf16")
-SOURCES = ("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "random")
+SOURCES = (
+    *("auto", "nemo", "megatron", "megatron_core", "huggingface", "gguf", "fastertransformer"),
+    "random",
+)
+EXPORT_FORMATS = ("fastertransformer", "huggingface")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 PROMOTIONS = ("after_gate",)
 EXPORTS = ("mlflow",)
 MIN_IDLE_TIMEOUT = 1
-
-
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """Source of the tokenizer: `auto` (the checkpoint's own), `none`, or `files`."""
-
-    source: str = option(
-        "auto",
-        "the checkpoint's own, none, or the files named by the flags below",
-        flag="tokenizer",
-        metavar="auto|none|files",
-    )
-    library: str | None = option(None, "library of --tokenizer files")
-    model: ConfigPath | None = option(None, "SentencePiece model or tokenizer.json", metavar="FILE")
-    vocab_file: ConfigPath | None = option(None, "vocabulary of a byte-level BPE", metavar="FILE")
-    merge_file: ConfigPath | None = option(None, "merges of a byte-level BPE", metavar="FILE")
-    start_id: int | None = option(None, "token that starts a sequence", flag="start-id")
-    end_id: int | None = option(None, "token that ends a sequence", flag="end-id")
-    pad_id: int | None = option(None, "token that fills a batch", flag="pad-id")
-
-    def __post_init__(self) -> None:
-        choices = ("auto", "none", "files")
-        if self.source not in choices:
-            raise ConfigError(
-                problem(
-                    "unknown tokenizer",
-                    got=self.source,
-                    choices=("auto", "none", "a mapping with library, model, vocab_file, ..."),
-                    change="export.model.tokenizer",
-                )
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +172,8 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     triton_model_dir is the model's folder inside the repository; shards go to
     <triton_model_dir>/1/<tp_size>-gpu. model_type is what the model is served as; "" where only the
-    shards are wanted. device: of the server, as in ServerOptions. sign: None: no signature.
+    shards are wanted. device: of the server, as in ServerOptions. sign: None: no signature. With
+    format huggingface a transformers folder is written instead, as `huggingface` says.
     """
 
     model_name: str
@@ -216,16 +192,28 @@ class ExportSettings(ServingOptions, ModelOptions):
     tokenizer: TokenizerSettings = TokenizerSettings()
     device: str = "auto"
     sign: SigningKey | None = None
+    format: str = option(
+        "fastertransformer",
+        "what is written: shards of the engine, or a transformers folder",
+        choices=EXPORT_FORMATS,
+    )
+    huggingface: HuggingFaceOptions = HuggingFaceOptions()
 
     @staticmethod
     def key_of(name: str) -> str:
         """Return the key where an option is changed."""
+        if name == "format":
+            return "export.format"
         of_serving = name in (item.name for item in dataclasses.fields(ServingOptions))
         return f"export.{'triton_deployment' if of_serving else 'model'}.{name}"
 
     def __post_init__(self) -> None:
         problems = Problems("the export settings")
         check_options(self, problems, self.key_of)
+        check_options(self.huggingface, problems, "export.huggingface.{}".format)
+        if self.format == "huggingface":
+            lists = ("prompt_checkpoints", "lora_checkpoints")
+            self.huggingface.check(problems, [n for n in lists if getattr(self, n)])
         if self.source == "random" and self.tokenizer.source == "auto":
             problems.add(
                 "random weights come without a tokenizer",
@@ -280,7 +268,9 @@ class ExportSettings(ServingOptions, ModelOptions):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Folder of the shards."""
+        """Where the shards go, or the transformers folder."""
+        if self.format == "huggingface":
+            return Path(str(self.huggingface.folder))
         return Path(self.triton_model_dir) / "1" / f"{self.parallelism.tp_size}-gpu"
 
 

@@ -313,7 +313,7 @@ MINIMAX_M2_IN_MEMORY = QWEN_MOE | _BIAS_OF_MLP
 ERNIE4_5_MOE = {
     **INTERLEAVED,
     **BIASED_MOE,
-    EXPERT_BIAS: Source(("layers.*.mlp.moe_statics.e_score_correction_bias",), "summands"),
+    EXPERT_BIAS: Source(("layers.*.mlp.moe_statics.e_score_correction_bias",), "summands_of_row"),
 }
 
 GPT_NEOX = {

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to FasterTransformer's shards, as a settings file or the flags say.
+"""Convert a checkpoint to FasterTransformer's shards, or to a transformers folder.
 
 python3 -m launcher_scripts.steps.convert_checkpoint --settings <file>.yaml
 python3 -m launcher_scripts.steps.convert_checkpoint --checkpoint-path <source> \
@@ -20,6 +20,7 @@ if __name__ == "__main__":
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.export import export
+from launcher_scripts.checkpoint.huggingface.export import export_huggingface
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
 from launcher_scripts.steps.command import FlagTable, Values, resumed, run_step
@@ -54,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(settings: ExportSettings) -> None:
-    folder = export(resumed(settings), _compare)
+    settings = resumed(settings)
+    if settings.format == "huggingface":
+        folder = export_huggingface(settings)
+    else:
+        folder = export(settings, _compare)
     print(f"checkpoint {folder}", flush=True)
 
 

@@ -381,6 +381,6 @@ def test_a_file_is_written_by_small_calls(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "write", counting)
     content = bytes(range(256)) * 4097
     with (tmp_path / "file").open("xb", buffering=0) as out:
-        fastertransformer._write_all(out.fileno(), memoryview(content))
+        fastertransformer.write_all(out.fileno(), memoryview(content))
     assert (tmp_path / "file").read_bytes() == content
     assert max(sizes) == 1 << 18

@@ -40,6 +40,29 @@ def test_the_name_is_that_of_the_folder(path: str, name: str) -> None:
     assert model_name(Path(path)) == name
 
 
+def test_convert_is_a_line_of_main(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[list[str]] = []
+    monkeypatch.setattr(launcher, "_run", lambda line: lines.append(line) or 0)
+    assert launcher.main(["convert", "m", "out dir", "export.model.processes=2"]) == 0
+    assert lines[0][1:] == [
+        "stages=[export]",
+        "cluster_type=interactive",
+        f"base_results_dir={tmp_path}/results",
+        "export.run.model_train_name=m",
+        f"export.model.checkpoint_path={tmp_path}/m",
+        "export.format=huggingface",
+        f"export.huggingface.folder='{tmp_path}/out dir'",
+        "export.model.processes=2",
+    ]
+    for words in (["convert", "m"], ["convert", "m", "export.model.processes=2"], ["convert"]):
+        assert launcher.main(words) == 3
+        assert (
+            "convert needs the PATH of a checkpoint and the folder OUT" in capsys.readouterr().err
+        )
+
+
 def test_serve_is_a_line_of_main(tmp_path: Path) -> None:
     found = launcher_arguments("serve", Path("m"), ["export.model.processes=2"])
     assert found == [

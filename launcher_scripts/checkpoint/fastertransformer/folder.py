@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
     DIGESTS,
+    FORMAT,
     SMALL,
     Crc32,
     FileEntry,
@@ -46,6 +48,7 @@ from launcher_scripts.models.repository import FILE_NAME as INI_NAME
 # At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives
 # free blocks of that size back to its host must get it from there, which takes ten times as long.
 _WRITE_BYTES = 1 << 18
+Writer = TypeVar("Writer", bound="FolderWriter")
 DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype("<f4"),
     "fp16": np.dtype("<f2"),
@@ -180,43 +183,31 @@ class FTCheckpoint:
             problems.add(f"{entry.name} is altered, and not only its {editable}", got=digest)
 
 
-class FTWriter:
+class FolderWriter(ABC):
     """Makes a checkpoint folder: everything goes to `<name>.partial`, renamed when complete.
 
     Use as a context manager; leaving it by an exception removes what was written. With a `name`
     (see journal.identity) an interruption leaves the finished files in place instead, and the next
-    writer of that name goes on. `write_file` may be called by several processes at once.
+    writer of that name goes on.
 
     earlier: weights of the folder that is replaced, by name, which stay as they are
     """
 
+    format = FORMAT
+    model_type: str
+    tp_size: int
+    weight_data_type: str
+
     def __init__(
         self,
         folder: Path,
-        config: ModelConfig,
-        tp_size: int,
-        weight_data_type: str,
         *,
         source: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         name: str = "",
         earlier: Mapping[str, FileEntry] | None = None,
     ) -> None:
-        if tp_size not in config.tp_sizes():
-            raise CheckpointError(
-                problem(
-                    "tensor_model_parallel_size must divide the attention heads and the MLP",
-                    got=tp_size,
-                    choices=config.tp_sizes(),
-                    change="export.model.tensor_model_parallel_size",
-                )
-            )
         self.folder = Path(folder)
-        self.config = config
-        self.tp_size = tp_size
-        self.weight_data_type = weight_data_type
-        self.dtype = DTYPES[weight_data_type]
-        self._dtype_name = dtype_name(self.dtype)
         self.source = dict(source or {})
         self.overwrite = overwrite
         self.partial = partial_folder(self.folder)
@@ -227,7 +218,7 @@ class FTWriter:
         self._entries: dict[str, FileEntry] = {}
         self._created: list[Path] = []
 
-    def __enter__(self) -> FTWriter:
+    def __enter__(self: Writer) -> Writer:
         reject_existing(self.folder, self.overwrite)
         with writing(self.partial):
             if self.partial.exists() and not self.name:
@@ -265,31 +256,9 @@ class FTWriter:
             shutil.copyfile(source, target)
         self.add(entry)
 
-    def holds(self, file: WeightFile) -> bool:
-        """Return whether an interrupted run has already written this file."""
-        return file.name in self._entries
-
-    def write(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> None:
-        """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
-        self.add(self.write_file(file, chunks))
-
-    def write_file(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> FileEntry:
-        """`write`, except that the entry must still be added, perhaps in another process."""
-        digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
-        path = self.partial / name
-        with writing(path), _fresh(path) as out:
-            for chunk in chunks:
-                data = chunk.data.cast("B")
-                _write_all(out.fileno(), data)
-                digest.update(data)
-                crc.update(data)
-                size += len(data)
-        shape = file.spec.shape_on(self.config.of_layer(file.layer), self.tp_size)
-        expected = math.prod(shape) * self.dtype.itemsize
-        if size != expected:
-            raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
-        entry = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
-        return FileEntry(name, size, *entry)
+    def holds_file(self, name: str) -> bool:
+        """True if an interrupted run has already written this file."""
+        return name in self._entries
 
     def copy(self, content: bytes, name: str, fixed: bytes | None = None) -> None:
         """Write a file that is not a weight, such as the tokenizer's.
@@ -297,11 +266,11 @@ class FTWriter:
         fixed: what must stay of it, if it may be edited
         """
         path = self.partial / name
-        with writing(path), _fresh(path) as out:
-            _write_all(out.fileno(), memoryview(content))
-        fixed_digest = None if fixed is None else content_digest(fixed)
+        with writing(path), fresh_file(path) as out:
+            write_all(out.fileno(), memoryview(content))
+        retained = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
-        self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=fixed_digest))
+        self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=retained))
 
     def add(self, entry: FileEntry) -> None:
         """Count a file that is written as part of the checkpoint."""
@@ -309,15 +278,21 @@ class FTWriter:
         if self._journal is not None:
             self._journal.add(entry)
 
+    @abstractmethod
+    def expected_files(self) -> set[str]:
+        """Names of the weights that a complete folder has."""
+
+    @abstractmethod
+    def write_config(self) -> None:
+        """Write the last file before the manifest."""
+
     def seal(self) -> None:
-        """Write config.ini and the manifest: the partial folder is a checkpoint from here on."""
-        files = weight_files(self.config, self.tp_size)
-        expected = {file.name for file in files if file.spec.required}
-        missing = sorted(expected - self._entries.keys())
+        """Write the configuration and the manifest: the partial folder is a checkpoint from here
+        on."""
+        missing = sorted(self.expected_files() - self._entries.keys())
         if missing:
             raise CheckpointError(problem("not every weight was written", got=missing))
-        text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
-        self.copy(text.encode(), INI_NAME, config_ini.fixed_content(text))
+        self.write_config()
         self._write_manifest()
         self._sealed = True
 
@@ -328,8 +303,8 @@ class FTWriter:
 
     def _write_manifest(self) -> None:
         entries = tuple(self._entries.values())
-        family = family_of(self.config).name
-        manifest = Manifest(family, self.tp_size, self.weight_data_type, entries, self.source)
+        sizes = (self.model_type, self.tp_size, self.weight_data_type)
+        manifest = Manifest(*sizes, entries, self.source, format=self.format)
         with writing(self.partial):
             manifest.write(self.partial)
 
@@ -349,12 +324,76 @@ class FTWriter:
                 path.rmdir()
 
 
-def _fresh(path: Path) -> IO[bytes]:
+class FTWriter(FolderWriter):
+    """Writes FasterTransformer's files. `write_file` may be called by several processes at once."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        tp_size: int,
+        weight_data_type: str,
+        **options: Any,
+    ) -> None:
+        if tp_size not in config.tp_sizes():
+            raise CheckpointError(
+                problem(
+                    "tensor_model_parallel_size must divide the attention heads and the MLP",
+                    got=tp_size,
+                    choices=config.tp_sizes(),
+                    change="export.model.tensor_model_parallel_size",
+                )
+            )
+        super().__init__(folder, **options)
+        self.config = config
+        self.model_type = family_of(config).name
+        self.tp_size = tp_size
+        self.weight_data_type = weight_data_type
+        self.dtype = DTYPES[weight_data_type]
+        self._dtype_name = dtype_name(self.dtype)
+
+    def holds(self, file: WeightFile) -> bool:
+        """Return whether an interrupted run has already written this file."""
+        return self.holds_file(file.name)
+
+    def write(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> None:
+        """Write one weight from its consecutive pieces, each contiguous and of the right dtype."""
+        self.add(self.write_file(file, chunks))
+
+    def write_file(self, file: WeightFile, chunks: Iterable[NDArray[Any]]) -> FileEntry:
+        """`write`, except that the entry must still be added, perhaps in another process."""
+        digest, crc, size, name = DIGESTS[ALGORITHM](), Crc32(), 0, file.name
+        path = self.partial / name
+        with writing(path), fresh_file(path) as out:
+            for chunk in chunks:
+                data = chunk.data.cast("B")
+                write_all(out.fileno(), data)
+                digest.update(data)
+                crc.update(data)
+                size += len(data)
+        shape = file.spec.shape_on(self.config.of_layer(file.layer), self.tp_size)
+        expected = math.prod(shape) * self.dtype.itemsize
+        if size != expected:
+            raise CheckpointError(problem(f"{name} has another size", got=size, choices=[expected]))
+        entry = (digest.hexdigest(), shape, self._dtype_name, ALGORITHM, crc.hexdigest())
+        return FileEntry(name, size, *entry)
+
+    def expected_files(self) -> set[str]:
+        files = weight_files(self.config, self.tp_size)
+        return {file.name for file in files if file.spec.required}
+
+    def write_config(self) -> None:
+        """Write config.ini."""
+        text = config_ini.format_config(self.config, self.tp_size, self.weight_data_type)
+        self.copy(text.encode(), INI_NAME, config_ini.fixed_content(text))
+
+
+def fresh_file(path: Path) -> IO[bytes]:
     """A new file at `path`, whatever was there: a link's target stays as it is."""
     path.unlink(missing_ok=True)
     return path.open("xb", buffering=0)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data[:_WRITE_BYTES]) :]

@@ -22,6 +22,8 @@ from launcher_scripts.common.untrusted import parse_json, read_plain
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
+HUGGINGFACE_FORMAT = "huggingface-checkpoint"
+FORMATS = (FORMAT, HUGGINGFACE_FORMAT)
 LIST_FORMAT = "files"
 VERSION = 3
 # Version 1 knew sha256 alone; version 2 had no CRC-32 beside BLAKE3.
@@ -129,6 +131,7 @@ class Manifest:
     tool: Mapping[str, str] = field(
         default_factory=lambda: {"name": TOOL_NAME, "version": TOOL_VERSION}
     )
+    format: str = FORMAT
 
     @property
     def entries(self) -> dict[str, FileEntry]:
@@ -136,7 +139,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `folder`/manifest.json, a line per file, by name."""
-        head = {"format": FORMAT, "version": VERSION, "model_type": self.model_type}
+        head = {"format": self.format, "version": VERSION, "model_type": self.model_type}
         head |= {"tp_size": self.tp_size, "weight_data_type": self.weight_data_type}
         files = sorted(self.files, key=lambda entry: entry.name)
         lines = ",\n  ".join(json.dumps(entry.values()) for entry in files)
@@ -152,18 +155,19 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         values = parse_json(read_plain(path))
         header = (values.pop("format"), values.pop("version"))
-        if header not in [(FORMAT, version) for version in VERSIONS]:
+        supported = [(name, version) for name in FORMATS for version in VERSIONS]
+        if header not in supported:
             raise CheckpointError(
                 problem(
                     f"{path} has another format",
                     got=" ".join(map(str, header)),
-                    choices=[f"{FORMAT} {version}" for version in VERSIONS],
+                    choices=[f"{name} {version}" for name, version in supported],
                 )
             )
         values["files"] = tuple(file_entry(entry) for entry in values["files"])
         if not isinstance(values.get("source", {}), dict):
             raise ValueError("its source is not a mapping")
-        return Manifest(**values)
+        return Manifest(**values, format=header[0])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,15 +1,12 @@
-"""Conversion of source tensors to the stored form: every layout that a row of the weight table
-names.
+"""How source tensors become the stored form: every layout that a row of the weight table names.
 
-A layout takes the source tensors of one row and returns blocks of units (see layouts.py), or the
-whole stored tensor, [in, out] or [out]. Sources are torch's: a linear weight is [out, in], so the
-head or half a layout looks for lies along its first axis. All but the arithmetic ones make views.
+A layout takes the source tensors of one row and returns blocks of units, or the whole stored
+tensor, [in, out] or [out]. Sources are torch's: a linear weight is [out, in], so the head or half a
+layout looks for lies along its first axis. All but the arithmetic ones make views.
 
-Cutting whole tensors into the parts that tensor-parallel ranks hold.
-
-A tensor to be cut is given as blocks of units: a block is what one entry of `WeightSpec.blocks`
-names (query, key, value), and its units are the pieces that must stay together (heads), in order.
-A block of a single unit may be cut anywhere on its last axis. Everything here makes views.
+A block is what one entry of `WeightSpec.blocks` names (query, key, value), and its units are the
+pieces that tensor-parallel ranks cannot divide (heads), in order. A block of a single unit may be
+cut anywhere on its last axis.
 """
 
 from __future__ import annotations
@@ -23,12 +20,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, float32, widened
+from launcher_scripts.checkpoint.layout.inverses import (
+    FIRST_ROW,
+    Blocks,
+    Inverse,
+    codegen_rows,
+    columns_of,
+    divided_by_root_hidden,
+    interleaved_rows_of_blocks,
+    neighbouring_rows,
+    no_tensors,
+    numbers_of_xielu,
+    one_row,
+    row_of_sums,
+    rows_of,
+    rows_of_blocks,
+    rows_of_groups,
+    sum_of_rows,
+    swapped_rows_of_blocks,
+    with_padding_rows,
+)
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.bart import NEVER
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
-
-Blocks = Sequence[Sequence[NDArray[Any]]]
 
 
 def rank_columns(
@@ -78,8 +93,6 @@ def full_blocks(spec: WeightSpec, config: ModelConfig, tensor: NDArray[Any]) -> 
     return blocks
 
 
-# Of a table of positions, that of the first token; the rows before are for padding.
-FIRST_ROW = 2
 # (source tensors, config) -> the stored form
 Apply = Callable[[Sequence[NDArray[Any]], Any], Blocks | NDArray[Any]]
 
@@ -135,9 +148,7 @@ def padded_inputs(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
 
 
 def swapped_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
-    """As heads_side_by_side, where heads turn the other way: the halves of queries and keys change
-    places, which makes it the usual one.
-    """
+    """As heads_side_by_side, of heads that turn the other way: halves of queries and keys swap."""
 
     def swapped(tensor: NDArray[Any]) -> NDArray[Any]:
         halves = tensor.reshape(-1, 2, config.head_size // 2, *tensor.shape[1:])
@@ -310,7 +321,7 @@ def ones_of_head(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
 
 
 def scalars(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
-    """Tensors of one value each, as a vector."""
+    """Tensors of one value each, xIELU's, as a vector."""
     return np.concatenate([float32(tensor.reshape(-1)) for tensor in tensors])
 
 
@@ -370,11 +381,17 @@ class Layout:
               tensor-parallel rank of the source holds a part
     whole:    every tensor-parallel rank of the source holds the whole tensor, although the
               target's ranks share it
+    inverse:  from the stored form to the source tensors; None if it is unknown
+    part:     position of the row among the rows that share one source tensor
+    is_exact: apply and inverse give the same bits back
     """
 
     apply: Apply
     sections: int = 1
     full: bool = False
+    inverse: Inverse | None = None
+    part: int = 0
+    is_exact: bool = True
 
 
 def as_is(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
@@ -423,14 +440,14 @@ def qkv_in_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "as_is": Layout(as_is),
-    "transposed": Layout(transposed),
+    "as_is": Layout(as_is, inverse=columns_of),
+    "transposed": Layout(transposed, inverse=rows_of),
     "plus_one": Layout(plus_one),
-    "first_half": Layout(part_of_blocks(0, 2), sections=2),
-    "second_half": Layout(part_of_blocks(1, 2), sections=2),
-    "qkv_of_heads": Layout(qkv_of_heads),
-    "qkv_of_groups": Layout(qkv_of_groups),
-    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3),
+    "first_half": Layout(part_of_blocks(0, 2), sections=2, inverse=rows_of),
+    "second_half": Layout(part_of_blocks(1, 2), sections=2, inverse=rows_of, part=1),
+    "qkv_of_heads": Layout(qkv_of_heads, inverse=rows_of_groups),
+    "qkv_of_groups": Layout(qkv_of_groups, inverse=rows_of_groups),
+    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3, inverse=rows_of),
     "qkv_innermost": Layout(qkv_innermost),
     "query_of_heads": Layout(part_of_heads(0, 3)),
     "key_of_heads": Layout(part_of_heads(1, 3)),
@@ -441,31 +458,42 @@ LAYOUTS: dict[str, Layout] = {
     "first_of_two_heads": Layout(part_of_heads(0, 2)),
     "second_of_two_heads": Layout(part_of_heads(1, 2)),
     "transposed_whole": Layout(transposed, full=True),
-    "transposed_columns": Layout(transposed_columns),
-    "heads_side_by_side": Layout(heads_side_by_side),
-    "interleaved_heads_side_by_side": Layout(interleaved_heads_side_by_side),
-    "swapped_heads_side_by_side": Layout(swapped_heads_side_by_side),
+    "transposed_columns": Layout(transposed_columns, inverse=rows_of_blocks),
+    "heads_side_by_side": Layout(heads_side_by_side, inverse=rows_of_blocks),
+    "interleaved_heads_side_by_side": Layout(
+        interleaved_heads_side_by_side, inverse=interleaved_rows_of_blocks
+    ),
+    "codegen_blocks": Layout(codegen_blocks, inverse=codegen_rows),
+    "flattened": Layout(flattened, inverse=one_row),
+    "flattened_without_padding": Layout(flattened_without_padding, inverse=one_row, is_exact=False),
+    "swapped_heads_side_by_side": Layout(
+        swapped_heads_side_by_side, inverse=swapped_rows_of_blocks
+    ),
     "padded_values_side_by_side": Layout(padded_values_side_by_side),
     "padded_inputs": Layout(padded_inputs),
-    "interleaved_rope_of_heads": Layout(interleaved_rope("head_size")),
-    "interleaved_rope_of_latent": Layout(interleaved_rope("kv_down_size")),
-    "codegen_blocks": Layout(codegen_blocks),
+    "interleaved_rope_of_heads": Layout(
+        interleaved_rope("head_size"), inverse=neighbouring_rows("head_size")
+    ),
+    "interleaved_rope_of_latent": Layout(
+        interleaved_rope("kv_down_size"), inverse=neighbouring_rows("kv_down_size")
+    ),
     "gated_heads_side_by_side": Layout(gated_heads_side_by_side),
     "conv_taps": Layout(conv_taps),
     "delta_side_by_side": Layout(delta_side_by_side),
     "delta_of_key_heads": Layout(delta_of_key_heads),
-    "flattened": Layout(flattened),
-    "flattened_without_padding": Layout(flattened_without_padding),
     "stacked_rows": Layout(stacked_rows),
-    "summands": Layout(summands),
-    "scaled_by_root_hidden": Layout(scaled_by_root_hidden),
-    "without_padding_rows": Layout(without_padding_rows),
+    "summands": Layout(summands, inverse=sum_of_rows),
+    "summands_of_row": Layout(summands, inverse=row_of_sums),
+    "scaled_by_root_hidden": Layout(
+        scaled_by_root_hidden, inverse=divided_by_root_hidden, is_exact=False
+    ),
+    "without_padding_rows": Layout(without_padding_rows, inverse=with_padding_rows, is_exact=False),
     "projected_in": Layout(projected_in),
     "projected_out": Layout(projected_out),
-    "fairseq_sinusoids": Layout(fairseq_sinusoids),
-    "sinusoids": Layout(sinusoids),
-    "zeros": Layout(zeros),
-    "ones": Layout(ones),
-    "ones_of_head": Layout(ones_of_head),
-    "scalars": Layout(scalars),
+    "fairseq_sinusoids": Layout(fairseq_sinusoids, inverse=no_tensors),
+    "sinusoids": Layout(sinusoids, inverse=no_tensors),
+    "zeros": Layout(zeros, inverse=no_tensors),
+    "ones": Layout(ones, inverse=no_tensors),
+    "ones_of_head": Layout(ones_of_head, inverse=no_tensors),
+    "scalars": Layout(scalars, inverse=numbers_of_xielu),
 }

@@ -213,6 +213,15 @@ class SourceCheckpoint(ABC):
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of the checkpoint's own tokenizer; an error if it has none."""
 
+    def config_json(self) -> Mapping[str, Any] | None:
+        """Return the config.json of the model in transformers; None if the checkpoint has none."""
+        return None
+
+    @property
+    def config_dialects(self) -> tuple[str, ...]:
+        """Dialects of the model that config_json describes."""
+        return self.dialects
+
     def extra_files(self) -> dict[str, bytes]:
         """Name -> content of other files to put beside the weights."""
         return {}

@@ -32,9 +32,9 @@ from launcher_scripts.checkpoint.formats.dtypes import (
     widened,
 )
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.layout.inverses import Blocks
 from launcher_scripts.checkpoint.layout.layouts import (
     LAYOUTS,
-    Blocks,
     Layout,
     full_blocks,
     rank_columns,

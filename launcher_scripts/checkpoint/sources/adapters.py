@@ -86,6 +86,13 @@ class AdaptedCheckpoint(SourceCheckpoint):
     def tokenizer_files(self) -> dict[str, bytes]:
         return self.base.tokenizer_files()
 
+    def config_json(self) -> Mapping[str, Any] | None:
+        return self.base.config_json()
+
+    @property
+    def config_dialects(self) -> tuple[str, ...]:
+        return self.base.config_dialects
+
     def extra_files(self) -> dict[str, bytes]:
         return self.base.extra_files()
 

@@ -141,6 +141,7 @@ class GGUFCheckpoint(FullTensors):
     tensors:      Hugging Face's name -> tensor
     stored_names: Hugging Face's name -> what the file calls such a tensor, of all it may have
     metadata:     the tokenizer's fields
+    raw:          config.json of the same model in transformers
     """
 
     format: ClassVar[str] = "gguf"
@@ -152,6 +153,7 @@ class GGUFCheckpoint(FullTensors):
     tensors: Mapping[str, SourceTensor]
     stored_names: Mapping[str, str]
     metadata: Mapping[str, Any] = field(repr=False)
+    raw: Mapping[str, Any] = field(repr=False)
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -193,6 +195,7 @@ class GGUFCheckpoint(FullTensors):
             tensors,
             names,
             metadata,
+            values,
         )
 
     @property
@@ -209,9 +212,13 @@ class GGUFCheckpoint(FullTensors):
             return name
         return self.stored_names[stem].replace("*", layer[1] if layer else "") + f".{part}"
 
+    def config_json(self) -> Mapping[str, Any]:
+        """Return config.json of the same model in transformers."""
+        return self.raw
+
     def details(self) -> dict[str, Any]:
         """Details that the manifest records besides path, format and dialects."""
-        return {"architecture": self.architecture}
+        return {"architecture": self.architecture, "config": dict(self.raw)}
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """tokenizer.json and the files beside it, made of the file's vocabulary."""

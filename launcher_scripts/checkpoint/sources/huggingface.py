@@ -362,9 +362,14 @@ class HuggingFaceCheckpoint(FullTensors):
         files = local | tokenizer_files.plain_files(self.archive, more=more, config=config)
         return files if name is None else tokenizer_files.with_class(files, name)
 
+    def config_json(self) -> Mapping[str, Any]:
+        """Return config.json of the decoder."""
+        return self.raw
+
     def details(self) -> dict[str, Any]:
         """Details that the manifest records besides path, format and dialects."""
-        return {key: self.raw.get(key) for key in ("model_type", "transformers_version")}
+        keys = ("model_type", "transformers_version")
+        return {**{key: self.raw.get(key) for key in keys}, "config": dict(self.raw)}
 
 
 def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Problems) -> None:

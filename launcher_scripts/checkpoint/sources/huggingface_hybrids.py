@@ -375,9 +375,11 @@ def nemotron_nas(raw: RawConfig) -> GPTConfig:
     if not isinstance(blocks, list) or len(blocks) != layers:
         raw.problems.add("block_configs must have an entry for each layer", got=blocks)
         blocks = []
-    branches, groups, widths = list[Any](), list[int](), list[int]()
+    branches: list[list[tuple[str, ...]]] = []
+    groups: list[int] = []
+    widths: list[int] = []
     for block in blocks:
-        kinds = []
+        kinds: list[tuple[str, ...]] = []
         for part, kind, linear in (
             ("attention", "attention", "linear"),
             ("ffn", "mlp", "linear_mlp"),
@@ -392,7 +394,9 @@ def nemotron_nas(raw: RawConfig) -> GPTConfig:
                 size = heads // in_group if type(in_group) is int and in_group > 0 else 0
             elif present:
                 factor = entry.get("ffn_mult")
-                exact = int(2 * (factor or 0) * hidden / 3) if type(factor) in (int, float) else 0
+                exact = (
+                    int(2 * (factor or 0) * hidden / 3) if isinstance(factor, (int, float)) else 0
+                )
                 size = -(-exact // _NAS_MULTIPLE) * _NAS_MULTIPLE
             if present and size <= 0:
                 raw.problems.add(f"block_configs: {_NAS_KEYS[part][0]} is not a size", got=entry)

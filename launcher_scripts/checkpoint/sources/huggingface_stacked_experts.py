@@ -36,6 +36,17 @@ _STACKED = {
     (".mlp", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
     (".mlp", ".experts.down_proj"): ("down_proj",),
 }
+# Model types whose files hold them so -> the ends of the names of such tensors.
+_LINEARS = (".input_linear.weight", ".output_linear.weight")
+STACKED_TYPES = {
+    "gpt_oss": (),
+    "granitemoe": _LINEARS,
+    "granitemoeshared": _LINEARS,
+    "granitemoe_swa": (".experts.gate_up_proj", ".experts.down_proj"),
+}
+# Model types whose files have the names that transformers 5 has in memory.
+IN_MEMORY_TYPES = ("granitemoe_swa",)
+ALTERNATE_TYPES = ("gpt_oss",)
 # The weights of all experts in transformers 5, in the order of its classes.
 PARAMETERS = ("gate_up_proj", "down_proj")
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 without its sign, by their bits
@@ -171,6 +182,25 @@ def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTe
 
 
 _SPLITS = {"gpt_oss": _in_turn, "llama4_text": _transposed}
+
+
+def stacked_place(name: str, model_type: str) -> tuple[str, int, int] | None:
+    """Return the tensor of all experts that holds a tensor of one in the files of a model type,
+    with the expert and its part; None for a tensor that is stored alone.
+    """
+    match = re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or model_type not in STACKED_TYPES:
+        return None
+    module, expert, part, kind = match.groups()
+    ends = {f".experts.{stem}{'_bias' * (kind == 'bias')}": _PARTS[stem] for stem in _PARTS}
+    if model_type not in ALTERNATE_TYPES:
+        ends = {
+            end: parts
+            for (stem, end), parts in _STACKED.items()
+            if end in STACKED_TYPES[model_type] and module.endswith(stem)
+        }
+    end = next(end for end, parts in ends.items() if part in parts)
+    return module + end, int(expert), ends[end].index(part)
 
 
 def stacked_name(module: str) -> str | None:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Blocks, Layout
+from launcher_scripts.checkpoint.layout.inverses import Blocks
+from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.layout.tasks import Task, fits, source_of, stored_blocks
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.adapters import LORA_TARGETS

@@ -1,0 +1,272 @@
+"""A transformers folder: safetensors shards with their index, config.json and what goes with it.
+
+Shards are laid out before they are written, so that several processes can write tensors of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launcher_scripts.checkpoint.fastertransformer.folder import (
+    DTYPES,
+    FolderWriter,
+    fresh_file,
+    write_all,
+)
+from launcher_scripts.checkpoint.fastertransformer.manifest import (
+    ALGORITHM,
+    HUGGINGFACE_FORMAT,
+    FileEntry,
+    file_digest,
+)
+from launcher_scripts.checkpoint.fastertransformer.output_folder import writing
+from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.dtypes import Workspace
+from launcher_scripts.checkpoint.formats.safetensors_file import DTYPES as SAFETENSORS
+from launcher_scripts.checkpoint.huggingface.tensors import TargetTensor
+from launcher_scripts.checkpoint.layout.streaming import UnfitValues, strips
+from launcher_scripts.checkpoint.layout.tasks import MAX_PROCESSES, MIN_BYTES
+from launcher_scripts.checkpoint.layout.workers import OnResult, Progress, run_all
+from launcher_scripts.checkpoint.sources.huggingface_architectures import CONFIG_NAME, WEIGHT_FILES
+from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.config.settings import ExportSettings
+
+SHARD = "model-{:05d}-of-{:05d}.safetensors"
+INDEX = f"{WEIGHT_FILES[0]}.index.json"
+_NAMES = {dtype: name for name, dtype in SAFETENSORS.items()}
+# Of a header, as the safetensors library writes it.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    """A tensor with its type and its first byte in the file."""
+
+    tensor: TargetTensor
+    dtype: np.dtype[Any]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: header, and its tensors in the order of their bytes."""
+
+    name: str
+    header: bytes
+    tensors: tuple[ShardTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+    @classmethod
+    def of(cls, name: str, tensors: Sequence[tuple[TargetTensor, np.dtype[Any]]]) -> Shard:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end, offsets = 0, []
+        for tensor, dtype in tensors:
+            offsets.append(end)
+            end += tensor.size * dtype.itemsize
+            entries[tensor.name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offsets[-1], end],
+            }
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        header = struct.pack("<Q", len(text)) + text
+        placed = (
+            ShardTensor(tensor, dtype, len(header) + offset)
+            for (tensor, dtype), offset in zip(tensors, offsets, strict=True)
+        )
+        return cls(name, header, tuple(placed))
+
+
+def make_shards(
+    tensors: Iterable[tuple[TargetTensor, np.dtype[Any]]], max_bytes: int
+) -> list[Shard]:
+    """Fill files in order; a tensor larger than max_bytes has a file of its own."""
+    groups: list[list[tuple[TargetTensor, np.dtype[Any]]]] = [[]]
+    filled = 0
+    for tensor, dtype in tensors:
+        size = tensor.size * dtype.itemsize
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((tensor, dtype))
+        filled += size
+    count = len(groups)
+    names = [SHARD.format(number, count) for number in range(1, count + 1)]
+    names = names if count > 1 else [WEIGHT_FILES[0]]
+    return [Shard.of(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+class HuggingFaceWriter(FolderWriter):
+    """Writes a transformers folder.
+
+    config: config.json
+    """
+
+    format = HUGGINGFACE_FORMAT
+    tp_size = 1
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        shards: Sequence[Shard],
+        weight_data_type: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(folder, **options)
+        self.config = config
+        self.shards = tuple(shards)
+        self.model_type = str(config["model_type"])
+        self.weight_data_type = weight_data_type
+
+    def expected_files(self) -> set[str]:
+        return {shard.name for shard in self.shards}
+
+    def write_config(self) -> None:
+        """Write the index of several shards, and config.json."""
+        if len(self.shards) > 1:
+            placed = [(shard.name, item) for shard in self.shards for item in shard.tensors]
+            index = {
+                "metadata": {"total_size": sum(item.nbytes for _, item in placed)},
+                "weight_map": {item.tensor.name: name for name, item in placed},
+            }
+            self.copy(json_bytes(index), INDEX)
+        self.copy(json_bytes(self.config), CONFIG_NAME)
+
+    def create(self, shard: Shard) -> None:
+        """Make a shard's file with its header."""
+        path = self.partial / shard.name
+        with writing(path), fresh_file(path) as out:
+            write_all(out.fileno(), memoryview(shard.header))
+            out.truncate(shard.nbytes)
+
+    def finish(self, shard: Shard) -> None:
+        """Count a shard whose tensors are all written."""
+        path = self.partial / shard.name
+        with writing(path):
+            digest, checksum = file_digest(path), file_digest(path, "crc32")
+        self.add(FileEntry(shard.name, shard.nbytes, digest, None, None, ALGORITHM, checksum))
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """A file as transformers writes it: sorted, indented, ending in a new line."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A tensor to write, by its shard's position."""
+
+    shard: int
+    item: ShardTensor
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Takes one job after the other in one process."""
+
+    writer: HuggingFaceWriter
+    archive: Archive
+    allow_nonfinite: bool
+    workspace: Workspace = field(default_factory=Workspace)
+    files: dict[str, int] = field(default_factory=dict)
+
+    def run(self, job: _Job, on_result: OnResult[tuple[int, int] | UnfitValues]) -> None:
+        """Write a tensor at its offset; `on_result` gets the position of its shard and its bytes."""
+        tasks = [part.task for part in job.item.tensor.parts]
+        for task in tasks:
+            for values in task.views():
+                self.archive.check(values, task.name)
+        try:
+            self._write(job)
+            on_result((job.shard, job.item.nbytes))
+        except UnfitValues as error:
+            on_result(error.with_traceback(None))
+        for task in tasks:
+            for values in task.views():
+                self.archive.check_size(values)
+                self.archive.forget(values)
+
+    def _write(self, job: _Job) -> None:
+        item, path = job.item, self.writer.partial / self.writer.shards[job.shard].name
+        offset = item.offset
+        with writing(path):
+            if path.name not in self.files:
+                self.files[path.name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            for strip in self._strips(item):
+                data = np.ascontiguousarray(strip).data.cast("B")
+                while data:
+                    count = os.pwrite(self.files[path.name], data, offset)
+                    data, offset = data[count:], offset + count
+        if offset != item.offset + item.nbytes:
+            raise CheckpointError(f"{item.tensor.name} has another size than its shape")
+
+    def _strips(self, item: ShardTensor) -> Iterator[NDArray[Any]]:
+        for group in item.tensor.groups(self.workspace):
+            yield from strips(
+                [np.atleast_1d(array) for array in group],
+                item.dtype,
+                item.tensor.name,
+                self.workspace,
+                allow_nonfinite=self.allow_nonfinite,
+            )
+
+
+def write_shards(
+    writer: HuggingFaceWriter, archive: Archive, settings: ExportSettings, progress: Progress
+) -> list[UnfitValues]:
+    """Write all shards that an interrupted run has not; returns which values do not fit."""
+    left: dict[int, int] = {}
+    jobs: list[_Job] = []
+    for number, shard in enumerate(writer.shards):
+        if writer.holds_file(shard.name):
+            progress.add(sum(item.nbytes for item in shard.tensors))
+            continue
+        writer.create(shard)
+        left[number] = len(shard.tensors)
+        # Shard by shard, so that an interruption leaves whole ones; large tensors first.
+        ordered = sorted(shard.tensors, key=lambda item: item.nbytes, reverse=True)
+        jobs += [_Job(number, item) for item in ordered]
+    unfit: list[UnfitValues] = []
+
+    def on_result(result: tuple[int, int] | UnfitValues) -> None:
+        if isinstance(result, UnfitValues):
+            unfit.append(result)
+            return
+        number, size = result
+        progress.add(size)
+        left[number] -= 1
+        if not left[number]:
+            writer.finish(writer.shards[number])
+
+    work = _Work(writer, archive, settings.allow_nonfinite)
+    count = min(settings.processes, MAX_PROCESSES, len(os.sched_getaffinity(0)), len(jobs))
+    run_all(jobs, work.run, on_result, 0 if progress.total < MIN_BYTES else count)
+    return unfit
+
+
+def tensor_dtype(tensor: TargetTensor, weight_data_type: str, *, local: bool) -> np.dtype[Any]:
+    """The type that a tensor is written in.
+
+    local: as it is in the source's files, where that is a type of floats
+    """
+    if local and tensor.stored_dtype is not None:
+        return np.dtype(tensor.stored_dtype)
+    return DTYPES[weight_data_type]
