@@ -211,7 +211,7 @@ class _Proposal(RawConfig):
         self.is_rope = section
 
     def __call__(self, *names: str, default: Any = None) -> Any:
-        self.asked.update(names)
+        self.read_keys.update(names)
         value = next((value for name in names if (value := self._value(name)) is not None), None)
         if value is None:
             defaults = next(
@@ -234,7 +234,7 @@ class _Proposal(RawConfig):
     def activation(self, name: str, default: Any = None) -> str:
         defaults = self._defaults.get(name, default)
         self.values[name] = _activation(self.config.activation, defaults)
-        self.asked.add(name)
+        self.read_keys.add(name)
         return str(self.config.activation)
 
     def section(self, *names: str) -> RawConfig:

@@ -189,7 +189,7 @@ class _Work:
     files: dict[str, int] = field(default_factory=dict)
 
     def run(self, job: _Job, on_result: OnResult[tuple[int, int] | UnfitValues]) -> None:
-        """Write a tensor at its offset; `on_result` gets the position of its shard and its bytes."""
+        """Write a tensor at its offset; `on_result` gets its shard's position and its bytes."""
         tasks = [part.task for part in job.item.tensor.parts]
         for task in tasks:
             for values in task.views():
