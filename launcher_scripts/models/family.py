@@ -278,10 +278,16 @@ class ModelConfig(ABC):
     @cached_property
     def branch_kinds(self) -> frozenset[str]:
         """The kinds of all layers' branches."""
-        layers = self._layer_branches
-        if self.layer_branches is None:
-            layers = [self.branches(layer) for layer in range(self.num_layers)]
-        return frozenset(kind for layer in layers for both in layer for kind in both)
+        if self.layer_branches is not None:
+            return frozenset(
+                kind for layer in self._layer_branches for both in layer for kind in both
+            )
+        # Not layer by layer: a harmful file may name a billion of them.
+        dense = len(self.dense_layers.split(",")) if self.dense_layers else 0
+        if self.num_experts is None:
+            return frozenset(("attention", "mlp"))
+        kinds = ["mlp"] * (dense > 0) + ["moe"] * (dense < self.num_layers)
+        return frozenset(("attention", *kinds))
 
     @property
     def has_row_states(self) -> bool:

@@ -41,7 +41,7 @@ FLAGS = FlagTable(
             flag="pipeline-parallel-size",
         ),
     },
-    left_out=[*(item.name for item in fields(ServingOptions)), "device"],
+    left_out=[*(item.name for item in fields(ServingOptions)), "device", "sign"],
     complete=_named,
 )
 

@@ -217,7 +217,9 @@ def test_agm_attention_scale() -> None:
 
 
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(CheckpointError, match="got 'rwkv'; choices: agm, arcee, bart, bloom"):
+    with pytest.raises(
+        CheckpointError, match="got 'rwkv'; choices: afmoe, agm, apertus, arcee, bamba, bart, bloom"
+    ):
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
 

@@ -123,7 +123,6 @@ def test_layers_that_predict_more_tokens_are_left_out(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_group": 2}, "n_group is not supported; got 2"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number from 0 on"),
         ({"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must name every layer's MLP"),
         ({"scoring_func": "softmax"}, "scoring_func is not supported; got 'softmax'"),

@@ -33,6 +33,9 @@ OURS = ("agm", "nemotron-nas")  # of a fork of transformers, and of code beside 
 NAMES = sorted(set(ARCHITECTURES) - set(OURS))
 # Keys of published files that no class of today writes.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"aux_loss_alpha": 0.001, "seq_aux": True},
+    "nemotron_h": {"num_mtp_layers": 0},
+    "qwen3_5_text": {"mtp_num_hidden_layers": 1},
     "gpt2": {"n_ctx": 1024, "task_specific_params": {"text-generation": {"do_sample": True}}},
     "gpt_bigcode": {
         "inference_runner": 0,

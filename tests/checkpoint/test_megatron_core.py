@@ -112,7 +112,7 @@ def test_activations(said, activation, gated) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention is not supported"),
+        ({"multi_latent_attention": True}, "qk_layernorm of latent attention is not supported"),
         ({"window_size": 128}, "window_size is not supported; got 128; choices: .tokens before"),
         ({"window_size": [128, 4]}, r"window_size is not supported; got \[128, 4\]"),
         ({"window_size": [4, 0], "window_attn_skip_freq": [1]}, r"skip_freq is not .* a list of 2"),

@@ -65,8 +65,11 @@ def _router(options: TrainingOptions) -> dict[str, Any]:
         "normalized_experts": not options.flag("moe_router_pre_softmax", False),
         "router_scaling_factor": options.real("moe_router_topk_scaling_factor", 1.0),
     }
-    groups = options.get("moe_router_num_groups")
-    if groups and options.get("moe_router_group_topk"):
+    groups, selected = options.get("moe_router_num_groups"), options.get("moe_router_group_topk")
+    if selected and not groups:
+        message = "moe_router_group_topk needs moe_router_num_groups"
+        options.problems.add(message, got=selected)
+    elif selected:
         selected = options.size("moe_router_group_topk")
         scores = max(per_token // selected, 1)
         if function == "softmax" and fields["normalized_experts"] and scores > 1:

@@ -153,9 +153,9 @@ def _rope_pairs(raw: RawConfig) -> list[str]:
     return ["_interleaved"] if raw.flag("rope_interleave", True) else []
 
 
-def _cohere(read: Callable[[RawConfig], ModelConfig]) -> Architecture:
+def _cohere(read: Callable[[RawConfig], ModelConfig], dialect: str = "cohere") -> Architecture:
     """Of other makers' models only those whose attention and MLP read the same can be a Cohere."""
-    return _llama(read, "cohere", ties=True, may_be=lambda config: bool(config.parallel_residual))
+    return _llama(read, dialect, ties=True, may_be=lambda config: bool(config.parallel_residual))
 
 
 def _hybrid(
@@ -372,11 +372,11 @@ ARCHITECTURES = {
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
     "olmoe": _llama(experts.olmoe, "qwen_moe"),
     "glm4_moe": _llama(experts.glm4_moe, "biased_moe"),
-    "deepseek_v2": _llama(latent.deepseek_v2, "deepseek", _rope_pairs),
-    "deepseek_v3": _llama(latent.deepseek_v3, "deepseek", _rope_pairs),
-    "glm4_moe_lite": _llama(latent.glm4_moe_lite, "deepseek", _rope_pairs),
-    "youtu": _llama(latent.youtu, "deepseek", _rope_pairs, ties=True),
-    "minicpm3": _llama(latent.minicpm3, "deepseek", ties=True),
+    "deepseek_v2": _llama(latent.deepseek_v2, "deepseek", _rope_pairs, may_be=latent.is_latent),
+    "deepseek_v3": _llama(latent.deepseek_v3, "deepseek", _rope_pairs, may_be=latent.is_latent),
+    "glm4_moe_lite": _llama(latent.glm4_moe_lite, "deepseek", _rope_pairs, may_be=latent.is_latent),
+    "youtu": _llama(latent.youtu, "deepseek", _rope_pairs, ties=True, may_be=latent.is_latent),
+    "minicpm3": _llama(latent.minicpm3, "deepseek", ties=True, may_be=latent.is_latent),
     "dots1": _llama(experts.dots1, "biased_moe"),
     "solar_open": _llama(experts.solar_open, "biased_moe"),
     "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
@@ -406,8 +406,8 @@ ARCHITECTURES = {
     "flex_olmo": _llama(experts.flex_olmo, "flex_olmo"),
     "afmoe": _llama(experts.afmoe, "afmoe"),
     "phimoe": _llama(experts.phimoe, "phimoe", _in_memory),
-    "cohere2_moe": _llama(experts.cohere2_moe, "cohere2_moe", ties=True),
-    "mimo_v2_flash": _llama(experts.mimo_v2_flash, "mimo"),
+    "cohere2_moe": _cohere(experts.cohere2_moe, "cohere2_moe"),
+    "mimo_v2_flash": _llama(experts.mimo_v2_flash, "mimo", may_be=lambda _: False),
     "nemotron-nas": _llama(hybrids.nemotron_nas, "nemotron_nas"),
     "llama4_text": _interleaved(experts.llama4, "llama4"),
     "gpt_neox": Architecture(

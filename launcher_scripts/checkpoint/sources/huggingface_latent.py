@@ -16,6 +16,11 @@ from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, mscale_of
 from launcher_scripts.models.gpt import GPTConfig, expert_groups
 
 
+def is_latent(config: Any) -> bool:
+    """True if attention is latent, which a checkpoint of another maker shows by its sizes."""
+    return bool(config.kv_lora_rank)
+
+
 def latent(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A decoder with latent attention.  fields: as in `decoder`
 
