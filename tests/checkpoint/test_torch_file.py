@@ -71,7 +71,7 @@ def test_views_share_their_storage(tmp_path: Path) -> None:
         nested={"list": [base[:2], 1.5, "text"]},
     )
     found = torch_file.load(region_of(saved(state), tmp_path / "f"), "file")
-    for name in ("whole", "transposed", "slice", "strided", "scalar", "empty"):
+    for name in ("full", "transposed", "slice", "strided", "scalar", "empty"):
         np.testing.assert_array_equal(found[name], state[name].numpy(), err_msg=name)
     np.testing.assert_array_equal(found["parameter"], base.view(2, 12).numpy())
     assert found["nothing"] is None

@@ -23,7 +23,7 @@ class RowStates:
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
     factors, lora_adapter the number of a LoRA adapter or NO_TASK. dropped counts the tokens of a
     session that have left its extent, and window is how many of the last ones attention covers;
-    most is how many positions the row may come to have.
+    maximum is how many positions the row may come to have.
     beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
     bit for every id that may come next in a guided row. SamplingColumns says what the lists are.
     """
@@ -192,7 +192,7 @@ def _integers(row: RowStart, start: int) -> dict[str, int]:
         "word_count": sum(map(len, row.request.bad_words)) if listed else 0,
         "dropped": row.dropped,
         "window": row.window or NO_WINDOW,
-        "most": row.maximum,
+        "maximum": row.maximum,
         "reset_id": reset,
     }
 
