@@ -9,7 +9,7 @@ GPT has no IA3 and other adapters. LoRA leaves no rows where it is merged into t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -260,6 +260,12 @@ def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSp
     if parts.lora_names:
         specs += [spec for stem in parts.lora_targets for spec in _lora(LORA_TARGETS[stem])]
     return specs
+
+
+def has_base(spec: WeightSpec, names: Container[str]) -> bool:
+    """True unless a row is LoRA of a projection that is not in the model's table, `names`."""
+    stem, _, inside = spec.name.partition(".lora_")
+    return not inside or f"{stem}.weight" in names
 
 
 def is_lora_file(name: str) -> bool:

@@ -20,6 +20,7 @@ from launcher_scripts.engine.model.weights import DTYPES, Stored
 from launcher_scripts.engine.runner.loading import Launches, assemble_runner
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import LORA_TARGETS
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -57,6 +58,12 @@ def small_config(**changes: object) -> GPTConfig:
         "end_id": 66,
     }
     return GPTConfig(**{**values, **changes})
+
+
+def lora_targets(config: ModelConfig) -> tuple[str, ...]:
+    """The projections of a model that LoRA can be of."""
+    rows = {spec.name for spec in family_of(config).weights(config)}
+    return tuple(stem for stem in LORA_TARGETS if f"layers.*.{stem}.weight" in rows)
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

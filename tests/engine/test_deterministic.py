@@ -18,19 +18,21 @@ from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
 from launcher_scripts.engine.runner import graphs as recording
-from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
+from launcher_scripts.models.adapters import Adapters
 from tests.engine.small_models import (
     EagerGraphs,
     engine_for,
     load_engine,
+    lora_targets,
     random_tensors,
     small_config,
 )
 from tests.engine.small_t5 import GATED, NEMO, SOURCE, as_encoder, t5_config, t5_tensors
 from tests.engine.test_lora import GATED as ROPE
 
-KNOWN = tuple(LORA_TARGETS)
-LORA = Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=KNOWN)
+LORA = Adapters(
+    lora_names=("sql", "law"), lora_rank=3, lora_targets=lora_targets(small_config(**ROPE))
+)
 MODELS = {
     "gpt": (small_config(position_embedding="alibi"), random_tensors),
     "rope": (small_config(**ROPE), random_tensors),

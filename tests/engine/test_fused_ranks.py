@@ -12,8 +12,14 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
 from launcher_scripts.engine.model.layers import Sublayer
-from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
-from tests.engine.small_models import EagerGraphs, random_tensors, runner_for, small_config
+from launcher_scripts.models.adapters import Adapters
+from tests.engine.small_models import (
+    EagerGraphs,
+    lora_targets,
+    random_tensors,
+    runner_for,
+    small_config,
+)
 from tests.engine.small_t5 import GATED, SOURCE, VARIANTS, t5_config, t5_tensors
 from tests.engine.thread_ranks import on_ranks
 
@@ -37,7 +43,9 @@ MODERN = {
     "gated": True,
     "num_kv_heads": 2,
 }
-LORA = Adapters(lora_names=("sql", "law"), lora_rank=3, lora_targets=tuple(LORA_TARGETS))
+LORA = Adapters(
+    lora_names=("sql", "law"), lora_rank=3, lora_targets=lora_targets(small_config(**MODERN))
+)
 GPT = {
     "gpt2": {},
     "modern": MODERN,

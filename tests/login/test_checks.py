@@ -126,7 +126,7 @@ def test_the_sizes_of_a_folder_of_transformers_are_seen(problems: Finder, tmp_pa
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ('{"model_type": "rwkv"}', "unknown model_type; got 'rwkv'; choices: agm"),
+        ('{"model_type": "rwkv"}', "unknown model_type; got 'rwkv'; choices: afmoe"),
         ("[1]", "holds no mapping"),
         ("{", "config.json of .* is damaged"),
     ],

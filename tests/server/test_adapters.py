@@ -138,9 +138,9 @@ def test_a_repository_made_by_hand(client: Client, model: Model) -> None:
     answer = client.infer("by_hand", **sent, **prompt, request_prompt_embedding=table[None])
     rounded = table.astype(np.float32)[None]
     wanted = client.infer("gpt", **sent, **prompt, request_prompt_embedding=rounded)
-    assert answer.keys() == wanted.keys()
-    for name, values in wanted.items():
-        np.testing.assert_allclose(answer[name], values, rtol=0, atol=1e-4)
+    assert answer.keys() == wanted.keys() - {"num_cached_tokens"}
+    for name, values in answer.items():
+        np.testing.assert_allclose(values, wanted[name], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

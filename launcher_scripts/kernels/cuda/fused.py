@@ -103,7 +103,7 @@ def project(x: Tensor, linear: Linear) -> Tensor:
 def project_add(x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
     """See reference.project_add."""
     if x.shape[0] == 1:
-        return _row(x, linear, torch.float32, "add", onto=Hidden(residual, residual))
+        return _row(x, linear, torch.float32, "add", residual=Hidden(residual, residual))
     return residual + _several_rows(x, linear)
 
 
