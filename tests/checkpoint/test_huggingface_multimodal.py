@@ -20,7 +20,6 @@ from launcher_scripts.evaluation.tasks.transformers_model import TransformersMod
 from tests.checkpoint.engine_answers import check_continued
 from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import LLAMA
-from tests.engine.test_hybrids import DELTA, EXPERTS
 
 PROMPT = (5, 17, 2, 40, 66, 31, 8)
 LENGTH = 6
@@ -53,7 +52,6 @@ STRETCHED = {
 TEXT = {**LLAMA, "bos_token_id": 1, "eos_token_id": 0}
 WIDE = {**TEXT, "head_dim": 8}
 QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
-SHORT = {**DELTA, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
     "idefics3": (
@@ -97,13 +95,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Qwen2_5_VL",
         "Qwen2_5_VLForConditionalGeneration",
         QWEN2,
-        QWEN_VISION,
-    ),
-    "qwen3_5": ("Qwen3_5", "Qwen3_5ForConditionalGeneration", SHORT, QWEN_VISION),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        "Qwen3_5MoeForConditionalGeneration",
-        {**SHORT, **EXPERTS},
         QWEN_VISION,
     ),
     "qwen3_vl": (

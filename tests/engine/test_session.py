@@ -76,7 +76,7 @@ def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
     """The likeliest next token by the plainest forward pass there is, with banded attention."""
     positions = torch.arange(len(text))
     x = network._decoder.embed(torch.tensor(text), positions)
-    rotary, _ = network._tables(positions)
+    rotary, *_ = network._tables(positions)
     for layer in network._decoder.layers:
         (attention,), (mlp,) = layer.branches
         heads, size = attention.heads, attention.heads.head_size

@@ -59,7 +59,7 @@ def test_both_steps_fill_one_report(job, capsys):
     assert len(server.received) == 3 + 2 * 3
 
 
-BOUND = "{{metrics: {{{task}: {{accuracy: {{min: {least}}}}}}}}}"
+BOUND = "{{metrics: {{{task}: {{accuracy: {{min: {lower}}}}}}}}}"
 
 
 @pytest.mark.parametrize(

@@ -388,8 +388,6 @@ MULTIMODAL = {
     "qwen2_vl": Multimodal("qwen2"),
     "qwen2_5_vl": Multimodal("qwen2"),
     "qwen3_vl": Multimodal("qwen3"),
-    "qwen3_5": Multimodal("qwen3_5_text"),
-    "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
 }
 # Keys of the whole model that rule over those of its text_config.
 _SHARED_KEYS = (
