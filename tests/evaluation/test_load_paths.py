@@ -139,7 +139,7 @@ def test_an_answer_that_is_refused_says_why() -> None:
         return web.json_response({"error": {"message": "too many rows"}}, status=429)
 
     (answer,) = answering(refuse).answers
-    assert answer.error is not None and answer.error.startswith("Refused: 429: ")
+    assert answer.error is not None and answer.error.startswith("Rejected: 429: ")
     assert "too many rows" in answer.error
 
 
