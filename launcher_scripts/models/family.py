@@ -277,16 +277,14 @@ class ModelConfig(ABC):
 
     @cached_property
     def branch_kinds(self) -> frozenset[str]:
-        """The kinds of all layers' branches."""
+        """The kinds of all layers' branches; a harmful file may name a billion layers."""
         if self.layer_branches is not None:
             return frozenset(
                 kind for layer in self._layer_branches for both in layer for kind in both
             )
-        # Not layer by layer: a harmful file may name a billion of them.
         dense = len(self.dense_layers.split(",")) if self.dense_layers else 0
-        if self.num_experts is None:
-            return frozenset(("attention", "mlp"))
-        kinds = ["mlp"] * (dense > 0) + ["moe"] * (dense < self.num_layers)
+        kinds = ["mlp"] * (self.num_experts is None or dense > 0)
+        kinds += ["moe"] * (self.num_experts is not None and dense < self.num_layers)
         return frozenset(("attention", *kinds))
 
     @property
