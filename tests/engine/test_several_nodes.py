@@ -48,14 +48,14 @@ pytestmark = pytest.mark.started_ranks
 HOST = """
 import os, sys
 from pathlib import Path
-from launcher_scripts.engine.ranks import rank_processes
+from launcher_scripts.engine.ranks import peers
 from launcher_scripts.engine.ranks.rank_host import NodeHost
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import NodeRank
 
-rank_processes.WORKER = os.environ.get("TEST_WORKER", rank_processes.WORKER)
+peers.WORKER = os.environ.get("TEST_WORKER", peers.WORKER)
 node, nodes, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-host = NodeHost(NodeRank(node, nodes, "a test", "run-1"), [folder], patience=30.0)
+host = NodeHost(NodeRank(node, nodes, "a test", "run-1"), [folder], timeout=30.0)
 try:
     host.run(lambda: False, 5.0)
 except ServerError as error:
