@@ -27,7 +27,8 @@ import torch
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint

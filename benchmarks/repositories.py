@@ -12,7 +12,8 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, Weigh
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.sources.random_checkpoint import is_gain
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 

@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenize
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of
-from launcher_scripts.config.huggingface import HuggingFaceOptions
+from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings
 from launcher_scripts.config.options import absolute, build, values_of, with_absolute_paths
 from launcher_scripts.config.security import SIGN, SigningKey
 from launcher_scripts.config.settings import (
@@ -30,7 +30,6 @@ from launcher_scripts.config.settings import (
     ExportSettings,
     ModelOptions,
     ServingOptions,
-    TokenizerSettings,
 )
 from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig, check_division

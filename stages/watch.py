@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.cluster.job import Job, JobFolder
+from launcher_scripts.config.evaluation import WatchOptions, WatchSettings
 from launcher_scripts.config.options import values_of, with_absolute_paths
 from launcher_scripts.config.settings import CHECKPOINT_KEY
-from launcher_scripts.config.watch import WatchOptions, WatchSettings
 from stages.deploy import Deploy
 from stages.evaluate import Evaluate
 from stages.export import Export

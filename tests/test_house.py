@@ -72,7 +72,10 @@ DOORS = {
     "hydra": ("main.py", "stages/"),
     "omegaconf": ("main.py", "stages/"),
     "triton_python_backend_utils": ("launcher_scripts/backends/",),
-    "tritonclient": ("launcher_scripts/clients/connection.py",),
+    "tritonclient": (
+        "launcher_scripts/clients/connection.py",
+        "launcher_scripts/clients/async_connection.py",
+    ),
     "aiohttp": ("launcher_scripts/evaluation/load/paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
     "uvicorn": ("launcher_scripts/gateway/service.py",),

@@ -25,8 +25,8 @@ from launcher_scripts.config.evaluation import (
     ReferenceSettings,
     TaskSettings,
 )
+from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.config.huggingface import HuggingFaceOptions
 from launcher_scripts.config.options import (
     PORTS,
     ConfigPath,
@@ -46,7 +46,6 @@ from launcher_scripts.config.security import (
     SigningKey,
     TrustedSigner,
 )
-from launcher_scripts.config.tokenizer import TokenizerSettings as TokenizerSettings
 
 AUTO = "auto"
 DATA_TYPES = ("fp32", "fp16", "bf16")

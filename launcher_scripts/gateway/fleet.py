@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.clients.connection import ServerFailure, TritonServer
+from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.remote import parameter, parameters_of
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.files import READY_FILES, STALE_SECONDS, ready_paths, seconds_silent

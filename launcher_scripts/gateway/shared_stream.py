@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from launcher_scripts.clients.connection import ServerFailure, TritonServer
+from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.contract.requests import NO_STREAM, RowDelta, open_id, row_id, unpack
 
 OUTPUTS = ["news"]

@@ -16,12 +16,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from launcher_scripts.clients.connection import (
-    NUMPY_TYPES,
-    ServerFailure,
-    TritonServer,
-    is_decoupled,
-)
+from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
+from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.clients.remote import parameter
 from launcher_scripts.contract.requests import CLIENT_PARAMETER, PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
 from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS

@@ -16,26 +16,21 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from launcher_scripts.common.command_line import CommandParser, with_open_output
-from launcher_scripts.common.errors import LauncherError, problem
-from launcher_scripts.common.exit_codes import VERDICT_FILE
+from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.processes import bus_errors_as, process_name, signal_when_parent_dies
 from launcher_scripts.config.options import Option, build, option_of
 from launcher_scripts.config.settings import (
-    EvaluateSettings,
     ExportSettings,
     Settings,
     read_settings,
 )
-from launcher_scripts.evaluation.journal import locked, remove_journals
-from launcher_scripts.evaluation.report_content import FILE_NAME, read_content
 
 Values = dict[str, Any]
 # A key of the export's configuration, and the fields that have other names than their keys.
@@ -249,116 +244,3 @@ class _Terminated(SystemExit):
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
     raise _Terminated
-
-
-_MAX_PARAM = 500  # characters of a value that MLflow takes
-
-
-def run_evaluation(
-    step: str,
-    description: str,
-    body: Callable[[EvaluateSettings], int | None],
-    argv: Sequence[str] | None = None,
-) -> int:
-    """The step of that name as run_step runs it.
-
-    The journals stay until the last step of the job has ended well: what an earlier step measured
-    is not asked again when a later one was interrupted.
-    """
-
-    def exclusive(settings: EvaluateSettings) -> int | None:
-        check_exports(settings)
-        with locked(Path(settings.results_dir)) as journals:
-            status = body(settings)
-            if settings.steps[-1:] in ((), (step,)):
-                for name in settings.export:
-                    EXPORTERS[name](settings)
-                remove_journals(journals)
-        return status
-
-    return run_step(description, EvaluateSettings, exclusive, argv)
-
-
-class ExportError(LauncherError):
-    """Results could not be exported; they are in the results folder."""
-
-
-def check_exports(settings: EvaluateSettings) -> None:
-    """Raise ExportError before anything is measured, if a package is missing."""
-    for name in settings.export:
-        if find_spec(name) is None:
-            text = f"evaluate.export needs the package {name} in the job's Python"
-            raise ExportError(problem(text, change=f"pip install {name}, or evaluate.export=[]"))
-
-
-def export_to_mlflow(settings: EvaluateSettings) -> None:
-    """Write a run of MLflow: parameters, figures, the report and the verdict as artifacts.
-
-    MLFLOW_TRACKING_URI says where, by default the folder mlruns of the results folder;
-    MLFLOW_EXPERIMENT_NAME is the model's name by default. Raises ExportError where it fails.
-    """
-    import mlflow
-
-    folder = Path(settings.results_dir)
-    report = read_content(folder, "evaluate.run.results_dir")
-    names = (FILE_NAME, "report.html", VERDICT_FILE)
-    files = [folder / name for name in names if (folder / name).exists()]
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3 prefers databases
-        mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
-    try:
-        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            mlflow.set_experiment(settings.model_name)
-        with mlflow.start_run(run_name=folder.name) as run:
-            mlflow.log_params(dict(parameters(report)))
-            for name, value, step in figures(report):
-                mlflow.log_metric(name, value, step=step)
-            if "verdict" in report:
-                mlflow.set_tag("verdict", report["verdict"]["verdict"])
-            for path in files:
-                mlflow.log_artifact(str(path))
-    except Exception as error:
-        text = f"cannot export the results to MLflow: {error}"
-        change = "env_vars.MLFLOW_TRACKING_URI, or evaluate.export=[]"
-        raise ExportError(problem(text, change=change)) from error
-    print(f"exported to MLflow: run {run.info.run_id} of {mlflow.get_tracking_uri()}", flush=True)
-
-
-EXPORTERS: dict[str, Callable[[EvaluateSettings], None]] = {"mlflow": export_to_mlflow}
-
-
-def sections(report: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The measured sections of a report by name; a task has its own."""
-    yield from report["tasks"].items()
-    for name, section in report.items():
-        if name != "tasks" and isinstance(section, dict) and "settings" in section:
-            yield name, section
-
-
-def parameters(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The settings of every section as texts."""
-    yield "model", str(report["model"])
-    for section, content in sections(report):
-        for key, value in _flat(content["settings"]):
-            yield f"{section}.{key}", str(value)[:_MAX_PARAM]
-
-
-def figures(report: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
-    """Name, value and step of every figure; the runs of a load test are its steps."""
-    for section, content in sections(report):
-        for name, metric in content.get("metrics", {}).items():
-            value = metric.get("value") if isinstance(metric, dict) else None
-            if isinstance(value, int | float):
-                yield f"{section}.{name}", float(value), 0
-        for step, run in enumerate(content.get("runs", ())):
-            for name in ("requests_per_second", "tokens_per_second", "failed"):
-                if run.get(name) is not None:
-                    yield f"{section}.{name}", float(run[name]), step
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{name}", item) for name, item in _flat(value))
-        else:
-            yield key, value

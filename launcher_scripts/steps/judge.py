@@ -17,7 +17,7 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import gate
 from launcher_scripts.evaluation.gate import promote
 from launcher_scripts.evaluation.report import Report
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

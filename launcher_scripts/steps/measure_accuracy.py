@@ -31,7 +31,7 @@ from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

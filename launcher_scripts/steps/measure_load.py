@@ -25,7 +25,7 @@ from launcher_scripts.evaluation.load.load_test import LoadTest
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
 from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.tables import load_table
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 # Of the settings: no run's figures depend on these.
 _LIMITS = ("api_key_file", "find_saturation", "saturation_runs", "time_limit")

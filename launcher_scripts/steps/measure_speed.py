@@ -22,7 +22,7 @@ from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.served.tokenizer_dir import read_vocab_size
 from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, sweep
 from launcher_scripts.evaluation.tables import speed_table
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,7 @@ from launcher_scripts.evaluation.twin.measurement import (
     read_reference_texts,
 )
 from launcher_scripts.evaluation.twin.texts import TextSide
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 from launcher_scripts.steps.measure_accuracy import log_progress
 from launcher_scripts.steps.references import (
     ENGINE,

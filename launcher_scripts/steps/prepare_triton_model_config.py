@@ -27,13 +27,9 @@ from launcher_scripts.checkpoint.repository.model_repository import (
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, quantization_of
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.options import described, option, values_of
-from launcher_scripts.config.settings import (
-    DATA_TYPES,
-    ExportSettings,
-    ServingOptions,
-    TokenizerSettings,
-)
+from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, ServingOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
     config_parameters,

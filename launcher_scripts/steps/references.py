@@ -32,7 +32,8 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.core_model import CoreModel
 from launcher_scripts.evaluation.tasks.nemo_model import NemoModel

@@ -20,7 +20,7 @@ from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, r
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
 from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.tables import harness_table
-from launcher_scripts.steps.command import run_evaluation
+from launcher_scripts.steps.evaluation_step import run_evaluation
 
 FOLDER = "harness"
 

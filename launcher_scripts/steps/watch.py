@@ -14,11 +14,10 @@ if __name__ == "__main__":
     check_packages("watch", "hydra", "jinja2", "numpy", "yaml")
 
 from launcher_scripts.common.errors import ClusterError
-from launcher_scripts.config.watch import WatchSettings
+from launcher_scripts.config.evaluation import WatchSettings
 from launcher_scripts.steps.command import run_step
-from launcher_scripts.watch.runs import Runs
 from launcher_scripts.watch.series import Series
-from launcher_scripts.watch.watcher import Watcher
+from launcher_scripts.watch.watcher import Runs, Watcher
 
 _KEPT_LOOKS = 10
 

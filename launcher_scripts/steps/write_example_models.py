@@ -28,8 +28,9 @@ from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import tokenizer_files
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.options import Option, described, option
-from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, TokenizerSettings
+from launcher_scripts.config.settings import DATA_TYPES, ExportSettings
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig

@@ -21,6 +21,7 @@ from launcher_scripts.evaluation import comparison as paired
 from launcher_scripts.evaluation.checks import TaskSection
 
 WINDOWS = (2, 4, 8)
+MAX_BEFORE = 2 * max(WINDOWS) - 1  # earlier checkpoints that any comparison needs
 MIN_ITEMS = 30
 
 # task -> its section of a report
@@ -66,14 +67,14 @@ class Comparison:
 
 
 def comparisons(
-    tasks: Tasks, before: Sequence[tuple[str, Tasks]], references: Mapping[str, Tasks]
+    tasks: Tasks, before: Sequence[Tasks], references: Mapping[str, Tasks]
 ) -> list[Comparison]:
     """The comparisons of a checkpoint.
 
-    before:     (name, tasks) of the checkpoints of lower steps that are not NO-GO, oldest first
+    before:     the checkpoints of lower steps that are not NO-GO, oldest first
     references: baseline and last GO, by what they are called
     """
-    series = [earlier for _, earlier in before] + [tasks]
+    series = [*before, tasks]
     windows = [
         Comparison(f"the {size} checkpoints before", series[-size:], series[-2 * size : -size])
         for size in WINDOWS

@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.exit_codes import VERDICTS
-from launcher_scripts.config.watch import OLDEST
+from launcher_scripts.config.evaluation import OLDEST
 from launcher_scripts.watch.training import SavedCheckpoint
 
 JOURNAL = "journal.jsonl"
@@ -26,7 +26,7 @@ LATEST_GO = "latest-GO"
 GO, NO_GO = VERDICTS[0], VERDICTS[1]
 
 # States of a checkpoint. One that is WRITTEN has not looked the same twice.
-WRITTEN, WAITING, STARTED, JUDGED, FAILED, SKIPPED = (
+WRITTEN, WAITING, STARTED, JUDGED, FAILED, SKIPPED = STATES = (
     "written",
     "waiting",
     "started",
@@ -79,6 +79,7 @@ class Series:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self.last_event = time.time()  # as time.time()
+        self.evaluations = 0  # verdicts, also of checkpoints that were written again later
         folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(folder / JOURNAL, flags, 0o666), "r+b")
@@ -138,6 +139,10 @@ class Series:
         """The folder of an entry's export, server and report."""
         return self.folder / "checkpoints" / entry.folder_name
 
+    def evaluation_of(self, entry: Entry) -> Path:
+        """The folder of an entry's report and verdict."""
+        return self.results_of(entry) / "evaluation"
+
     def note(self, event: str, name: str, **values: Any) -> None:
         """Append an event to the journal; when this returns, it is on the disk."""
         line = {"event": event, "name": name, "at": round(time.time(), 3), **values}
@@ -191,6 +196,7 @@ class Series:
             entry.state, entry.attempts, entry.reason = STARTED, line["attempt"], ""
         elif event == "judged":
             entry.state = JUDGED
+            self.evaluations += 1
             for key in ("number", "verdict", "measured", "regressions", "metrics"):
                 setattr(entry, key, line[key])
         elif event == "retry":

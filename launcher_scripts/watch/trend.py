@@ -10,8 +10,8 @@ from typing import Any
 
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.rendering import render
-from launcher_scripts.config.watch import WatchSettings
-from launcher_scripts.watch.series import JUDGED, Entry, Series
+from launcher_scripts.config.evaluation import WatchSettings
+from launcher_scripts.watch.series import JUDGED, STATES, Entry, Series
 
 FILE_NAME = "trend.json"
 PAGE_NAME = "trend.html"
@@ -47,7 +47,7 @@ class Plot:
 
 def write_trend(series: Series, settings: WatchSettings) -> None:
     """Write trend.json and trend.html anew; readers see the old or the new ones."""
-    entries = [_values(series, entry) for entry in series.in_state(*_STATES)]
+    entries = [_values(series, entry) for entry in series.in_state(*STATES)]
     latest = series.latest_go()
     content = {
         "schema": SCHEMA,
@@ -72,12 +72,9 @@ def write_trend(series: Series, settings: WatchSettings) -> None:
     atomic_write(folder / PAGE_NAME, page)
 
 
-_STATES = ("written", "waiting", "started", "judged", "failed", "skipped")
-
-
 def _values(series: Series, entry: Entry) -> dict[str, Any]:
     """An entry as trend.json has it; `report` is a path below the trend's folder, or None."""
-    report = series.results_of(entry) / "evaluation" / "report.html"
+    report = series.evaluation_of(entry) / "report.html"
     return {
         "name": entry.name,
         "step": entry.step,

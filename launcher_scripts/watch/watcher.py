@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.common.command_line import hydra_value
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.exit_codes import ERROR, VERDICTS
-from launcher_scripts.config.watch import WatchSettings
+from launcher_scripts.common.exit_codes import ERROR, VERDICT_FILE, VERDICTS
+from launcher_scripts.common.processes import signal_when_parent_dies
+from launcher_scripts.config.evaluation import WatchSettings
+from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.evaluation.checks import TaskSection, tasks_of
 from launcher_scripts.evaluation.report_content import read_content
-from launcher_scripts.watch.regression import Tasks, comparisons, regressions
-from launcher_scripts.watch.runs import Outcome, Runs
+from launcher_scripts.watch.regression import MAX_BEFORE, Tasks, comparisons, regressions
 from launcher_scripts.watch.series import (
     FAILED,
     JUDGED,
@@ -29,10 +38,132 @@ from launcher_scripts.watch.series import (
 from launcher_scripts.watch.training import saved_checkpoints
 from launcher_scripts.watch.trend import PAGE_NAME, write_trend
 
+LOG = "watch.log"
+_STOP_TIMEOUT = 120.0
+_STATUS_TIMEOUT = 60.0
+_REASON = 300  # characters
 _POLL_SECONDS = 0.5
 _CODES = {verdict: code for code, verdict in VERDICTS.items()}
 # The earliest first look after which a checkpoint that did not change counts as complete.
 _MIN_SETTLE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the evaluation of a checkpoint ended.
+
+    verdict:     GO, NO-GO or INCONCLUSIVE; None: there is none, and `reason` says why
+    interrupted: the watch ended before the evaluation did, which tells nothing of the checkpoint
+    """
+
+    verdict: str | None
+    reason: str = ""
+    interrupted: bool = False
+
+
+class Runs:
+    """The commands of a series; a context manager that ends what still runs in the foreground."""
+
+    def __init__(self, settings: WatchSettings, series: Series) -> None:
+        self._settings = settings
+        self._series = series
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT)
+            process.kill()
+            process.wait()
+
+    def start(self, entry: Entry) -> None:
+        """Start the command of an entry; its output goes to a log in the entry's folder."""
+        folder = self._series.results_of(entry)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            *self._settings.command,
+            f"{CHECKPOINT_KEY}={hydra_value(str(entry.path))}",
+            f"base_results_dir={hydra_value(str(folder))}",
+            f"evaluate.run.results_dir={hydra_value(str(self._series.evaluation_of(entry)))}",
+        ]
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self._settings.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(signal_when_parent_dies, signal.SIGTERM),
+            )
+        self._processes[entry.name] = process
+        if self._settings.successor:
+            process.wait()  # until the jobs are submitted
+
+    def outcome(self, entry: Entry) -> Outcome | None:
+        """The outcome of a started entry, or None while its command or jobs run."""
+        process = self._processes.get(entry.name)
+        if process is not None and process.poll() is None:
+            return None
+        self._processes.pop(entry.name, None)
+        verdict = self._verdict(entry)
+        if verdict is not None:
+            return Outcome(verdict)
+        if process is not None and process.returncode:
+            return Outcome(None, self._reason(entry))
+        if self._settings.successor:
+            return self._outcome_of_jobs(entry)
+        if process is not None:
+            return Outcome(None, "its evaluation wrote no verdict")
+        return Outcome(None, "the watch ended before the evaluation did", interrupted=True)
+
+    def _verdict(self, entry: Entry) -> str | None:
+        """The verdict in an entry's file, which an evaluation removes before it measures."""
+        path = self._series.evaluation_of(entry) / VERDICT_FILE
+        try:
+            verdict = json.loads(path.read_text(encoding="utf-8"))["verdict"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return str(verdict) if verdict in VERDICTS.values() else None
+
+    def _outcome_of_jobs(self, entry: Entry) -> Outcome | None:
+        """None while a job of the entry runs or waits."""
+        folder = self._series.results_of(entry)
+        command = [sys.executable, "-m", "launcher_scripts.jobs", "list", "--json", "--results"]
+        try:
+            listed = subprocess.run(
+                [*command, str(folder)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_STATUS_TIMEOUT,
+            )
+            jobs = json.loads(listed.stdout)
+        except (subprocess.TimeoutExpired, ValueError):
+            return None  # the scheduler does not answer now; the next look asks again
+        if not jobs:
+            return Outcome(None, self._reason(entry))
+        unended = [job for job in jobs if not job["ended"]]
+        if unended:
+            return None
+        failed = next((job for job in jobs if job["exit_code"]), jobs[-1])
+        return Outcome(None, f"{failed['name']}: {failed['state']}")
+
+    def _reason(self, entry: Entry) -> str:
+        """The command's last error, from its log."""
+        try:
+            text = (self._series.results_of(entry) / LOG).read_text(
+                encoding="utf-8", errors="replace"
+            )
+        except OSError:
+            return "it was not started"
+        lines = text.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+        return errors[-1].removeprefix("error: ")[:_REASON] if errors else "it wrote no output"
 
 
 class Watcher:
@@ -42,6 +173,7 @@ class Watcher:
         self._settings = settings
         self._series = series
         self._runs = runs
+        self._written: float | None = None  # the last event that the trend shows
         self._baseline = None if settings.baseline is None else _tasks_in(Path(settings.baseline))
 
     def poll(self) -> None:
@@ -63,7 +195,9 @@ class Watcher:
             folder = self._series.results_of(entry)
             print(f"{entry.name}: evaluation starts, log in {folder}", flush=True)
             self._runs.start(entry)
-        write_trend(self._series, self._settings)
+        if self._written != self._series.last_event:
+            write_trend(self._series, self._settings)
+            self._written = self._series.last_event
 
     def until_done(self) -> int:
         """Look until the configured end; returns the exit code of the newest checkpoint."""
@@ -133,15 +267,17 @@ class Watcher:
 
     def _judge(self, entry: Entry, measured: str) -> None:
         """The verdict of the evaluation, or NO-GO if the series shows a regression."""
-        judged = [other for other in self._series.in_state(JUDGED) if other is not entry]
         # A drop that was named once would keep the means over it low.
-        before = [other for other in judged if other.step < entry.step and other.verdict != NO_GO]
+        before = [
+            other
+            for other in self._series.in_state(JUDGED)
+            if other.step < entry.step and other.verdict != NO_GO
+        ]
         tasks = self._tasks(entry)
         references = self._references(entry)
-        checked = comparisons(
-            tasks, [(other.name, self._tasks(other)) for other in before], references
-        )
-        number = len(judged) + 1
+        earlier = [self._tasks(other) for other in before[-MAX_BEFORE:]]
+        checked = comparisons(tasks, earlier, references)
+        number = self._series.evaluations + 1
         dropped = regressions(checked, number, self._settings.level, self._settings.max_drop)
         self._series.note(
             "judged",
@@ -167,7 +303,7 @@ class Watcher:
         return result
 
     def _tasks(self, entry: Entry) -> Tasks:
-        return _tasks_in(self._runs.report_file(entry))
+        return _tasks_in(self._series.evaluation_of(entry))
 
 
 def _tasks_in(report: Path) -> dict[str, TaskSection]:

@@ -12,7 +12,8 @@ from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models import family_of
 from tests.checkpoint.reference_weights import StoredWeights
 

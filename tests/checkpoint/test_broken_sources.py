@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.tiny_models import DECODERS
 

@@ -14,7 +14,8 @@ from launcher_scripts.checkpoint.layout.tasks import compute_type, range_notes
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common import hosts
 from launcher_scripts.common.hosts import Gpu, visible_gpus
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LLAMA
 

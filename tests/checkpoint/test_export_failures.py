@@ -23,7 +23,8 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings, write_settings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
 from tests.checkpoint.exporting import export_folder, refused_export, weight_bytes
 from tests.checkpoint.test_torch_file import Evil

@@ -16,7 +16,8 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
 

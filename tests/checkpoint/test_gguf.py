@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.steps.quickstart import gguf_file
 from tests.checkpoint import reference_forward_gpt
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export

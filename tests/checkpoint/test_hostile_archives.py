@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_sizes
 from launcher_scripts.common import untrusted
 from launcher_scripts.common.errors import CheckpointError, LauncherError
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.small_memory import small_memory
 from tests.checkpoint.test_archive import write_tar

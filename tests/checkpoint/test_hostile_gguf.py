@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.small_memory import small_memory

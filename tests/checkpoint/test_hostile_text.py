@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.tokenizers.text_probe import (
 )
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.limited_process import WorkLimits
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import refused_export
 from tests.checkpoint.tiny_models import DECODERS
 from tests.checkpoint.tokenizer_folders import fast

@@ -23,7 +23,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
     RawConfig,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import change_json, export_folder, refused_export
 from tests.checkpoint.tiny_models import LLAMA
 

@@ -36,8 +36,8 @@ from launcher_scripts.checkpoint.huggingface.folder import HuggingFaceWriter
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.huggingface import HuggingFaceOptions
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.launcher import CHECKOUT
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.peft_maker import PeftMaker

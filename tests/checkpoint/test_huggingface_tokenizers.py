@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS, TinyModel
 

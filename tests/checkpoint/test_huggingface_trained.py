@@ -10,7 +10,7 @@ from sentencepiece import SentencePieceProcessor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.reference_forward_t5 import greedy
 from tests.checkpoint.reference_weights import Cached

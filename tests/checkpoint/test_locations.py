@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.checkpoint.sources.locations import hub_advice
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.megatron_maker import Maker
 from tests.checkpoint.tiny_models import DECODERS

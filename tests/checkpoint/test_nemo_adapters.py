@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests

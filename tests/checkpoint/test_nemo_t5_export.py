@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.models.t5_weights import weights
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export
 from tests.checkpoint.reference_forward_gpt import logits
 from tests.checkpoint.test_torch_file import Evil

@@ -12,7 +12,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.common.errors import CheckpointError, RequestError
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.requests import check_request
 from tests.checkpoint.exporting import export_folder

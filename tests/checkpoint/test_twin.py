@@ -14,7 +14,8 @@ from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.sources import core_options, huggingface_architectures
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.evaluation.tasks import core_model, transformers_model
 from launcher_scripts.steps import references, twin
 from launcher_scripts.steps.convert_checkpoint import convert

@@ -15,7 +15,7 @@ from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import column
 from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.server.processes import running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, export_t5, text_config

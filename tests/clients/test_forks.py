@@ -32,7 +32,7 @@ for thread in threads:
 """
 
 
-@pytest.mark.parametrize("first", ["connection", "remote"])
+@pytest.mark.parametrize("first", ["connection", "async_connection"])
 def test_grpc_does_nothing_in_a_child(checkout: Path, first: str) -> None:
     """Its handlers say something about threads, or end the child."""
     command = [sys.executable, "-W", "ignore", "-c", CLIENT, first]

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, T5ForConditionalGeneration
 
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder

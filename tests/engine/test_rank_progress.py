@@ -14,11 +14,10 @@ from launcher_scripts.engine.distributed.heartbeat import (
     FIRST_SECONDS,
     LOCAL_WORK,
     RECORDING,
-    SLOW_LINKS,
     RankProgress,
     Watchdog,
-    seconds_per_token,
 )
+from launcher_scripts.engine.distributed.step_times import SLOW_LINKS, seconds_per_token
 from tests.engine.small_models import small_config
 from tests.processes import wait_for
 

@@ -13,7 +13,7 @@ import torch
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder

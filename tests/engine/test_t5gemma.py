@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder, refused_export

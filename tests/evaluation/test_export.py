@@ -12,8 +12,8 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.steps import command
-from launcher_scripts.steps.command import figures, parameters, run_evaluation
+from launcher_scripts.steps import evaluation_step
+from launcher_scripts.steps.evaluation_step import figures, parameters, run_evaluation
 
 EXAMPLE = Path(__file__).with_name("example_report.json")
 
@@ -56,7 +56,7 @@ def test_every_figure_and_setting_has_a_name() -> None:
 def test_a_missing_package_is_named_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    monkeypatch.setattr(evaluation_step, "find_spec", lambda _: None)
     assert run_last_step(tmp_path, "mlflow") == 3
     said = "evaluate.export needs the package mlflow in the job's Python; change pip install mlflow"
     assert said in capsys.readouterr().err

@@ -29,9 +29,10 @@ from launcher_scripts.config.evaluation import (
     ReferenceSettings,
     TaskSettings,
 )
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
-from launcher_scripts.config.settings import EvaluateSettings, TokenizerSettings, write_settings
+from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import figures
 from launcher_scripts.steps import measure_twin
 from tests.evaluation.test_journal import kill_when, lines

@@ -10,12 +10,8 @@ import pytest
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
-from launcher_scripts.config.settings import (
-    EvaluateSettings,
-    ExportSettings,
-    TokenizerSettings,
-    write_settings,
-)
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.steps import measure_accuracy, measure_speed

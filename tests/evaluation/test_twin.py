@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.tokenizer import SpecialIds
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
 from launcher_scripts.steps import references

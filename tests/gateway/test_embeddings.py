@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.clients.connection import ServerFailure
+from launcher_scripts.clients.async_connection import ServerFailure
 from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.backend import Increment, RowRequest

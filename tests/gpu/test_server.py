@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.server.installation import find_installation
 from tests.engine.small_models import context_logits, engine_for, generate, random_tensors
 from tests.gpu.test_engine import LENGTHS, MODERN, PROMPTS, wider

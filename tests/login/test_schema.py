@@ -12,12 +12,12 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.options import build, check_options, option
 from launcher_scripts.config.settings import (
     DeploySettings,
     EvaluateSettings,
     ExportSettings,
-    TokenizerSettings,
     read_settings,
     settings_text,
     write_settings,

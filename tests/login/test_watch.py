@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.watch import WatchSettings
+from launcher_scripts.config.evaluation import WatchSettings
 from tests.login.conftest import LOCAL, Planner, Run
 
 WATCH = "stages=[watch]"

@@ -22,7 +22,8 @@ import numpy as np
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.remote import Models, RemoteServer, find_models
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
 from tests.server.processes import run_export, running

@@ -23,7 +23,8 @@ import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import ExportSettings, TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import ExportSettings
 from tests.server.processes import run_export, running
 from tests.server.requests import Client, ids_request
 

@@ -12,7 +12,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.common.rendering import render
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, write_checkpoint

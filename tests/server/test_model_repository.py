@@ -19,7 +19,8 @@ from launcher_scripts.checkpoint.repository.model_repository import ModelReposit
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.config.settings import DeploySettings, TokenizerSettings, write_settings
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import DeploySettings, write_settings
 from launcher_scripts.contract.tensors import GPT_INPUTS, GPT_OUTPUTS
 from launcher_scripts.contract.text_names import SAME_AS
 from launcher_scripts.models.repository import config_parameters, served_models

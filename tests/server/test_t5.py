@@ -20,12 +20,8 @@ from tritonclient.utils import InferenceServerException
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
-from launcher_scripts.config.settings import (
-    EvaluateSettings,
-    ExportSettings,
-    TokenizerSettings,
-    write_settings,
-)
+from launcher_scripts.config.export import TokenizerSettings
+from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.steps import (
     measure_accuracy,

@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder

@@ -32,9 +32,8 @@ def alarms(series: list[Tasks], *, with_last: bool = True) -> list[list[Regressi
     last_go: Tasks | None = None
     result = []
     for number, tasks in enumerate(series, 1):
-        before = [(f"iter_{k}", earlier) for k, earlier in enumerate(series[: number - 1])]
         references = {"the last GO": last_go} if with_last and last_go is not None else {}
-        checked = comparisons(tasks, before, references)
+        checked = comparisons(tasks, series[: number - 1], references)
         result.append(regressions(checked, number, LEVEL, MAX_DROP))
         last_go = last_go if result[-1] else tasks
     return result

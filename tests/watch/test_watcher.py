@@ -15,12 +15,11 @@ import pytest
 import yaml
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.watch import WatchSettings
+from launcher_scripts.config.evaluation import WatchSettings
 from launcher_scripts.steps.watch import watch
-from launcher_scripts.watch.runs import Runs
 from launcher_scripts.watch.series import JOURNAL, Series
 from launcher_scripts.watch.training import SavedCheckpoint
-from launcher_scripts.watch.watcher import Watcher
+from launcher_scripts.watch.watcher import Runs, Watcher
 from tests.processes import wait_for
 
 # Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.

@@ -43,7 +43,7 @@ from launcher_scripts.common.tokenizer import (
     chat_templates,
 )
 from launcher_scripts.common.untrusted import parse_json, read_plain
-from launcher_scripts.config.settings import TokenizerSettings
+from launcher_scripts.config.export import TokenizerSettings
 
 _LISTED = 8  # tokens in a note
 _TEMPLATE_FOLDER = "additional_chat_templates/"

@@ -25,7 +25,8 @@ from launcher_scripts.common.quantization import (
 )
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.distributed.communicator import Communicator
-from launcher_scripts.engine.distributed.heartbeat import RankProgress, watch_steps
+from launcher_scripts.engine.distributed.heartbeat import RankProgress
+from launcher_scripts.engine.distributed.step_times import watch_steps
 from launcher_scripts.engine.messages.message import Message, RankInfo
 from launcher_scripts.engine.model.families import FAMILIES, engine_family, kernels_for
 from launcher_scripts.engine.model.forward_context import StepGraphs

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from launcher_scripts.clients.connection import Tensors, TritonServer
+from launcher_scripts.clients.async_connection import TritonServer
+from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
