@@ -15,7 +15,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
 )
 from launcher_scripts.checkpoint.formats import nemo_config
 from launcher_scripts.checkpoint.sources import huggingface_architectures
-from launcher_scripts.checkpoint.sources.locations import hub_advice, snapshot_of
+from launcher_scripts.checkpoint.sources.locations import hub_advice, not_a_checkpoint, snapshot_of
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
@@ -24,6 +24,7 @@ from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings
 from launcher_scripts.config.options import absolute, build, values_of, with_absolute_paths
 from launcher_scripts.config.security import SIGN, SigningKey
 from launcher_scripts.config.settings import (
+    AUTO,
     CHECKPOINT_KEY,
     DRAFT_MODEL_KEY,
     EXPORT_FORMATS,
@@ -211,6 +212,9 @@ class Export(Stage):
         path, source = checks.on_host(self.settings.checkpoint_path), self.settings.source
         try:
             path = snapshot_of(path)
+            lacking = not_a_checkpoint(path) if source == AUTO else ""
+            if lacking:
+                raise CheckpointError(problem(f"{path}: {lacking}", change=CHECKPOINT_KEY))
             model = read_sizes(path, source)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)

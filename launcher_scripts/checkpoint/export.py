@@ -42,12 +42,12 @@ from launcher_scripts.checkpoint.layout.tasks import (
 )
 from launcher_scripts.checkpoint.layout.workers import Progress
 from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
-from launcher_scripts.checkpoint.sources import huggingface_peft, nemo_files
+from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
 from launcher_scripts.checkpoint.sources.fastertransformer import FasterTransformerSource
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
-from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint, foreign_weights
-from launcher_scripts.checkpoint.sources.locations import checkpoints_below, hub_advice, snapshot_of
+from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
+from launcher_scripts.checkpoint.sources.locations import hub_advice, not_a_checkpoint, snapshot_of
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
@@ -420,24 +420,9 @@ def open_source(
 def _lacking(archive: Archive) -> str:
     """Describe what is there in place of a checkpoint, and what to do; "" if there is no more to
     say."""
-    if huggingface_peft.CONFIG_NAME in archive.names():
-        return "it is an adapter: name it in export.model.adapter_checkpoints, and its base here"
-    if archive.container != "folder":
-        return ""
-    below = checkpoints_below(archive.path, _is_checkpoint)
-    return (
-        nemo_files.without_sizes(archive)
-        or (f"it holds the checkpoints {', '.join(below)}: name one of them" if below else "")
-        or foreign_weights(archive.names())
-    )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        archive = Archive(path)
-        return any(source.matches(archive) for source in SOURCES.values())
-    except LauncherError:
-        return False
+    is_folder = archive.container == "folder"
+    sizes = nemo_files.without_sizes(archive) if is_folder else ""
+    return sizes or not_a_checkpoint(archive.path)
 
 
 def check_serving(settings: ExportSettings, config: ModelConfig) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launcher_scripts.checkpoint.formats.distributed import METADATA
 from launcher_scripts.checkpoint.layout.source_checkpoint import RANK_FOLDER
-from launcher_scripts.checkpoint.sources.megatron import TRACKER_NAME
+from launcher_scripts.checkpoint.sources.locations import TRACKER_NAME
 from launcher_scripts.checkpoint.sources.nemo_files import CHECKPOINTS
 from launcher_scripts.common.errors import CheckpointError, problem
 

@@ -165,6 +165,41 @@ def test_a_folder_with_two_checkpoints_is_ambiguous(problems: Finder, nemo_file:
 
 
 @pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("models", "it holds the checkpoints first, second, family/third: name one of them"),
+        ("models/family/third/config.json", "one file of a checkpoint: name its folder"),
+        ("trainings", "it holds the checkpoints a: name one of them"),
+        ("iterations", "it holds the checkpoints iter_0000001, iter_0000002: name one of them"),
+        ("adapter", "it is an adapter"),
+        ("empty", "it holds no checkpoint of a known format"),
+        ("notes.txt", "it is a file of no known format"),
+    ],
+)
+def test_a_path_near_a_checkpoint_is_answered_before_a_job_starts(
+    problems: Finder, nemo_file: Path, tmp_path: Path, path: str, reason: str
+) -> None:
+    models = tmp_path / "models"
+    (models / "family").mkdir(parents=True)
+    write_transformers(models / "family" / "third", "{}")
+    nemo_file.rename(models / "first")  # a packed checkpoint without its suffix
+    (models / "second").mkdir()
+    (models / "second" / "model_config.yaml").write_text("num_layers: 2")
+    for folder in ("trainings/a/iter_0000001", "iterations/iter_0000001"):
+        for number in (1, 2):
+            iteration = tmp_path / folder.replace("1", str(number)) / "mp_rank_00"
+            iteration.mkdir(parents=True)
+            (iteration / "model_optim_rng.pt").touch()
+    (tmp_path / "trainings/a/latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("a")
+    (found,) = problems(f"export.model.checkpoint_path={tmp_path / path}")
+    assert reason in found
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"no tar at all", "cannot read"),

@@ -114,6 +114,33 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]] | None:
     return name.removesuffix(CONFIG_NAME), parse_config(text, f"{name} of {path}")
 
 
+def is_packed(path: Path) -> bool:
+    """True if a path is a file that holds a whole checkpoint: a .nemo file, whatever its name, or
+    a GGUF file.
+    """
+    if not path.is_file():
+        return False
+    if path.suffix in (".nemo", ".gguf"):
+        return True
+    with path.open("rb") as file:
+        is_gguf = file.read(4) == b"GGUF"
+    return is_gguf or (_is_tar(path) and _has_config(path))
+
+
+def _is_tar(path: Path) -> bool:
+    """True for a tar archive, packed by gzip or not, by its first bytes."""
+    with path.open("rb") as file:
+        start = file.read(512)
+    return start[257:262] == b"ustar" or start[:2] == b"\x1f\x8b"
+
+
+def _has_config(path: Path) -> bool:
+    try:
+        return _read_file(path) is not None
+    except (CheckpointError, OSError, ValueError):
+        return False
+
+
 def folders(path: Path) -> Iterator[str]:
     """The folders of a checkpoint, itself as ".", relative to it."""
     for folder, below, _ in os.walk(path):
@@ -134,7 +161,7 @@ def _read_folder(path: Path) -> tuple[str, bytes] | None:
 
 
 def _read_file(path: Path) -> tuple[str, bytes] | None:
-    if path.suffix != ".nemo" and path.is_file():
+    if path.suffix != ".nemo" and path.is_file() and not _is_tar(path):
         return None
     with open_plain(path) as file, open_tar(file, "r:*") as archive:
         for member in tar_members(archive):

@@ -54,6 +54,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import separate_experts
+from launcher_scripts.checkpoint.sources.locations import foreign_weights, listed_shards
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.tokenizer import BYT5, GENERATION_FILE, OPTIONAL_FILES, is_byt5
@@ -64,40 +65,6 @@ from launcher_scripts.models.family import ModelConfig
 _MAX_LISTED = 5
 _WEIGHTS = re.compile(r"(?!training_args)[^/]+\.(?:safetensors|bin|pth|pt|msgpack|h5|gguf)")
 _LFS_POINTER = b"version https://git-lfs"
-# Files of weights that are not in transformers' form -> what to do; the first that is there counts.
-_FOREIGN = (
-    (
-        r"adapter_model\.(safetensors|bin)",
-        "an adapter: name the folder in export.model.adapter_checkpoints, and its base here",
-    ),
-    (
-        r"consolidated(\.|-).*(safetensors|pth|pt)|consolidated\.safetensors",
-        "Mistral's and Meta's own form: export the model's Hugging Face form, or convert it with "
-        "transformers' convert_mistral_weights_to_hf.py or convert_llama_weights_to_hf.py",
-    ),
-    (
-        r".+-\d{5}-of-\d{5}\.(safetensors|bin)",
-        "shards without their index: fetch {name}.index.json of the same model, which names them",
-    ),
-    (r".+\.gguf", f"GGUF: name the file itself in {CHECKPOINT_KEY}"),
-    (
-        r"(tf_model|flax_model|model)\.(h5|msgpack|ckpt.*)",
-        "TensorFlow's or Flax's: save it from transformers with save_pretrained",
-    ),
-    (
-        r"(.+/)?(zero_pp_rank_|mp_rank_).*model_states\.pt|(.+/)?.*optim_states\.pt",
-        "DeepSpeed's shards: join them with its zero_to_fp32.py",
-    ),
-    (
-        r"(.+/)?__\d+_\d+\.distcp",
-        "FSDP's shards: join them with `accelerate merge-weights`",
-    ),
-    (
-        r".+\.(incomplete|part|aria2|crdownload)",
-        "a download that has not ended: run it again",
-    ),
-    (r"[^/]+\.(safetensors|bin)", "weights of another name: rename the file to {name}"),
-)
 
 
 def read_mapping(archive: Archive, name: str) -> dict[str, Any]:
@@ -135,12 +102,8 @@ def weight_files(archive: Archive, names: Sequence[str], notes: list[str]) -> li
     ]
     if ignored:
         listed = ", ".join(ignored[:_MAX_LISTED]) + (", ..." if ignored[_MAX_LISTED:] else "")
-        notes.append(f"the weights are read from {_listed(selected)}; not read: {listed}")
+        notes.append(f"the weights are read from {listed_shards(selected)}; not read: {listed}")
     return selected
-
-
-def _listed(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more shards"
 
 
 def _shards(archive: Archive, index: str) -> list[str]:
@@ -164,7 +127,7 @@ def _one_set(
         raise CheckpointError(
             problem(
                 f"{archive.path} holds two sets of weights: {name}, and {index} with "
-                f"{_listed(shards)}",
+                f"{listed_shards(shards)}",
                 choices=["one of them: remove the leftover of another save"],
                 change=CHECKPOINT_KEY,
             )
@@ -190,20 +153,6 @@ def _reject_missing(
         choices = [*names, *(f"{name}.index.json" for name in names)]
         problems.add(f"{archive.path} holds no weights", choices=choices)
     problems.raise_if_any(CheckpointError)
-
-
-def foreign_weights(files: Sequence[str]) -> str:
-    """Name the weights of a folder that are not in transformers' form, and what to do; "" if none.
-
-    files: names relative to the folder
-    """
-    for pattern, advice in _FOREIGN:
-        foreign = [name for name in files if re.fullmatch(pattern, name)]
-        if foreign:
-            torch = foreign[0].endswith(".bin")
-            name = "pytorch_model.bin" if torch else "model.safetensors"
-            return f"it holds {_listed(foreign)}, {advice.format(name=name)}"
-    return ""
 
 
 def read_tensors(

@@ -5,18 +5,64 @@ Neither numpy nor torch is needed here: the login side asks, too.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path, PurePosixPath
 
+from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME, is_packed
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SNAPSHOTS = "snapshots"
-_FILES = (".nemo", ".gguf")
+_ADAPTER = "adapter_config.json"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+# Files that make a folder a checkpoint of one of the sources: in it, and in it or below.
+_TOP = ("config.json", "config.ini")
+_ANYWHERE = (CONFIG_NAME, "metadata.json", "model_optim_rng.pt")
+_TRAINED = ".ckpt"
+_ITERATION = re.compile(r"iter_\d+")
+_WEIGHTS = (".safetensors", ".bin")
+_PARTS = re.compile(r".+\.(safetensors|bin|pt|pth|index\.json)|config\.json|config\.ini")
 _MAX_FOLDERS = 200
+_MAX_FILES = 20_000
 _MAX_LISTED = 10
+# Files of weights that are not in transformers' form -> what to do; the first that is there counts.
+_FOREIGN = (
+    (
+        r"adapter_model\.(safetensors|bin)",
+        "an adapter: name the folder in export.model.adapter_checkpoints, and its base here",
+    ),
+    (
+        r"consolidated(\.|-).*(safetensors|pth|pt)|consolidated\.safetensors",
+        "Mistral's and Meta's own form: export the model's Hugging Face form, or convert it with "
+        "transformers' convert_mistral_weights_to_hf.py or convert_llama_weights_to_hf.py",
+    ),
+    (
+        r".+-\d{5}-of-\d{5}\.(safetensors|bin)",
+        "shards without their index: fetch {name}.index.json of the same model, which names them",
+    ),
+    (r".+\.gguf", f"GGUF: name the file itself in {CHECKPOINT_KEY}"),
+    (
+        r"(tf_model|flax_model|model)\.(h5|msgpack|ckpt.*)",
+        "TensorFlow's or Flax's: save it from transformers with save_pretrained",
+    ),
+    (
+        r"(.+/)?(zero_pp_rank_|mp_rank_).*model_states\.pt|(.+/)?.*optim_states\.pt",
+        "DeepSpeed's shards: join them with its zero_to_fp32.py",
+    ),
+    (
+        r"(.+/)?__\d+_\d+\.distcp",
+        "FSDP's shards: join them with `accelerate merge-weights`",
+    ),
+    (
+        r".+\.(incomplete|part|aria2|crdownload)",
+        "a download that has not ended: run it again",
+    ),
+    (r"[^/]+\.(safetensors|bin)", "weights of another name: rename the file to {name}"),
+)
 
 
 def snapshot_of(path: Path) -> Path:
@@ -49,24 +95,112 @@ def hub_advice(path: str) -> str:
     )
 
 
-def checkpoints_below(path: Path, is_checkpoint: Callable[[Path], bool]) -> list[str]:
-    """Names of the files and folders in a folder, or one below, that are checkpoints."""
-    names = [
-        str(candidate.relative_to(path)) for candidate in _below(path) if is_checkpoint(candidate)
-    ]
-    return [*names[:_MAX_LISTED], *(["..."] if names[_MAX_LISTED:] else [])]
+def not_a_checkpoint(path: Path) -> str:
+    """Describe what is there in place of a checkpoint, and what to do.
+
+    "" for what looks like a checkpoint, which the readers judge, and for what cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            return _other_file(path) if path.is_file() else ""
+        files = list(islice(_files(path), _MAX_FILES))
+        if len(files) == _MAX_FILES or _is_source(files):
+            return ""
+        names = list(map(str, files))
+        if _ADAPTER in names:
+            return "it is an adapter: name it in export.model.adapter_checkpoints, its base here"
+        below = _checkpoints_below(path)
+    except OSError:
+        return ""
+    listed = ", ".join([*below[:_MAX_LISTED], *(["..."] if below[_MAX_LISTED:] else [])])
+    if below:
+        return f"it holds the checkpoints {listed}: name one of them"
+    return foreign_weights(names) or "it holds no checkpoint of a known format"
+
+
+def _other_file(path: Path) -> str:
+    """Describe a file that is not a packed checkpoint, a GGUF file or a config.ini."""
+    if is_packed(path):
+        return ""
+    if _PARTS.fullmatch(path.name):
+        return f"it is one file of a checkpoint: name its folder, {path.parent}"
+    return "it is a file of no known format (.nemo, .gguf)"
+
+
+def _files(path: Path) -> Iterator[PurePosixPath]:
+    """The files of a folder and below, relative to it."""
+    for folder, _, names in os.walk(path):
+        start = PurePosixPath(os.path.relpath(folder, path))
+        yield from (start / name for name in names)
+
+
+def _is_source(files: Sequence[PurePosixPath]) -> bool:
+    """True if a folder with these files is one checkpoint, or those of one training."""
+    top = {file.name for file in files if len(file.parts) == 1}
+    if top & {*_TOP, TRACKER_NAME} or any(file.suffix == _TRAINED for file in files):
+        return True
+    found = [file for file in files if file.name in _ANYWHERE]
+    # A folder above checkpoints of transformers, or above several of NeMo.
+    below = {str(file.parent) for file in files if file.suffix in _WEIGHTS}
+    below &= {str(file.parent) for file in files if file.name == _TOP[0]}
+    if not found or below or sum(file.name == CONFIG_NAME for file in found) > 1:
+        return False
+    # A folder above trainings, or above iterations of which no file tells the latest.
+    tracked = {file.parent for file in files if file.name == TRACKER_NAME}
+    roots = {
+        folder
+        for file in found
+        for folder in file.parents
+        if _ITERATION.fullmatch(folder.name) or folder.parent in tracked
+    }
+    return len(roots) < 2
+
+
+def is_checkpoint(path: Path) -> bool:
+    """True if a file or folder looks like a checkpoint."""
+    return (path.is_file() or path.is_dir()) and not not_a_checkpoint(path)
+
+
+def _checkpoints_below(path: Path) -> list[str]:
+    """Names of the files and folders in a folder, or one below, that look like checkpoints."""
+    names: list[str] = []
+    for candidate in _below(path):
+        name = str(candidate.relative_to(path))
+        inside = any(name.startswith(f"{folder}/") for folder in names)
+        if len(names) <= _MAX_LISTED and not inside and is_checkpoint(candidate):
+            names.append(name)
+    return names
+
+
+def foreign_weights(files: Sequence[str]) -> str:
+    """Name the weights of a folder that are not in transformers' form, and what to do; "" if none.
+
+    files: names relative to the folder
+    """
+    for pattern, advice in _FOREIGN:
+        foreign = [name for name in files if re.fullmatch(pattern, name)]
+        if foreign:
+            torch = foreign[0].endswith(".bin")
+            name = "pytorch_model.bin" if torch else "model.safetensors"
+            return f"it holds {listed_shards(foreign)}, {advice.format(name=name)}"
+    return ""
+
+
+def listed_shards(files: Sequence[str]) -> str:
+    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more shards"
 
 
 def _below(path: Path) -> Iterator[Path]:
     """Files that may be a checkpoint, and folders; those within folders after all others."""
     folders: list[Path] = []
-    for candidate in sorted(path.iterdir()) if path.is_dir() else []:
-        if candidate.suffix in _FILES and candidate.is_file():
-            yield candidate
-        elif candidate.is_dir() and len(folders) < _MAX_FOLDERS:
+    for candidate in sorted(path.iterdir()):
+        if candidate.is_dir():
             folders.append(candidate)
+        elif is_packed(candidate):
+            yield candidate
+    folders = folders[:_MAX_FOLDERS]
     yield from folders
     for folder in folders:
         for candidate in sorted(folder.iterdir())[:_MAX_FOLDERS]:
-            if candidate.is_dir() or (candidate.suffix in _FILES and candidate.is_file()):
+            if candidate.is_dir() or is_packed(candidate):
                 yield candidate

@@ -38,6 +38,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     read_gpt,
 )
+from launcher_scripts.checkpoint.sources.locations import TRACKER_NAME
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -46,7 +47,6 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_nemo import nemo_dialects
 
 WEIGHTS_NAME = "model_optim_rng.pt"
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
 # checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
 # and value (Megatron-LM, fix_query_key_value_ordering).
