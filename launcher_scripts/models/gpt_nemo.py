@@ -75,12 +75,15 @@ MCORE = {
     ),
     "layers.*.attention.query_norm": Source((f"{_CORE}.self_attention.q_layernorm",)),
     "layers.*.attention.key_norm": Source((f"{_CORE}.self_attention.k_layernorm",)),
+    "layers.*.attention.gate": Source((f"{_CORE}.self_attention.linear_qkv",), "gates_of_groups"),
     "layers.*.attention.dense": Source((f"{_CORE}.self_attention.linear_proj",), "transposed"),
     "layers.*.post_attention_layernorm.weight": Source(
         (f"{_CORE}.mlp.linear_fc1.layer_norm_weight",)
     ),
     "layers.*.post_attention_layernorm.bias": Source((f"{_CORE}.mlp.linear_fc1.layer_norm_bias",)),
     "layers.*.mlp.router": Source((f"{_CORE}.mlp.router",), "transposed"),
+    "layers.*.mlp.latent_in": Source((f"{_CORE}.mlp.fc1_latent_proj",), "transposed"),
+    "layers.*.mlp.latent_out": Source((f"{_CORE}.mlp.fc2_latent_proj",), "transposed"),
     "layers.*.mlp.router.expert_bias": Source((f"{_CORE}.mlp.router.expert_bias",), "summands"),
     "layers.*.mlp.shared_expert_gate.weight": Source(
         (f"{_CORE}.mlp.shared_experts.gate_weight",), "transposed"
@@ -151,6 +154,29 @@ MCORE_LATENT_LOCAL = {
     for name, key in (("query", "q"), ("kv", "kv"))
 }
 
+_MIXER, _ATTENTION = f"{_CORE}.mixer", f"{_CORE}.self_attention"
+# Layers of several kinds, under the names that core_layers.py gives them.
+MCORE_BRANCHES = {
+    **MCORE_LOCAL,
+    "layers.*.mamba.in_proj": Source((f"{_MIXER}.in_proj",), "transposed"),
+    "layers.*.mamba.conv": Source((f"{_MIXER}.conv1d",), "conv_taps"),
+    "layers.*.mamba.norm": Source((f"{_MIXER}.norm",)),
+    "layers.*.mamba.out_proj": Source((f"{_MIXER}.out_proj",), "transposed"),
+    "layers.*.delta.in_proj": Source((f"{_ATTENTION}.in_proj",), "transposed"),
+    "layers.*.delta.conv": Source((f"{_ATTENTION}.conv1d",), "conv_taps"),
+    "layers.*.delta.norm": Source((f"{_ATTENTION}.out_norm",)),
+    "layers.*.delta.out_proj": Source((f"{_ATTENTION}.out_proj",), "transposed"),
+    "layers.*.attention.linear": Source((_ATTENTION,), "transposed"),
+    "layers.*.mlp.linear": Source((f"{_CORE}.mlp",), "transposed"),
+} | {
+    f"layers.*.{branch}.{name}": Source((f"{module}.{name}",), "summands")
+    for branch, module, names in (
+        ("mamba", _MIXER, ("A_log", "dt_bias", "D")),
+        ("delta", _ATTENTION, ("A_log", "dt_bias")),
+    )
+    for name in names
+}
+
 # With experts Transformer Engine has no linear for the norm before them to be inside of.
 MCORE_EXPERTS = {
     name: source for name, source in MCORE_LOCAL.items() if ".post_attention_layernorm." in name
@@ -165,6 +191,7 @@ _SCALES = (
     "layers.*.post_attention_layernorm.weight",
     "layers.*.attention.query_norm.weight",
     "layers.*.attention.key_norm.weight",
+    "layers.*.delta.norm.weight",
 )
 
 
@@ -194,6 +221,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "mcore_latent": MCORE_LATENT,
     "mcore_latent_local": MCORE_LATENT_LOCAL,
     "mcore_experts": MCORE_EXPERTS,
+    "mcore_branches": MCORE_BRANCHES,
+    "mcore_branches_plus_one": _plus_one({**MCORE, **MCORE_BRANCHES}),
     "mcore_plus_one": _plus_one(MCORE),
     "mcore_local_plus_one": _plus_one({**MCORE, **MCORE_LOCAL}),
     "mcore_experts_plus_one": _plus_one({**MCORE, **MCORE_EXPERTS}),

@@ -142,7 +142,6 @@ EXPERTS = {"num_experts": 8, "add_bias_linear": False}
     ("key", "value"),
     [
         ("moe_apply_probs_on_input", True),
-        ("moe_latent_size", 16),
         ("moe_layer_freq", -1),
         ("moe_layer_freq", [0, 1, 1]),
         ("moe_layer_freq", [0, 2]),
@@ -256,6 +255,9 @@ LOCAL = f"{CORE}gpt.gpt_layer_specs.get_gpt_layer_local_spec"
         {"spec": ["local"]},
         {"spec": []},
         {"spec": LOCAL.rsplit(".", 1)},
+        {"_target_": f"{BRIDGE}qwen.qwen_provider.Qwen3NextModelProvider80B_A3B"},
+        {"_target_": f"{BRIDGE}llama_nemotron.provider.LlamaNemotronHeterogeneousProvider"},
+        {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]},
     ],
 )
 def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> None:
@@ -266,10 +268,8 @@ def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> N
     "said",
     [
         {"_target_": f"{BRIDGE}ministral3.ministral3_provider.Ministral3ModelProvider3B"},
-        {"_target_": f"{BRIDGE}mamba.mamba_provider.MambaModelProvider"},
-        {"_target_": f"{BRIDGE}nemotronh.nemotron_h_provider.NemotronHModelProvider"},
+        {"_target_": f"{BRIDGE}falcon_h1.falconh1_provider.FalconH1ModelProvider"},
         {"_target_": f"{BRIDGE}llama.llama4_provider.Llama4ModelProvider"},
-        {"_target_": f"{BRIDGE}qwen.qwen_provider.Qwen3NextModelProvider"},
         {"_target_": "my_models.LlamaModelProvider"},
         {"_target_": "GPTModelProvider"},
         {"transformer_layer_spec": {"_target_": "my_models.default_layer_spec"}},
@@ -278,7 +278,6 @@ def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> N
         {"transformer_layer_spec": {"module": {"_target_": "my_models.Layer"}}},
         {"transformer_layer_spec": "my_spec"},
         {"spec": ["my_models", "layer_spec"]},
-        {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]},
     ],
 )
 def test_classes_and_specs_that_may_change_the_network(said: dict[str, Any]) -> None:

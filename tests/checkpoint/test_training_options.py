@@ -76,7 +76,6 @@ def test_the_configuration_of_a_nemo_training_leaves_nothing_to_say() -> None:
         ("query_pre_attn_scalar", 224),
         ("attention_sink_tokens", 4),
         ("use_mup", True),
-        ("hybrid_layer_pattern", "M*M*"),
         ("spec", ["mamba", "stack"]),
     ],
 )

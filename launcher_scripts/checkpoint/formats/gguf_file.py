@@ -98,10 +98,16 @@ class Fields:
         self._read.add(name)
         return self.value(f"{self.architecture}.{name}", default)
 
-    def size(self, name: str, default: Any = _REQUIRED) -> int:
-        """A whole number from 1 on; of a list with one value per layer, the one that all share."""
+    def size(self, name: str, default: Any = _REQUIRED, *, largest: bool = False) -> int:
+        """A whole number from 1 on; of a list with one value per layer, the one that all share.
+
+        largest: of a list the largest one
+        """
         result = self.get(name, default)
-        if isinstance(result, list) and len(result) > 0 and all(one == result[0] for one in result):
+        is_list = isinstance(result, list) and len(result) > 0
+        if is_list and largest and all(type(one) is int for one in result):
+            result = max(result)
+        elif is_list and all(one == result[0] for one in result):
             result = result[0]
         if type(result) is int and result > 0:
             return result
@@ -115,6 +121,13 @@ class Fields:
             return float(str(np.float32(result)))
         self.problems.add(f"{name} must be a number", got=result)
         return 1.0
+
+    def of_layer(self, name: str, layer: int, default: int) -> int:
+        """A number of a layer, of all layers together, or the default."""
+        result = self.get(name, default)
+        if isinstance(result, list):
+            result = result[layer] if layer < len(result) else default
+        return result if type(result) is int else default
 
     def text(self, name: str, default: str) -> str:
         result = self.get(name, default)

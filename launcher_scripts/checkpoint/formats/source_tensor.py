@@ -141,29 +141,36 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def concatenated(tensors: Sequence[SourceTensor], axis: int, sections: int = 1) -> SourceTensor:
+def concatenated(
+    tensors: Sequence[SourceTensor], axis: int, sections: int | Sequence[int] = 1
+) -> SourceTensor:
     """Shards of tensor-parallel ranks side by side, `sections` stacked matrices each.
 
     Every shard holds its part of every section; the result holds the sections one after another.
+    sections: how many, or the size of each in the result
     """
     if len(tensors) == 1:
         return tensors[0]
     flat = any(len(tensor.shape) <= axis for tensor in tensors)
     shapes = set() if flat else {tuple(np.delete(tensor.shape, axis)) for tensor in tensors}
     dtypes = {tensor.dtype for tensor in tensors}
-    uneven = flat or any(tensor.shape[axis] % sections for tensor in tensors)
+    sizes = [1] * sections if isinstance(sections, int) else list(sections)
+    total = sum(sizes)
+    uneven = flat or any(tensor.shape[axis] * size % total for tensor in tensors for size in sizes)
     if len(shapes) != 1 or len(dtypes) != 1 or uneven:
         raise CheckpointError(
             problem("shards do not fit together", got=[tensor.shape for tensor in tensors])
         )
     pieces: list[Piece] = []
     start = 0
-    for section in range(sections):
+    for section, size in enumerate(sizes):
+        before = sum(sizes[:section])
         for tensor in tensors:
-            size = tensor.shape[axis] // sections
+            rows = tensor.shape[axis] * size // total
+            first = tensor.shape[axis] * before // total
             for piece in tensor.pieces:
-                pieces += _moved(piece, axis, section * size, size, start)
-            start += size
+                pieces += _moved(piece, axis, first, rows, start)
+            start += rows
     shape = list(tensors[0].shape)
     shape[axis] = start
     return SourceTensor(tuple(shape), tensors[0].dtype, tuple(pieces))

@@ -305,19 +305,9 @@ def projected_out(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]
     return tensor
 
 
-def zeros(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
-    """The bias [hidden] of a norm that has none."""
-    return np.zeros(config.hidden_size, np.float32)
-
-
-def ones(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
-    """The weight [hidden] of a norm that has none."""
-    return np.ones(config.hidden_size, np.float32)
-
-
-def ones_of_head(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
-    """The weight [head_size] of a norm of heads that has none."""
-    return np.ones(config.head_size, np.float32)
+def filled(value: float, size: str = "hidden_size") -> Apply:
+    """The weight or bias of a norm that has none.  size: the attribute that says how many"""
+    return lambda _, config: np.full(getattr(config, size), value, np.float32)
 
 
 def scalars(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
@@ -419,15 +409,23 @@ def qkv_of_heads(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
 
 
 def qkv_of_groups(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
-    """Rows (group, [the group's queries, key, value], dimension): Megatron-LM core's."""
+    """Rows (group, [the group's queries, key, value], dimension): Megatron-LM core's; queries may
+    be followed by their gates.
+    """
     (tensor,) = tensors
     queries = config.num_heads // config.num_kv_heads
-    rows = tensor.reshape(config.num_kv_heads, queries + 2, config.head_size, *tensor.shape[1:])
-    return [
-        [group[head].T for group in rows for head in range(queries)],
-        [group[queries].T for group in rows],
-        [group[queries + 1].T for group in rows],
-    ]
+    count = (2 if config.attention_output_gate else 1) * queries + 2
+    rows = tensor.reshape(config.num_kv_heads, count, config.head_size, *tensor.shape[1:])
+    heads = [group[head].T for group in rows for head in range(queries)]
+    return [heads, *([group[part].T for group in rows] for part in (-2, -1))]
+
+
+def gates_of_groups(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """Rows (group, [its queries, their gates, key, value], dimension): the gates."""
+    (tensor,) = tensors
+    rows = tensor.reshape(config.num_kv_heads, -1, config.head_size, *tensor.shape[1:])
+    queries = config.num_heads // config.num_kv_heads
+    return [[group[queries + head].T for group in rows for head in range(queries)]]
 
 
 def qkv_in_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
@@ -447,6 +445,7 @@ LAYOUTS: dict[str, Layout] = {
     "second_half": Layout(part_of_blocks(1, 2), sections=2, inverse=rows_of, part=1),
     "qkv_of_heads": Layout(qkv_of_heads, inverse=rows_of_groups),
     "qkv_of_groups": Layout(qkv_of_groups, inverse=rows_of_groups),
+    "gates_of_groups": Layout(gates_of_groups),
     "qkv_in_blocks": Layout(qkv_in_blocks, sections=3, inverse=rows_of),
     "qkv_innermost": Layout(qkv_innermost),
     "query_of_heads": Layout(part_of_heads(0, 3)),
@@ -492,8 +491,8 @@ LAYOUTS: dict[str, Layout] = {
     "projected_out": Layout(projected_out),
     "fairseq_sinusoids": Layout(fairseq_sinusoids, inverse=no_tensors),
     "sinusoids": Layout(sinusoids, inverse=no_tensors),
-    "zeros": Layout(zeros, inverse=no_tensors),
-    "ones": Layout(ones, inverse=no_tensors),
-    "ones_of_head": Layout(ones_of_head, inverse=no_tensors),
+    "zeros": Layout(filled(0), inverse=no_tensors),
+    "ones": Layout(filled(1), inverse=no_tensors),
+    "ones_of_head": Layout(filled(1, "head_size"), inverse=no_tensors),
     "scalars": Layout(scalars, inverse=numbers_of_xielu),
 }

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.core_experts import experts_of
+from launcher_scripts.checkpoint.sources.core_layers import (
+    HYBRID_DEFAULTS,
+    PLAIN_LAYERS,
+    branches_of,
+    experts_of,
+    pattern_of,
+)
 from launcher_scripts.checkpoint.sources.rotary_scaling import mscale_of, yarn
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -39,20 +45,11 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
-    "attention_output_gate": (None, False),
     "softmax_type": (None, "vanilla", "learnable"),
-    "is_hybrid_model": (None, False),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "heterogeneous_block_specs": (None, False),
     "scale_embedding": (None, False),
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
     "enable_mhc_connections": (None, False),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
     "embedding_multiplier": (None, 1, 1.0),
 }
 # The same of latent attention; without norms its latent vectors would be multiplied as they are.
@@ -79,6 +76,7 @@ _SEPARATE_NORMS = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "m
 # What only layers of the core's own GPTs can have.
 CORE_ONLY: dict[str, tuple[Any, ...]] = {
     **NO_EXPERTS,
+    **PLAIN_LAYERS,
     "multi_latent_attention": (None, False),
     "softmax_type": (None, "vanilla"),
     "window_size": (None,),
@@ -94,25 +92,42 @@ _IGNORED_FACTOR = (
 # Classes of Megatron Bridge's providers and NeMo 2's configurations that build the core's GPT or T5
 # from their settings alone, and functions that specify the core's own layers. Others may change the
 # network in code.
+_HYBRIDS = r"Hybrid|SSM|(Base|NVIDIA)?Mamba(Hybrid)?"
 _PACKAGES = ("megatron.bridge.", "megatron.core.", "nemo.collections.llm.")
 _CLASSES = re.compile(
     r"(GPT|GPTOSS|T5|Llama(2|3|31|32|33)?|CodeLlama|Qwen(15|2|25|3)?(MoE)?|Mi[sx]tral|MistralSmall3"
     r"|MistralNe[Mm]o|(Code)?Gemma|Nemotron(3|4)?|Star[Cc]oder2?|OlMoE|GLM45(Air)?|GLMMoE|Phi3"
-    r"|Baichuan2|MLA|DeepSeek(V2(Lite)?|V3)?|Moonlight|KimiK2)(Model)?(Provider|Config)(\d+(x\d+)?[BM](_A\d+B)?)?"
+    r"|Baichuan2|MLA|DeepSeek(V2(Lite)?|V3)?|Moonlight|KimiK2|Qwen3Next|Nemotron(H|Nano|3Nano)"
+    r"|LlamaNemotronHeterogeneous|Llama3[13]Nemotron(Nano|Super|Ultra)?(\d+B)?|" + _HYBRIDS + r")"
+    r"(Model)?(Provider|Config)(Base|\d+(x\d+)?[BM](v\d)?(_A\d+B)?)?"
 )
+_HYBRID = re.compile(rf"({_HYBRIDS}|Nemotron(H|Nano|3Nano))(Model)?(Provider|Config).*")
 _SPECS = (
     "default_layer_spec",
+    "get_default_hybrid_stack_spec",
+    "get_default_mamba_stack_spec",
     "get_gpt_decoder_block_spec",
+    "get_gpt_heterogeneous_layer_spec",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "get_t5_decoder_with_local_block_spec",
     "get_t5_decoder_with_transformer_engine_block_spec",
     "get_t5_encoder_with_local_block_spec",
     "get_t5_encoder_with_transformer_engine_block_spec",
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    "heterogeneous_layer_spec",
+    "hybrid_stack_spec",
     "local_layer_spec",
+    "mamba_stack_spec",
+    "modelopt_hybrid_stack_spec",
+    "modelopt_mamba_stack_spec",
     "transformer_engine_full_layer_spec",
+    "transformer_engine_hybrid_stack_spec",
     "transformer_engine_layer_spec",
+    "transformer_engine_mamba_stack_spec",
 )
+# Options that name such a function.
+_SPEC_OPTIONS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 # Arguments of these functions that choose kernels, or parts that the tensors show.
 _SPEC_ARGUMENTS = (
     "fp8",
@@ -168,16 +183,17 @@ class CoreOptions(TrainingOptions):
         if provider is not None and not is_allowed:
             message = "_target_: models of this class are not supported"
             self.problems.add(message, got=provider)
-        spec = self.get("transformer_layer_spec")
-        function = spec.get("_target_") if isinstance(spec, Mapping) else spec
-        others = {
-            key: value
-            for key, value in (spec.items() if isinstance(spec, Mapping) else ())
-            if value and not key.startswith("_") and key not in _SPEC_ARGUMENTS
-        }
-        if spec and (others or not _is_plain_spec(function)):
-            message = "transformer_layer_spec is not supported, which may change the network"
-            self.problems.add(message, got=spec, choices=_SPECS)
+        for option in _SPEC_OPTIONS:
+            spec = self.get(option)
+            function = spec.get("_target_") if isinstance(spec, Mapping) else spec
+            others = {
+                key: value
+                for key, value in (spec.items() if isinstance(spec, Mapping) else ())
+                if value and not key.startswith("_") and key not in _SPEC_ARGUMENTS
+            }
+            if spec and (others or not _is_plain_spec(function)):
+                message = f"{option} is not supported, which may change the network"
+                self.problems.add(message, got=spec, choices=_SPECS)
         pair = self.get("spec") or []  # of Megatron-LM: a module and its function
         if pair not in ([], ["local"]) and not _is_plain_spec(".".join(map(str, pair))):
             self.problems.add("spec is not supported", got=pair, choices=(["local"], *_SPECS))
@@ -203,6 +219,8 @@ class CoreGPT:
     def dialects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Dialects of the weight table for tensors of these names, first choice first."""
         names = list(names)
+        if "layer_branches" in self.fields:
+            return core_dialects(self.fields["gated"], "mcore_branches", self.plus_one)
         prefixes = {part for name in names for part in _SEPARATE_NORMS if part in name}
         latent: list[str] = []
         if self.fields["kv_lora_rank"] is not None:
@@ -219,11 +237,14 @@ class CoreGPT:
 
 
 def read_gpt(
-    options: CoreOptions, supported_values: Mapping[str, tuple[Any, ...]] | None = None
+    options: CoreOptions,
+    supported_values: Mapping[str, tuple[Any, ...]] | None = None,
+    names: Iterable[str] = (),
 ) -> CoreGPT:
     """The fields of the core's configuration as GPTConfig's.
 
     supported_values: further fields whose other values are refused
+    names:            of the tensors
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
     options.reject_unknown(supported_values or {})
@@ -232,7 +253,8 @@ def read_gpt(
     bias = options.flag("add_bias_linear", True)
     qkv_bias = options.flag("add_qkv_bias", False)
     positions = options.choice("position_embedding_type", "learned_absolute", _POSITIONS)
-    layers = options.size("num_layers")
+    letters = pattern_of(options, names)
+    layers = options.size("num_layers") if letters is None else len(letters)
     head_size = options.size("kv_channels", max(hidden // heads, 1))
     base = options.real("rotary_base", 10000.0)
     fields = {
@@ -262,11 +284,12 @@ def read_gpt(
         "unrotated_layers": _skipped(
             options, "no_rope_freq", options.get("no_rope_freq") or None, 1, layers
         ),
-        **experts_of(options, layers),
+        **experts_of(options, layers, letters),
         **_latent(options, heads),
         "embedding_scale": _embedding_scale(options, hidden),
         "tied_embeddings": options.tied_embeddings,
     }
+    fields |= branches_of(options, layers, letters, fields)
     options.problems.raise_if_any(CheckpointError)
     return CoreGPT(fields, options.plus_one)
 
@@ -430,9 +453,10 @@ def of_nemo2(model: Mapping[str, Any], origin: str) -> CoreOptions:
 
 def _plain(model: Mapping[str, Any]) -> dict[str, Any]:
     """Functions and types as their names: `_target_` is never called."""
-    return {
-        key: value if key == "transformer_layer_spec" else _name(value)
-        for key, value in model.items()
+    name = str(model.get("_target_")).rpartition(".")[2]
+    defaults = HYBRID_DEFAULTS if _HYBRID.fullmatch(name) else {}
+    return defaults | {
+        key: value if key in _SPEC_OPTIONS else _name(value) for key, value in model.items()
     }
 
 

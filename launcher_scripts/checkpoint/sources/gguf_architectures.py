@@ -5,105 +5,23 @@ What a row says, and which tensors are changed, is as in llama.cpp's conversion/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-from numpy.typing import NDArray
-
-from launcher_scripts.checkpoint.formats.gguf_file import Fields
+from launcher_scripts.checkpoint.sources import gguf_hybrids as hybrids
 from launcher_scripts.checkpoint.sources import gguf_parameters as tensors
-from launcher_scripts.checkpoint.sources.gguf_parameters import Restored, rope_parameters
-
-
-@dataclass(frozen=True)
-class Model:
-    """Input of a row's `config`: the fields, and the tensors' names and shapes.
-
-    shapes:  name -> shape, rows first
-    factors: the tensors that divide rotary frequencies
-    """
-
-    fields: Fields
-    shapes: Mapping[str, tuple[int, ...]]
-    factors: Mapping[str, NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class GGUFArchitecture:
-    """A row of ARCHITECTURES.
-
-    model_type: of Hugging Face
-    config:     Model -> what is left to say in config.json
-    names:      tensor without its last part -> Hugging Face's, without "model." or "transformer.";
-                or both whole
-    restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
-    renamed:    Model -> names that differ in this one
-    experts:    the row instead of this one for a file with experts
-    """
-
-    model_type: str
-    config: Callable[[Model], dict[str, Any]]
-    names: Mapping[str, str]
-    restored: Mapping[str, Restored] = field(default_factory=dict)
-    renamed: Callable[[Model], Mapping[str, str]] = lambda _: {}
-    experts: GGUFArchitecture | None = None
-
-
-def _common(model: Model) -> dict[str, Any]:
-    """Return the fields that every model has."""
-    fields = model.fields
-    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
-    table = model.shapes.get("token_embd.weight", (1,))
-    if fields.get("vocab_size", table[0]) != table[0]:
-        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
-    return {
-        "vocab_size": int(table[0]),
-        "num_hidden_layers": fields.size("block_count"),
-        "hidden_size": hidden,
-        "intermediate_size": fields.size("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
-        "max_position_embeddings": fields.size("context_length"),
-        "tie_word_embeddings": "output.weight" not in model.shapes,
-    }
-
-
-def _rotary(model: Model) -> dict[str, Any]:
-    """Return the fields of models with rotary positions."""
-    fields = model.fields
-    common = _common(model)
-    default_size = max(common["hidden_size"] // common["num_attention_heads"], 1)
-    size = fields.size("attention.key_length", default_size)
-    if fields.size("attention.value_length", size) != size:
-        fields.problems.add("attention.value_length is not attention.key_length", got=size)
-    rotary = fields.size("rope.dimension_count", size)
-    heads, groups = common["num_attention_heads"], common["num_key_value_heads"]
-    rows = {
-        "attn_q": heads * size,
-        "attn_k": groups * size,
-        "attn_qkv": (heads + 2 * groups) * size,
-    }
-    shapes = {name: model.shapes.get(f"blk.0.{name}.weight") for name in rows}
-    sizes = {name: shape[0] for name, shape in shapes.items() if shape}
-    if rotary > size or sizes != {name: rows[name] for name in sizes or rows}:
-        fields.problems.add(
-            "the heads do not fit the tensors",
-            got={"heads": (heads, groups), "size": size, "rotary": rotary, "rows": sizes},
-        )
-        rotary = size = 1
-    rope = rope_parameters(fields, rotary, model.factors)
-    return {
-        **common,
-        "head_dim": size,
-        "rope_parameters": {**rope, "partial_rotary_factor": rotary / size},
-    }
+from launcher_scripts.checkpoint.sources.gguf_parameters import (
+    GGUFArchitecture,
+    Model,
+    common,
+    has_any,
+    rotary,
+)
 
 
 def _llama(model: Model) -> dict[str, Any]:
     return {
-        **_rotary(model),
+        **rotary(model),
         "hidden_act": "silu",
         "rms_norm_eps": model.fields.real("attention.layer_norm_rms_epsilon"),
         "attention_bias": "blk.0.attn_q.bias" in model.shapes,
@@ -243,7 +161,7 @@ def _layer_norms(model: Model, key: str, activation: str) -> dict[str, Any]:
     """A model with layer norms and an MLP without gate.  key: of the norms' epsilon"""
     model.fields.get("attention.layer_norm_rms_epsilon", None)  # the converter's double of it
     return {
-        **_rotary(model),
+        **rotary(model),
         "hidden_act": activation,
         key: model.fields.real("attention.layer_norm_epsilon"),
         "attention_bias": "blk.0.attn_output.bias" in model.shapes,
@@ -263,7 +181,7 @@ def _nemotron(model: Model) -> dict[str, Any]:
 def _stablelm(model: Model) -> dict[str, Any]:
     fields = model.fields
     return {
-        **_rotary(model),
+        **rotary(model),
         "hidden_act": "silu",
         "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
         "use_parallel_residual": fields.get("use_parallel_residual", False),
@@ -286,7 +204,7 @@ def _cohere2(model: Model) -> dict[str, Any]:
     fields = model.fields
     fields.get("attention.layer_norm_rms_epsilon", None)
     return {
-        **_rotary(model),
+        **rotary(model),
         "hidden_act": "silu",
         "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
         "logit_scale": fields.real("logit_scale"),
@@ -315,13 +233,13 @@ def _gptneox(model: Model) -> dict[str, Any]:
 
 
 def _falcon(model: Model) -> dict[str, Any]:
-    rotary = _rotary(model)
-    groups = rotary["num_key_value_heads"]
+    raw = rotary(model)
+    groups = raw["num_key_value_heads"]
     return {
-        **rotary,
+        **raw,
         "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
         "num_kv_heads": groups,
-        "ffn_hidden_size": rotary["intermediate_size"],
+        "ffn_hidden_size": raw["intermediate_size"],
         "multi_query": groups == 1,
         "new_decoder_architecture": groups > 1,
     }
@@ -336,31 +254,98 @@ def _falcon_names(model: Model) -> dict[str, str]:
 
 
 def _gpt2(model: Model) -> dict[str, Any]:
-    common = _common(model)
+    raw = common(model)
     return {
-        **common,
-        "n_inner": common["intermediate_size"],
+        **raw,
+        "n_inner": raw["intermediate_size"],
         "activation_function": "gelu_new",
         "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
     }
 
 
 def _bloom(model: Model) -> dict[str, Any]:
-    common = _common(model)
-    if common["intermediate_size"] != 4 * common["hidden_size"]:
+    raw = common(model)
+    if raw["intermediate_size"] != 4 * raw["hidden_size"]:
         model.fields.problems.add(
             "feed_forward_length of a BLOOM is four times embedding_length",
-            got=common["intermediate_size"],
+            got=raw["intermediate_size"],
         )
     return {
-        **common,
-        "n_head": common["num_attention_heads"],
-        "seq_length": common["max_position_embeddings"],
+        **raw,
+        "n_head": raw["num_attention_heads"],
+        "seq_length": raw["max_position_embeddings"],
         "layer_norm_epsilon": model.fields.real("attention.layer_norm_epsilon"),
     }
 
 
-_HALVES = {"blk.*.attn_q": tensors.QUERY_HALVES, "blk.*.attn_k": tensors.KEY_HALVES}
+def _t5(model: Model) -> dict[str, Any]:
+    """T5 and mT5, whose MLP is gated by GELU or not gated; the distance is that of all T5s."""
+    fields = model.fields
+    size = fields.size("attention.key_length")
+    if fields.size("attention.value_length", size) != size:
+        fields.problems.add("attention.value_length is not attention.key_length", got=size)
+    table = model.shapes.get("token_embd.weight", (1,))
+    if fields.get("vocab_size", table[0]) != table[0]:
+        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
+    fields.get("attention.layer_norm_epsilon", None)  # the converter's double of it
+    layers, heads = fields.size("block_count"), fields.size("attention.head_count")
+    fields.get("context_length", None)  # positions are relative
+    fields.get("attention.head_count_kv", heads)
+    separate = "output.weight" in model.shapes
+    result = {
+        "vocab_size": int(table[0]),
+        "d_model": fields.size("embedding_length"),
+        "d_ff": fields.size("feed_forward_length"),
+        "d_kv": size,
+        "num_layers": layers,
+        "num_heads": heads,
+        "relative_attention_num_buckets": fields.size("attention.relative_buckets_count"),
+        "layer_norm_epsilon": fields.real("attention.layer_norm_rms_epsilon"),
+        "feed_forward_proj": "gated-gelu" if has_any(model, "ffn_gate.weight") else "relu",
+        "tie_word_embeddings": not separate,
+    }
+    if fields.architecture == "t5encoder":
+        return result | {"architectures": ["T5EncoderModel"], "is_encoder_decoder": False}
+    return result | {
+        "num_decoder_layers": fields.size("decoder_block_count", layers),
+        "decoder_start_token_id": fields.get("decoder_start_token_id", 0),
+    }
+
+
+def _t5_row(model: Model) -> GGUFArchitecture | None:
+    """A umT5 has a relative bias in every layer."""
+    return _UMT5 if "enc.blk.1.attn_rel_b.weight" in model.shapes else None
+
+
+_T5_PARTS = {
+    "attn_norm": "layer.0.layer_norm",
+    **{f"attn_{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"},
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+}
+_T5_CROSS = {
+    "cross_attn_norm": "layer.1.layer_norm",
+    **{f"cross_attn_{part}": f"layer.1.EncDecAttention.{part}" for part in "qkvo"},
+}
+
+
+def _t5_names(gated: bool) -> dict[str, str]:
+    up = {"ffn_gate": "wi_0", "ffn_up": "wi_1"} if gated else {"ffn_up": "wi"}
+    names = {"token_embd": "shared", "output": "lm_head"}
+    for side, stack, mlp in (("enc", "encoder", 1), ("dec", "decoder", 2)):
+        parts = {**_T5_PARTS, **(_T5_CROSS if side == "dec" else {})}
+        parts["ffn_norm"] = f"layer.{mlp}.layer_norm"
+        for part, name in {**up, "ffn_down": "wo"}.items():
+            parts[part] = f"layer.{mlp}.DenseReluDense.{name}"
+        names |= {f"{side}.blk.*.{part}": f"{stack}.block.*.{name}" for part, name in parts.items()}
+        names[f"{side}.output_norm"] = f"{stack}.final_layer_norm"
+    return names
+
+
+def _t5_renamed(model: Model) -> dict[str, str]:
+    return _t5_names(has_any(model, "ffn_gate.weight"))
+
+
+_HALVES = tensors.HALVES
 
 # The converter adds one to the scales of norms that count from one.
 _CENTRED = {
@@ -376,8 +361,17 @@ _GROUPED = {"blk.*.attn_qkv": tensors.GROUPED}
 _MIXTRAL = GGUFArchitecture("mixtral", _mixtral, tensors.MIXTRAL_NAMES, _HALVES)
 _ONE_ROW = {"blk.*.ffn_gate_inp_shexp": tensors.ONE_ROW}
 
+_UMT5 = GGUFArchitecture("umt5", _t5, {}, renamed=_t5_renamed)
+_T5 = GGUFArchitecture("t5", _t5, {}, renamed=_t5_renamed, variant=_t5_row)
+
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": GGUFArchitecture("llama", _llama, tensors.LLAMA_NAMES, _HALVES, experts=_MIXTRAL),
+    "llama": GGUFArchitecture(
+        "llama",
+        _llama,
+        tensors.LLAMA_NAMES,
+        _HALVES,
+        variant=lambda model: _MIXTRAL if model.fields.get("expert_count", 0) else None,
+    ),
     "qwen2": GGUFArchitecture("qwen2", _llama, tensors.LLAMA_NAMES),
     "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, tensors.QWEN_MOE_NAMES, _ONE_ROW),
     "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, tensors.QWEN_MOE_NAMES),
@@ -409,4 +403,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, _CENTRED),
     "gptneox": GGUFArchitecture("gpt_neox", _gptneox, tensors.GPTNEOX_NAMES, _GROUPED),
     "falcon": GGUFArchitecture("falcon", _falcon, tensors.BLOOM_NAMES, _GROUPED, _falcon_names),
+    "t5": _T5,
+    "t5encoder": _T5,
+    **hybrids.ARCHITECTURES,
 }

@@ -17,12 +17,15 @@ from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, Workspace
 from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import FullTensors, Hints, renamed
-from launcher_scripts.checkpoint.sources.gguf_architectures import (
-    ARCHITECTURES,
+from launcher_scripts.checkpoint.sources.gguf_architectures import ARCHITECTURES
+from launcher_scripts.checkpoint.sources.gguf_parameters import (
+    FACTORS,
     GGUFArchitecture,
+    Heads,
+    Joined,
     Model,
+    Restored,
 )
-from launcher_scripts.checkpoint.sources.gguf_parameters import FACTORS, Heads, Restored
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files, tokenizer_metadata
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
@@ -48,9 +51,11 @@ class GGUFModel:
     raw: dict[str, Any]
     tensors: Mapping[str, ReaderTensor]
 
-    @property
-    def heads(self) -> Heads:
-        return Heads(self.raw["num_attention_heads"], self.raw["num_key_value_heads"])
+    def heads(self, layer: int) -> Heads:
+        """Heads of a layer, as far as they order its rows."""
+        queries = self.raw.get("num_attention_heads") or 1
+        keys = self.raw.get("num_key_value_heads") or queries
+        return Heads(queries, self.fields.of_layer("attention.head_count_kv", layer, keys) or keys)
 
 
 def read_model(path: Path) -> GGUFModel:
@@ -59,16 +64,12 @@ def read_model(path: Path) -> GGUFModel:
     reader = open_gguf(path)
     fields = Fields(reader, path)
     _check_kind(fields)
-    row = ARCHITECTURES[fields.architecture]
-    if row.experts is not None and fields.value(f"{fields.architecture}.expert_count", 0):
-        row = row.experts
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    shapes = {
-        name: tuple(int(size) for size in reversed(tensor.shape))
-        for name, tensor in tensors.items()
-    }
+    shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
     factors = {name: read_tensor(tensors.pop(name)) for name in FACTORS if name in tensors}
     model = Model(fields, shapes, factors)
+    row = ARCHITECTURES[fields.architecture]
+    row = row.variant(model) or row
     if fields.size("block_count") > max(len(tensors), 1):
         fields.problems.add(
             "block_count is more than there are tensors", got=fields.get("block_count")
@@ -100,7 +101,7 @@ def _check_kind(fields: Fields) -> None:
     fields.raise_problems()
 
 
-_LAYER = re.compile(r"^blk\.(\d+)\.")
+_LAYER = re.compile(r"^((?:enc\.|dec\.)?blk)\.(\d+)\.")
 _STORED_DTYPES: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
     GGMLQuantizationType.F64: np.dtype("<f8"),
@@ -173,7 +174,7 @@ class GGUFCheckpoint(FullTensors):
             (
                 (name, target, tensor)
                 for name, stored in model.tensors.items()
-                for target, tensor in _tensors(_renamed(name, model.names), name, stored, model)
+                for target, tensor in _tensors(name, stored, model)
             ),
             str(archive.path),
         )
@@ -187,6 +188,8 @@ class GGUFCheckpoint(FullTensors):
             raise
         model.fields.raise_problems()
         names = {source_name: name for name, source_name in model.names.items()}
+        for target_name, joined in row.joined.items():
+            names[target_name.rpartition(".")[0]] = joined.names[0].rpartition(".")[0]
         return cls(
             archive,
             config,
@@ -225,30 +228,83 @@ class GGUFCheckpoint(FullTensors):
         return tokenizer_files(self.metadata)
 
 
+@dataclass(frozen=True)
+class JoinedTensor(SourceTensor):
+    """A tensor that the file has in several.
+
+    parts:  those, as they are stored
+    joined: how it is made of them
+    raw:    config.json
+    """
+
+    parts: tuple[QuantisedTensor, ...]
+    joined: Joined
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        return self.parts[0].stored_dtype
+
+    def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
+        return self.joined.apply([part.read() for part in self.parts], self.raw)
+
+
+def _generic(name: str) -> tuple[str, int | None]:
+    """A name with `*` for its layer, and the layer."""
+    match = _LAYER.match(name)
+    if match is None:
+        return name, None
+    return _LAYER.sub(r"\1.*.", name), int(match[2])
+
+
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Hugging Face's name; the file's own where there is none, which no model claims."""
-    layer, generic = _LAYER.match(name), _LAYER.sub("blk.*.", name)
+    generic, layer = _generic(name)
     stem, _, part = generic.rpartition(".")
+    if name in names:
+        return names[name]
     new_name = names.get(generic) or (f"{names[stem]}.{part}" if stem in names else name)
-    return new_name.replace("*", layer.group(1) if layer else "")
+    return new_name.replace("*", "" if layer is None else str(layer))
 
 
 def _tensors(
-    renamed: str, name: str, stored: ReaderTensor, model: GGUFModel
-) -> Iterator[tuple[str, QuantisedTensor]]:
-    """Hugging Face's names and tensors of one of the file's; of experts there are several."""
-    key = _LAYER.sub("blk.*.", name)
+    name: str, stored: ReaderTensor, model: GGUFModel
+) -> Iterator[tuple[str, QuantisedTensor | JoinedTensor]]:
+    """Hugging Face's names and tensors of one of the file's; of experts there are several, and of
+    tensors that belong together the first gives all."""
+    key, layer = _generic(name)
+    for target, joined in model.row.joined.items():
+        parts = [part.replace("*", str(layer)) for part in joined.names]
+        if key in joined.names and all(part in model.tensors for part in parts):
+            if key == joined.names[0]:
+                new_name = target.replace("*", str(layer)).rstrip("#")
+                yield new_name, _joined([model.tensors[part] for part in parts], joined, model)
+            return
+    renamed = _renamed(name, model.names)
     restored = model.row.restored.get(key) or model.row.restored.get(key.rpartition(".")[0])
-    shape = tuple(int(size) for size in reversed(stored.shape))
-    dtype = np.dtype("<f4")
+    shape, dtype = _shape(stored), np.dtype("<f4")
+    heads = model.heads(layer or 0)
     if "#" in renamed and 0 not in shape:
         for expert in range(shape[0]):
-            part = QuantisedTensor(shape[1:], dtype, (), stored, model.heads, expert)
+            part = QuantisedTensor(shape[1:], dtype, (), stored, heads, expert)
             yield renamed.replace("#", str(expert)), part
         return
     if restored is not None:
         shape = restored.shape(shape)
-    yield renamed, QuantisedTensor(shape, dtype, (), stored, model.heads, restored=restored)
+    yield renamed, QuantisedTensor(shape, dtype, (), stored, heads, restored=restored)
+
+
+def _joined(stored: list[ReaderTensor], joined: Joined, model: GGUFModel) -> JoinedTensor:
+    dtype, heads = np.dtype("<f4"), model.heads(0)
+    parts = tuple(QuantisedTensor(_shape(tensor), dtype, (), tensor, heads) for tensor in stored)
+    shapes = [part.shape for part in parts]
+    shape = joined.rows(shapes), shapes[-1][-1]
+    return JoinedTensor(shape, dtype, (), parts, joined, model.raw)
+
+
+def _shape(stored: ReaderTensor) -> tuple[int, ...]:
+    """The shape, rows first."""
+    return tuple(int(size) for size in reversed(stored.shape))
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:

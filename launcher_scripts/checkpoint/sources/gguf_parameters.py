@@ -17,8 +17,8 @@ numbers are those of a LongRoPE whose contexts do not differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,56 @@ class Restored:
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
 
 
+@dataclass(frozen=True)
+class Model:
+    """Input of a row's `config`: the fields, and the tensors' names and shapes.
+
+    shapes:  name -> shape, rows first
+    factors: the tensors that divide rotary frequencies
+    """
+
+    fields: Fields
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of Hugging Face that a file has in several.
+
+    names: of the file's tensors
+    apply: (their values, config.json) -> the values
+    rows:  (their shapes) -> how many rows it has
+    """
+
+    names: tuple[str, ...]
+    apply: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], NDArray[Any]]
+    rows: Callable[[Sequence[tuple[int, ...]]], int]
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """A row of ARCHITECTURES.
+
+    model_type: of Hugging Face
+    config:     Model -> what is left to say in config.json
+    names:      tensor without its last part -> Hugging Face's, without "model." or "transformer.";
+                or both whole
+    restored:   tensor (with or without its last part) -> what undoes llama.cpp's changes
+    renamed:    Model -> names that differ in this one
+    variant:    Model -> the row instead of this one
+    joined:     Hugging Face's name -> how it is made of several tensors of the file
+    """
+
+    model_type: str
+    config: Callable[[Model], dict[str, Any]]
+    names: Mapping[str, str]
+    restored: Mapping[str, Restored] = field(default_factory=dict)
+    renamed: Callable[[Model], Mapping[str, str]] = lambda _: {}
+    variant: Callable[[Model], GGUFArchitecture | None] = lambda _: None
+    joined: Mapping[str, Joined] = field(default_factory=dict)
+
+
 def _halves(values: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows that rotate together are neighbours; transformers has them half a head apart."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
@@ -65,6 +115,7 @@ def _grouped(values: NDArray[Any], heads: Heads) -> NDArray[Any]:
 
 QUERY_HALVES = Restored(lambda values, heads: _halves(values, heads.queries))
 KEY_HALVES = Restored(lambda values, heads: _halves(values, heads.keys))
+HALVES = {"blk.*.attn_q": QUERY_HALVES, "blk.*.attn_k": KEY_HALVES}
 GROUPED = Restored(_grouped)
 LESS_ONE = Restored(lambda values, _: values - np.float32(1))
 TRANSPOSED = Restored(lambda values, _: values.T, lambda shape: shape[::-1])
@@ -180,6 +231,95 @@ GPTNEOX_NAMES = {
 }
 
 
+def _ssm_names(mixer: str) -> dict[str, str]:
+    stem = f"layers.*.{mixer}"
+    return {
+        "blk.*.ssm_a": f"{stem}.A_log",
+        "blk.*.ssm_d": f"{stem}.D",
+        "blk.*.ssm_dt.bias": f"{stem}.dt_bias",
+        "blk.*.ssm_in": f"{stem}.in_proj",
+        "blk.*.ssm_conv1d": f"{stem}.conv1d",
+        "blk.*.ssm_norm": f"{stem}.norm",
+        "blk.*.ssm_out": f"{stem}.out_proj",
+    }
+
+
+def _mlps(experts: str, shared: str) -> dict[str, str]:
+    return {
+        **{f"blk.*.ffn_{part}_exps": f"layers.*.{experts}.#.{part}_proj" for part in _EXPERTS},
+        **{f"blk.*.ffn_{part}_shexp": f"layers.*.{shared}.{part}_proj" for part in _EXPERTS},
+    }
+
+
+NEMOTRON_H_NAMES = {
+    "token_embd": "embeddings",
+    "output": "lm_head",
+    "output_norm": "norm_f",
+    "blk.*.attn_norm": "layers.*.norm",
+    **_ssm_names("mixer"),
+    **{f"blk.*.attn_{part}": f"layers.*.mixer.{part}_proj" for part in "qkv"},
+    "blk.*.attn_output": "layers.*.mixer.o_proj",
+    "blk.*.ffn_up": "layers.*.mixer.up_proj",
+    "blk.*.ffn_down": "layers.*.mixer.down_proj",
+    "blk.*.ffn_gate_inp": "layers.*.mixer.gate",
+    "blk.*.exp_probs_b.bias": "layers.*.mixer.gate.e_score_correction_bias",
+    "blk.*.ffn_latent_down": "layers.*.mixer.fc1_latent_proj",
+    "blk.*.ffn_latent_up": "layers.*.mixer.fc2_latent_proj",
+    **_mlps("mixer.experts", "mixer.shared_experts"),
+}
+BAMBA_NAMES = {
+    **LLAMA_NAMES,
+    **_ssm_names("mamba"),
+    "output_norm": "final_layernorm",
+    "blk.*.ffn_norm": "layers.*.pre_ff_layernorm",
+    **{f"blk.*.ffn_{part}": f"layers.*.feed_forward.{part}_proj" for part in _EXPERTS},
+}
+GRANITE_HYBRID_NAMES = {
+    **LLAMA_NAMES,
+    **_ssm_names("mamba"),
+    "blk.*.ffn_down": "layers.*.shared_mlp.output_linear",
+    "blk.*.ffn_down_shexp": "layers.*.shared_mlp.output_linear",
+    "blk.*.ffn_gate_inp": "layers.*.block_sparse_moe.router.layer",
+    "blk.*.ffn_gate_exps": "layers.*.block_sparse_moe.experts.#.w1",
+    "blk.*.ffn_up_exps": "layers.*.block_sparse_moe.experts.#.w3",
+    "blk.*.ffn_down_exps": "layers.*.block_sparse_moe.experts.#.w2",
+}
+LFM2_NAMES = {
+    **LLAMA_NAMES,
+    "token_embd_norm": "embedding_norm",
+    "output_norm": "embedding_norm",
+    "blk.*.attn_norm": "layers.*.operator_norm",
+    "blk.*.ffn_norm": "layers.*.ffn_norm",
+    "blk.*.attn_output": "layers.*.self_attn.out_proj",
+    "blk.*.attn_q_norm": "layers.*.self_attn.q_layernorm",
+    "blk.*.attn_k_norm": "layers.*.self_attn.k_layernorm",
+    "blk.*.ffn_gate": "layers.*.feed_forward.w1",
+    "blk.*.ffn_up": "layers.*.feed_forward.w3",
+    "blk.*.ffn_down": "layers.*.feed_forward.w2",
+    "blk.*.shortconv.in_proj": "layers.*.conv.in_proj",
+    "blk.*.shortconv.conv": "layers.*.conv.conv",
+    "blk.*.shortconv.out_proj": "layers.*.conv.out_proj",
+}
+QWEN3_NEXT_NAMES = {
+    **QWEN_MOE_NAMES,
+    **_ssm_names("linear_attn"),
+    "blk.*.ssm_ba": "layers.*.linear_attn.in_proj_ba",
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+}
+DEEPSEEK2_NAMES = {
+    **LLAMA_NAMES,
+    "blk.*.attn_q_a": "layers.*.self_attn.q_a_proj",
+    "blk.*.attn_q_a_norm": "layers.*.self_attn.q_a_layernorm",
+    "blk.*.attn_q_b": "layers.*.self_attn.q_b_proj",
+    "blk.*.attn_kv_a_mqa": "layers.*.self_attn.kv_a_proj_with_mqa",
+    "blk.*.attn_kv_a_norm": "layers.*.self_attn.kv_a_layernorm",
+    "blk.*.attn_kv_b": "layers.*.self_attn.kv_b_proj",
+    "blk.*.ffn_gate_inp": "layers.*.mlp.gate",
+    "blk.*.exp_probs_b.bias": "layers.*.mlp.gate.e_score_correction_bias",
+    **_mlps("mlp.experts", "mlp.shared_experts"),
+}
+
+
 # Tensors [rotary dimensions / 2] that divide frequencies: of all contexts, or of short and long.
 ALWAYS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 FACTORS = (ALWAYS, SHORT, LONG)
@@ -275,3 +415,63 @@ def _llama3(factors: NDArray[Any], base: float, rotary_size: int) -> dict[str, A
 
 def _decimals(values: Any) -> list[float]:
     return [float(str(np.float32(value))) for value in values]
+
+
+def common(model: Model, *, mixed: bool = False) -> dict[str, Any]:
+    """Return the fields that every model has.
+
+    mixed: layers differ, and fields of them may be lists, of which the largest counts
+    """
+    fields = model.fields
+    hidden = fields.size("embedding_length")
+    heads = fields.size("attention.head_count", largest=mixed)
+    table = model.shapes.get("token_embd.weight", (1,))
+    if fields.get("vocab_size", table[0]) != table[0]:
+        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
+    return {
+        "vocab_size": int(table[0]),
+        "num_hidden_layers": fields.size("block_count"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.size("feed_forward_length", largest=mixed),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads, largest=mixed),
+        "max_position_embeddings": fields.size("context_length"),
+        "tie_word_embeddings": "output.weight" not in model.shapes,
+    }
+
+
+def rotary(model: Model, *, mixed: bool = False) -> dict[str, Any]:
+    """Return the fields of models with rotary positions.  mixed: as of common"""
+    fields = model.fields
+    shared = common(model, mixed=mixed)
+    default_size = max(shared["hidden_size"] // shared["num_attention_heads"], 1)
+    size = fields.size("attention.key_length", default_size)
+    if fields.size("attention.value_length", size) != size:
+        fields.problems.add("attention.value_length is not attention.key_length", got=size)
+    turns = fields.size("rope.dimension_count", size)
+    heads, groups = shared["num_attention_heads"], shared["num_key_value_heads"]
+    rows = {
+        "attn_q": heads * size,
+        "attn_k": groups * size,
+        "attn_qkv": (heads + 2 * groups) * size,
+    }
+    shapes = {name: model.shapes.get(f"blk.0.{name}.weight") for name in rows}
+    sizes = {name: shape[0] for name, shape in shapes.items() if shape}
+    fits = mixed or sizes == {name: rows[name] for name in sizes or rows}
+    if turns > size or not fits:
+        fields.problems.add(
+            "the heads do not fit the tensors",
+            got={"heads": (heads, groups), "size": size, "rotary": turns, "rows": sizes},
+        )
+        turns = size = 1
+    rope = rope_parameters(fields, turns, model.factors)
+    return {
+        **shared,
+        "head_dim": size,
+        "rope_parameters": {**rope, "partial_rotary_factor": turns / size},
+    }
+
+
+def has_any(model: Model, part: str) -> bool:
+    """True if a layer has a tensor whose name ends so."""
+    return any(name.endswith(f".{part}") for name in model.shapes)

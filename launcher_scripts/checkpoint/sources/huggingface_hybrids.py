@@ -14,6 +14,7 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, gr
 from launcher_scripts.checkpoint.sources.huggingface_experts import qwen_experts
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
+from launcher_scripts.common.errors import Problems
 from launcher_scripts.models.family import branches_text, layer_list
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -359,10 +360,12 @@ def _lfm2_size(raw: RawConfig) -> int:
     return -(-size // multiple) * multiple
 
 
-_NAS_KEYS = {
-    "attention": ("n_heads_in_group", "no_op", "replace_with_linear"),
-    "ffn": ("ffn_mult", "no_op", "replace_with_linear"),
+# Keys of a layer's parts in block_configs; of these, sizes of the part (the core's own, last).
+_NAS_SIZES = {
+    "attention": ("n_heads_in_group", "num_query_groups"),
+    "ffn": ("ffn_mult", "ffn_hidden_size"),
 }
+_NAS_SWITCHES = ("no_op", "replace_with_linear")
 _NAS_MULTIPLE = 256
 
 
@@ -372,53 +375,79 @@ def nemotron_nas(raw: RawConfig) -> GPTConfig:
     """
     heads, hidden = raw.size("num_attention_heads"), raw.size("hidden_size")
     layers, blocks = raw.layers("num_hidden_layers"), raw("block_configs", default=[])
+    fields = heterogeneous_layers(raw.problems, blocks, layers, heads, hidden)
+    raw.defaults(num_key_value_heads=fields.pop("num_kv_heads"))
+    raw.defaults(intermediate_size=fields.pop("ffn_size"))
+    return decoder(raw, **fields)
+
+
+def heterogeneous_layers(
+    problems: Problems, blocks: Any, layers: int, heads: int, hidden: int
+) -> Fields:
+    """Fields of layers as block_configs of a Llama-Nemotron has them; num_kv_heads and ffn_size are
+    the largest."""
     if not isinstance(blocks, list) or len(blocks) != layers:
-        raw.problems.add("block_configs must have an entry for each layer", got=blocks)
+        problems.add("block_configs must have an entry for each layer", got=blocks)
         blocks = []
     branches: list[list[tuple[str, ...]]] = []
     groups: list[int] = []
     widths: list[int] = []
     for block in blocks:
         kinds: list[tuple[str, ...]] = []
-        for part, kind, linear in (
-            ("attention", "attention", "linear"),
-            ("ffn", "mlp", "linear_mlp"),
+        for part, kind, linear, sizes in (
+            ("attention", "attention", "linear", groups),
+            ("ffn", "mlp", "linear_mlp", widths),
         ):
-            entry = _nas_entry(raw, block, part)
+            entry = _nas_entry(problems, block, part)
             replaced = bool(entry.get("replace_with_linear"))
             absent = bool(entry.get("no_op"))
             kinds += [] if absent else [(linear if replaced else kind,)]
-            present, size = not (absent or replaced), 0
-            if present and part == "attention":
-                in_group = entry.get("n_heads_in_group")
-                size = heads // in_group if type(in_group) is int and in_group > 0 else 0
-            elif present:
-                factor = entry.get("ffn_mult")
-                exact = (
-                    int(2 * (factor or 0) * hidden / 3) if isinstance(factor, (int, float)) else 0
+            size = 0
+            if not (absent or replaced):
+                size = (
+                    _nas_groups(entry, heads) if part == "attention" else _nas_width(entry, hidden)
                 )
-                size = -(-exact // _NAS_MULTIPLE) * _NAS_MULTIPLE
-            if present and size <= 0:
-                raw.problems.add(f"block_configs: {_NAS_KEYS[part][0]} is not a size", got=entry)
-            (groups if part == "attention" else widths).append(size)
+                if size <= 0:
+                    text = f"block_configs: {_NAS_SIZES[part][0]} is not a size"
+                    problems.add(text, got=entry)
+            sizes.append(size)
         branches.append(kinds)
-    raw.defaults(num_key_value_heads=max(groups, default=0) or heads)
-    raw.defaults(intermediate_size=max(widths, default=0) or 1)
-    return decoder(
-        raw,
-        layer_branches=branches_text(branches),
-        layer_num_kv_heads=layer_list(groups),
-        layer_ffn_sizes=layer_list(widths),
-    )
+    return {
+        "num_kv_heads": max(groups, default=0) or heads,
+        "ffn_size": max(widths, default=0) or 1,
+        "layer_branches": branches_text(branches),
+        "layer_num_kv_heads": layer_list(groups),
+        "layer_ffn_sizes": layer_list(widths),
+    }
 
 
-def _nas_entry(raw: RawConfig, block: Any, part: str) -> dict[str, Any]:
+def _nas_groups(entry: Mapping[str, Any], heads: int) -> int:
+    """The heads of keys and values."""
+    count, in_group = entry.get("num_query_groups"), entry.get("n_heads_in_group")
+    if type(count) is int:
+        return count
+    return heads // in_group if type(in_group) is int and in_group > 0 else 0
+
+
+def _nas_width(entry: Mapping[str, Any], hidden: int) -> int:
+    """The width of an MLP."""
+    size, factor = entry.get("ffn_hidden_size"), entry.get("ffn_mult")
+    if type(size) is int:
+        return size
+    exact = int(2 * (factor or 0) * hidden / 3) if isinstance(factor, (int, float)) else 0
+    return -(-exact // _NAS_MULTIPLE) * _NAS_MULTIPLE
+
+
+def _nas_entry(problems: Problems, block: Any, part: str) -> dict[str, Any]:
     """A part of an entry of block_configs; what else it says must be off."""
-    entry = block.get(part) if isinstance(block, dict) else None
+    names = ("ffn", "mlp") if part == "ffn" else (part,)
+    entries = [block.get(name) for name in names] if isinstance(block, dict) else []
+    entry = next((entry for entry in entries if entry), None)
     if not isinstance(entry, dict):
-        raw.problems.add(f"block_configs: an entry has no {part}", got=block)
+        problems.add(f"block_configs: an entry has no {part}", got=block)
         return {"no_op": True}
     for key, value in entry.items():
-        if key not in _NAS_KEYS[part] and value not in (None, False, [], {}):
-            raw.problems.add(f"block_configs: {key} is not supported", got=value, choices=(None,))
+        supported = (*_NAS_SIZES[part], *_NAS_SWITCHES)
+        if key not in supported and value not in (None, False, [], {}):
+            problems.add(f"block_configs: {key} is not supported", got=value, choices=(None,))
     return entry

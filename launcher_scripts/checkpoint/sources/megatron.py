@@ -33,6 +33,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     renamed,
     table_rows,
 )
+from launcher_scripts.checkpoint.sources.core_layers import generic_names, joined_ranks
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ONLY,
     of_arguments,
@@ -101,6 +102,8 @@ class MegatronCheckpoint(TensorShards):
         vocab = table_rows(archive, shards, TABLE)
         settings = _settings(args, shards, vocab, hints, f"the checkpoint {archive.path}")
         dialects = (*_VERSIONS[int(version)], *settings.dialects)
+        if settings.config.layer_branches is not None:
+            shards = joined_ranks(generic_names(shards, str(archive.path)), settings.config)
         return cls(
             archive, root, float(version), args, settings.config, dialects, shards, settings.notes
         )
@@ -270,11 +273,11 @@ def _settings(
 
     Raises CheckpointError with everything that is missing or cannot be represented.
     """
-    core = any(".linear_qkv." in name for name in shards)
+    core = any(mark in name for name in shards for mark in (".linear_qkv.", ".mixer.in_proj."))
     if not args and not core:
         return _measured(shards, vocab, hints, Problems(origin))
     options = of_arguments(args, origin)
-    gpt = read_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES)
+    gpt = read_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES, shards)
     dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
     if core:
         dialects = gpt.dialects(shards)

@@ -25,7 +25,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     SourceCheckpoint,
     renamed,
 )
-from launcher_scripts.checkpoint.sources import core_adapters, core_options, core_t5
+from launcher_scripts.checkpoint.sources import core_adapters, core_layers, core_options, core_t5
 from launcher_scripts.checkpoint.sources.core_adapters import PeftSettings
 from launcher_scripts.checkpoint.sources.core_options import CoreOptions
 from launcher_scripts.checkpoint.sources.megatron import (
@@ -97,7 +97,7 @@ class MegatronCoreCheckpoint(FullTensors):
         tool, args, options = _read_options(archive, root, stored)
         if options.tied_embeddings:
             tensors.pop(HEAD, None)
-        predicts = bool(options.get("mtp_num_layers"))
+        predicts = core_layers.predicts_more(options)
         if predicts:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")
@@ -107,7 +107,9 @@ class MegatronCoreCheckpoint(FullTensors):
             tensors = core_t5.nemo_names(tensors, str(archive.path))
             config, dialects = core_t5.read_t5(options, tensors)
         else:
-            gpt = core_options.read_gpt(options)
+            gpt = core_options.read_gpt(options, names=tensors)
+            if "layer_branches" in gpt.fields:
+                tensors = core_layers.generic_names(tensors, str(archive.path))
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
         notes = (*options.check_keys(), *([PREDICTORS_NOTE] if predicts else []))
         checkpoint = cls(archive, root, tool, args, options, config, dialects, tensors, notes)
@@ -158,7 +160,7 @@ def model_names(tensors: Mapping[str, SourceTensor], origin: str) -> dict[str, S
     origin: where they are from, for errors
     """
     named = ((name, name.removeprefix("module."), tensor) for name, tensor in tensors.items())
-    return stripped(renamed(named, origin), origin)
+    return core_layers.joined_parts(stripped(renamed(named, origin), origin))
 
 
 def roots(archive: Archive) -> set[str]:

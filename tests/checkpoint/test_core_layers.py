@@ -1,0 +1,226 @@
+"""Hybrids, gated delta nets and heterogeneous models of Megatron-LM core give what the same models
+of transformers give, whose logits tests/engine compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
+from launcher_scripts.checkpoint.sources.core_layers import pattern_of
+from launcher_scripts.checkpoint.sources.core_options import of_bridge, read_gpt
+from launcher_scripts.common.errors import CheckpointError
+from tests.checkpoint import core_maker
+from tests.checkpoint.core_maker import State
+from tests.checkpoint.exporting import export_folder, refused_export
+from tests.engine.test_hybrids import FAMILIES, made
+from tests.engine.test_later_decoders import save_nas
+
+# Values of a checkpoint of transformers that say the same in another way, or ids of tokens.
+TOKENS = ("start_id", "end_id", "pad_id")
+EPS = ("mixer_norm_eps",)
+# Tensors whose rows ranks share; others are shared by their columns.
+ROWS = (
+    *("A_log", "dt_bias", ".D", "mixer.norm.weight"),
+    *("linear_qkv.weight", "fc1.weight", "embeddings.weight", "layer.weight"),
+)
+
+
+def check(source: Path, reference: Path, folder: Path, tp_size: int = 1, **other: Any) -> None:
+    """Both export to the same weights and hyperparameters.  other: values that differ"""
+    exports = [
+        export_folder(path, folder / name, tp_size, processes=1)
+        for path, name in ((source, "core"), (reference, "reference"))
+    ]
+    files = {path.name for path in exports[1].glob("*.bin")}
+    assert files == {path.name for path in exports[0].glob("*.bin")}
+    for name in files:
+        got, want = (np.fromfile(export / name, np.float32) for export in exports)
+        np.testing.assert_allclose(got, want, atol=1e-6, err_msg=name)
+    got_config, want_config = (vars(read_config(export).config) for export in exports)
+    skipped = (*TOKENS, *EPS, *(name for name in want_config if name.startswith("_")))
+    assert {name: value for name, value in got_config.items() if name not in skipped} == {
+        name: other.get(name, value) for name, value in want_config.items() if name not in skipped
+    }
+
+
+@pytest.fixture(params=["nemotron_h", "nemotron_h latent"])
+def nemotron(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kind, fields = FAMILIES[request.param]
+    plain = {**fields, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True}
+    monkeypatch.setitem(FAMILIES, request.param, (kind, plain))
+    return made(request.param)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_hybrid_of_bridge(nemotron: Any, tp_size: int, tmp_path: Path) -> None:
+    """Cut at pipeline stages, with layers for multi-token prediction that are left out."""
+    nemotron.save_pretrained(tmp_path / "hf")
+    tensors = core_maker.nemotron_h(nemotron)
+    options = core_maker.nemotron_h_options(nemotron.config)
+    pattern = options["hybrid_layer_pattern"]
+    options["hybrid_layer_pattern"] = f"{pattern[:2]}|{pattern[2:]}/M*/M*"
+    tensors["mtp.layers.0.enorm.weight"] = torch.ones(4)
+    core_maker.write(tmp_path / "core", tensors, options)
+    check(tmp_path / "core", tmp_path / "hf", tmp_path, tp_size)
+
+
+def test_the_layers_of_ratios_are_read_off_the_tensors(nemotron: Any) -> None:
+    names = core_maker.nemotron_h(nemotron)
+    options = core_maker.nemotron_h_options(nemotron.config)
+    pattern = options.pop("hybrid_layer_pattern")
+    ratios = {"is_hybrid_model": True, "hybrid_attention_ratio": 0.2, "hybrid_mlp_ratio": 0.4}
+    assert pattern_of(of_bridge(options | ratios, ""), names) == pattern
+    assert pattern_of(of_bridge({"_target_": "GPTModelProvider"}, ""), names) is None
+
+
+def of_rank(tensors: State, rank: int, count: int) -> State:
+    """One tensor-parallel rank's tensors: what is stored in parts has its share of every one."""
+    result: State = {}
+    for name, tensor in tensors.items():
+        stem = name.rpartition(".")[0]
+        full = stem if stem.endswith(("weight", "bias")) else name
+        share = tensor
+        if full is stem or name.endswith(ROWS):
+            share = tensor.chunk(count)[rank]
+        elif name.endswith(("_proj.weight", "fc2.weight")):
+            share = tensor.chunk(count, 1)[rank]
+        result[full] = torch.cat([result[full], share]) if full in result else share
+    return result
+
+
+def test_a_hybrid_in_a_file_of_each_rank(tmp_path: Path) -> None:
+    """Each rank holds its part of z, x, B, C and dt, one after the other."""
+    model = _of_width_4()
+    model.save_pretrained(tmp_path / "hf")
+    options = core_maker.nemotron_h_options(model.config)
+    args = {
+        **{name: value for name, value in options.items() if not name.startswith("_")},
+        "squared_relu": True,
+        "group_query_attention": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "none",
+        "num_moe_experts": None,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    }
+    tensors = core_maker.nemotron_h(model)
+    for rank in range(2):
+        folder = tmp_path / "ranks" / f"mp_rank_{rank:02d}"
+        folder.mkdir(parents=True)
+        state = of_rank(tensors, rank, 2)
+        file = {"model": state, "args": argparse.Namespace(**args), "checkpoint_version": 3.0}
+        torch.save(file, folder / "model_optim_rng.pt")
+    check(tmp_path / "ranks", tmp_path / "hf", tmp_path)
+
+
+def _of_width_4() -> Any:
+    kind, fields = FAMILIES["nemotron_h"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "nemotron_h", (kind, {**fields, "conv_kernel": 4}))
+        return made("nemotron_h")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_gated_delta_nets_of_bridge(tp_size: int, tmp_path: Path) -> None:
+    model = made("qwen3_next")
+    model.save_pretrained(tmp_path / "hf")
+    core_maker.write(
+        tmp_path / "core",
+        core_maker.qwen3_next(model),
+        core_maker.qwen3_next_options(model.config),
+    )
+    plain = {"zero_centered_norm": None, "router_scaling_factor": 1.0}
+    check_centred(tmp_path, tp_size, plain)
+
+
+def check_centred(folder: Path, tp_size: int, plain: dict[str, Any]) -> None:
+    """The core's norms are exported with one added, transformers' as they are."""
+    exports = [
+        export_folder(folder / name, folder / f"of {name}", tp_size, processes=1)
+        for name in ("core", "hf")
+    ]
+    names = {path.name for path in exports[1].glob("*.bin")}
+    assert names == {path.name for path in exports[0].glob("*.bin")}
+    configs = [read_config(export).config for export in exports]
+    centred = configs[1].zero_centered_norm
+    for name in names:
+        got, want = (np.fromfile(export / name, np.float32) for export in exports)
+        added = float(bool(centred) and "norm" in name and ".delta." not in name)
+        np.testing.assert_allclose(got, want + added, atol=1e-6, err_msg=name)
+    same = [
+        {name: value for name, value in vars(config).items() if name[0] != "_"} | plain
+        for config in configs
+    ]
+    for name in TOKENS:
+        same[0][name] = same[1][name]
+    assert same[0] == same[1]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_heterogeneous_layers_of_megatron(tp_size: int, tmp_path: Path) -> None:
+    """The arguments lie among the tensors, as core 0.20 stores them."""
+    model = save_nas(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    raw = json.loads(config.read_text())
+    raw["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
+    config.write_text(json.dumps(raw))
+    tensors = core_maker.nemotron_nas(model, raw)
+    args = argparse.Namespace(**core_maker.nemotron_nas_options(raw))
+    core_maker.write(tmp_path / "core", tensors, args=args)
+    check(tmp_path / "core", tmp_path / "hf", tmp_path, tp_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_layer_pattern": "M+"}, r"has layers that are not supported; got \['\+'\]"),
+        ({"hybrid_layer_pattern": "MD|*"}, r"has layers that are not supported; got \['D'\]"),
+        (
+            {"hybrid_layer_pattern": "M*", "multi_latent_attention": True, "qk_layernorm": True},
+            "layers of several kinds together with multi_latent_attention",
+        ),
+        ({"experimental_attention_variant": "gdn2"}, "attention_variant is not supported; got 'gd"),
+        ({"experimental_attention_variant": "gdn"}, "linear_attention_freq is not supported"),
+        ({"linear_attention_freq": 4}, "linear_attention_freq needs experimental_attention_var"),
+        ({"heterogeneous_block_specs": True}, "heterogeneous_block_specs needs heterogeneous_la"),
+        (
+            {"heterogeneous_layers_config_encoded_json": "{"},
+            "heterogeneous_layers_config_encoded_json is damaged",
+        ),
+        (
+            {
+                "hybrid_layer_pattern": "MG",
+                "linear_conv_kernel_dim": 3,
+            },
+            "must have one width of convolutions",
+        ),
+        (
+            {"hybrid_stack_spec": {"_target_": "mine.stack_spec"}},
+            "hybrid_stack_spec is not supported, which may change the network",
+        ),
+        (
+            {"spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "gated_delta_product_x"]},
+            "spec is not supported",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+    least = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    with pytest.raises(CheckpointError, match=message):
+        read_gpt(of_bridge({**least, "position_embedding_type": "rope", **changes}, "it"))
+
+
+def test_a_part_of_a_tensor_that_is_missing(tmp_path: Path) -> None:
+    model = _of_width_4()
+    tensors = core_maker.nemotron_h(model)
+    del tensors["decoder.layers.0.mixer.in_proj.weight.B"]
+    core_maker.write(tmp_path / "core", tensors, core_maker.nemotron_h_options(model.config))
+    refused_export(tmp_path / "core", tmp_path, "layers.0.mixer.in_proj.weight lacks parts, or")
