@@ -322,3 +322,78 @@ def write(
         planner = DefaultSavePlanner(flatten_state_dict=False)
         save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     return folder
+
+
+LATENT = {
+    "q_proj.weight": "linear_q_proj.weight",
+    "q_a_proj.weight": "linear_q_down_proj.weight",
+    "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
+    "q_b_proj.weight": "linear_q_up_proj.weight",
+    "kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight",
+    "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
+    "kv_b_proj.weight": "linear_kv_up_proj.weight",
+    "o_proj.weight": "linear_proj.weight",
+}
+
+
+def deepseek(model: PreTrainedModel) -> State:
+    """A DeepSeek-V3 of Transformer Engine's layers: norms lie inside of what they come before."""
+    result, layers = by_layer(model)
+    for index, layer in enumerate(layers):
+        mlp = {name[4:]: tensor for name, tensor in layer.items() if name.startswith("mlp.")}
+        parts = experts(mlp, gated=True)
+        norm = "E" if "mlp.router.weight" in parts else "-"
+        parts[NORMS[norm]] = layer["post_attention_layernorm.weight"]
+        parts["input_layernorm.weight"] = layer["input_layernorm.weight"]
+        parts |= {
+            f"self_attention.{core}": layer[f"self_attn.{name}"]
+            for name, core in LATENT.items()
+            if f"self_attn.{name}" in layer
+        }
+        result |= {f"decoder.layers.{index}.{name}": tensor for name, tensor in parts.items()}
+    return result
+
+
+def deepseek_options(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "_target_": "megatron.bridge.models.mla_provider.MLAModelProvider",
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "ffn_hidden_size": config.intermediate_size,
+        "seq_length": config.max_position_embeddings,
+        "activation_func": {"_target_": "torch.nn.functional.silu"},
+        "gated_linear_unit": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_type": "yarn",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope["beta_fast"],
+        "beta_slow": rope["beta_slow"],
+        "mscale": rope["mscale"],
+        "mscale_all_dim": rope["mscale_all_dim"],
+        "num_moe_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size
+        * config.n_shared_experts,
+        "moe_layer_freq": [0] + [1] * (config.num_hidden_layers - 1),
+    }

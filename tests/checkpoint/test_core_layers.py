@@ -11,20 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.checkpoint.sources.core_layers import pattern_of
 from launcher_scripts.checkpoint.sources.core_options import of_bridge, read_gpt
 from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint import core_maker
 from tests.checkpoint.core_maker import State
 from tests.checkpoint.exporting import export_folder, refused_export
+from tests.checkpoint.test_core_experts import write_zarr
+from tests.checkpoint.tiny_models import LATER_DECODERS, TinyModel
 from tests.engine.test_hybrids import FAMILIES, made
 from tests.engine.test_later_decoders import save_nas
 
 # Values of a checkpoint of transformers that say the same in another way, or ids of tokens.
 TOKENS = ("start_id", "end_id", "pad_id")
-EPS = ("mixer_norm_eps",)
+EPS = ("mixer_norm_eps", "latent_norm_eps")
 # Tensors whose rows ranks share; others are shared by their columns.
 ROWS = (
     *("A_log", "dt_bias", ".D", "mixer.norm.weight"),
@@ -176,6 +182,122 @@ def test_heterogeneous_layers_of_megatron(tp_size: int, tmp_path: Path) -> None:
     args = argparse.Namespace(**core_maker.nemotron_nas_options(raw))
     core_maker.write(tmp_path / "core", tensors, args=args)
     check(tmp_path / "core", tmp_path / "hf", tmp_path, tp_size)
+
+
+def grouped_deepseek() -> Any:
+    """A DeepSeek-V3 whose groups are as good as the sum of their two best experts, as the core's
+    are for so many experts of a token."""
+    tiny = LATER_DECODERS["deepseek_v3"]
+    values = {**tiny.values, "num_experts_per_tok": 4, "attention_bias": False}
+    return TinyModel(tiny.model, tiny.config, values).make()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_latent_attention_with_experts_in_groups(tp_size: int, tmp_path: Path) -> None:
+    model = grouped_deepseek()
+    model.save_pretrained(tmp_path / "hf")
+    options = core_maker.deepseek_options(model.config)
+    core_maker.write(tmp_path / "core", core_maker.deepseek(model), options)
+    check(tmp_path / "core", tmp_path / "hf", tmp_path, tp_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["latent", "hybrid", "delta", "heterogeneous"])
+def test_ranks_share_a_model_of_megatron(kind: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Logits are those of transformers."""
+    if kind == "latent":
+        model = grouped_deepseek()
+        options = core_maker.deepseek_options(model.config)
+        core_maker.write(tmp_path / "core", core_maker.deepseek(model), options)
+    elif kind == "hybrid":
+        model = _of_width_4()
+        options = core_maker.nemotron_h_options(model.config)
+        core_maker.write(tmp_path / "core", core_maker.nemotron_h(model), options)
+    elif kind == "delta":
+        model = made("qwen3_next")
+        options = core_maker.qwen3_next_options(model.config)
+        core_maker.write(tmp_path / "core", core_maker.qwen3_next(model), options)
+    else:
+        model = save_nas(tmp_path / "hf")
+        raw = json.loads((tmp_path / "hf" / "config.json").read_text())
+        options = core_maker.nemotron_nas_options(raw)
+        scaling = {"rope_scaling": True, "rope_scaling_factor": 8.0, "old_context_len": 16}
+        tensors = core_maker.nemotron_nas(model, raw)
+        bridge = {
+            **options,
+            **scaling,
+            "num_query_groups": 4,
+            "activation_func": "torch.nn.functional.silu",
+            "gated_linear_unit": True,
+            "layernorm_epsilon": raw["rms_norm_eps"],
+            "share_embeddings_and_output_weights": False,
+        }
+        core_maker.write(tmp_path / "core", tensors, bridge)
+    folder = export_folder(tmp_path / "core", tmp_path, shape[0], processes=1)
+    engine = Engine.load(EngineSettings(folder, parallelism=Parallelism(*shape), device="cpu"))
+    try:
+        ids = tuple(range(3, 40))
+        request = GenerateRequest(ids, 4, end_id=0, return_context_logits=True)
+        got = torch.as_tensor(engine.submit(request).result(120).context_logits)
+    finally:
+        engine.close()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    assert float((got - expected).abs().max() / expected.abs().max()) <= 2e-4
+
+
+def lora(module: str, rows: int, columns: int) -> State:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        f"{module}.adapter.linear_in.weight": torch.randn(4, columns, generator=generator),
+        f"{module}.adapter.linear_out.weight": torch.randn(rows, 4, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("form", ["parts", "ranks"])
+def test_lora_of_mamba_is_merged(form: str, tmp_path: Path) -> None:
+    """Its rows lie in parts, as the base's, or one rank's after the other's."""
+    model = _of_width_4()
+    tensors = core_maker.nemotron_h(model)
+    module, config = "decoder.layers.0.mixer.in_proj", model.config
+    inner = config.mamba_num_heads * config.mamba_head_dim
+    group = config.n_groups * config.ssm_state_size
+    sizes = {"z": inner, "x": inner, "B": group, "C": group, "dt": config.mamba_num_heads}
+    adapter = lora(module, sum(sizes.values()), config.hidden_size)
+    down, up = adapter.values()
+    base = torch.cat([tensors[f"{module}.weight.{part}"] for part in sizes])
+    changed = dict(core_maker.cut(f"{module}.weight", base + 2 * up @ down, sizes))
+    options = core_maker.nemotron_h_options(config)
+    core_maker.write(tmp_path / "merged", tensors | changed, options)
+    name = f"{module}.adapter.linear_out.weight"
+    if form == "parts":
+        stored = adapter | dict(core_maker.cut(name, adapter.pop(name), sizes))
+        core_maker.write(tmp_path / "core", tensors | stored, options)
+    else:
+        parts = [part.chunk(2) for part in up.split(list(sizes.values()))]
+        rows = torch.cat([part[rank] for rank in range(2) for part in parts])
+        stored = {key: values.numpy() for key, values in (tensors | adapter).items()}
+        stored[name] = rows.numpy()
+
+        def chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (shape[0] // 2, *shape[1:]) if shape == tuple(up.shape) else shape
+
+        write_zarr(tmp_path / "core", stored, chunks)
+    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "alpha": 8, "dim": 4}
+    ranks = 2 if form == "ranks" else 1
+    raw = {
+        "model": {**options, "tensor_model_parallel_size": ranks},
+        "peft": {**peft, "target_modules": ["*.layers.0.mixer.in_proj"]},
+    }
+    (tmp_path / "core" / "run_config.yaml").write_text(yaml.safe_dump(raw))
+    exports = [
+        export_folder(tmp_path / name, tmp_path / f"of {name}", processes=1)
+        for name in ("core", "merged")
+    ]
+    for path in exports[1].glob("*.bin"):
+        got = np.fromfile(exports[0] / path.name, np.float32)
+        np.testing.assert_allclose(got, np.fromfile(path, np.float32), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

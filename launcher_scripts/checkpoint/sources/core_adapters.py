@@ -20,6 +20,7 @@ from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.checkpoint.sources import core_t5
+from launcher_scripts.checkpoint.sources.core_layers import concatenated_ranks
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -150,7 +151,7 @@ def adapter_of(
     scale = settings.scale()
     settings.problems.raise_if_any(CheckpointError)
     base, adapter_tensors = separated(tensors, str(path))
-    layers = _layers(adapter_tensors, settings, _gated(config))
+    layers = _layers(adapter_tensors, settings, config)
     updates: dict[str, Update] = {name: Replaced(tensor) for name, tensor in base.items()}
     notes: set[str] = set()
     joined: dict[str, dict[str, LowRank]] = {}
@@ -193,7 +194,7 @@ def _gated(config: Any) -> bool:
 
 
 def _layers(
-    adapter_tensors: Mapping[str, SourceTensor], settings: PeftSettings, gated: bool
+    adapter_tensors: Mapping[str, SourceTensor], settings: PeftSettings, config: Any
 ) -> dict[tuple[str, str | None], dict[str, SourceTensor]]:
     """Module and its part -> side -> tensor."""
     result: dict[tuple[str, str | None], dict[str, SourceTensor]] = {}
@@ -204,8 +205,12 @@ def _layers(
             continue
         module, part, side = match["module"], match["part"], match["side"]
         if settings.tp_size > 1 and module.endswith("linear_fc1"):
-            order = _order(name, tensor, (part, side), gated, settings)
+            order = _order(name, tensor, (part, side), _gated(config), settings)
             tensor = _in_order(name, tensor, order, settings) if order else tensor
+        if side == "linear_out" and len(tensor.pieces) == settings.tp_size:
+            # Of what has several sections, each rank's rows of all of them lie together.
+            shards = [SourceTensor.full(piece.values) for piece in tensor.pieces]
+            tensor = concatenated_ranks(f"{module}.weight", shards, config) or tensor
         sides = result.setdefault((module, part), {})
         if side in sides:
             settings.problems.add(f"{side} of {module} is there twice", got=name)

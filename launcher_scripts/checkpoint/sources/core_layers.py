@@ -395,10 +395,18 @@ def joined_ranks(
     shards: Mapping[str, Sequence[SourceTensor]], config: GPTConfig
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Shards of tensor-parallel ranks, with those that have several sections as one tensor."""
-    result = {name: tuple(tensors) for name, tensors in shards.items()}
-    for name, tensors in result.items():
-        for pattern, sections in _SECTIONS:
-            if len(tensors) > 1 and re.search(pattern, name):
-                sizes = [int(getattr(config, size)) for size in sections]
-                result[name] = (concatenated(tensors, 0, sizes),)
+    result: dict[str, tuple[SourceTensor, ...]] = {}
+    for name, tensors in shards.items():
+        full = concatenated_ranks(name, tensors, config)
+        result[name] = tuple(tensors) if full is None else (full,)
     return result
+
+
+def concatenated_ranks(
+    name: str, shards: Sequence[SourceTensor], config: Any
+) -> SourceTensor | None:
+    """The tensor whose ranks' shards have rows of several sections each; None for another."""
+    for pattern, sections in _SECTIONS:
+        if len(shards) > 1 and re.search(pattern, name):
+            return concatenated(shards, 0, [int(getattr(config, size)) for size in sections])
+    return None

@@ -381,7 +381,8 @@ def _keys_and_values(values: Sequence[NDArray[Any]], _raw: Mapping[str, Any]) ->
     """[heads, latent, key] and [heads, value, latent] as rows (head, [key, value])."""
     keys, others = values
     heads = np.concatenate((keys.swapaxes(1, 2), others), axis=1)
-    return heads.reshape(-1, heads.shape[2])
+    rows: NDArray[Any] = heads.reshape(-1, heads.shape[2])
+    return rows
 
 
 def _by_key_head(values: Sequence[NDArray[Any]], raw: Mapping[str, Any]) -> NDArray[Any]:
@@ -391,7 +392,8 @@ def _by_key_head(values: Sequence[NDArray[Any]], raw: Mapping[str, Any]) -> NDAr
     size = heads * raw["linear_key_head_dim"]
     parts = (*np.split(mixed, [size, 2 * size]), gate)
     rows = np.concatenate([part.reshape(heads, -1, columns) for part in parts], axis=1)
-    return rows.reshape(-1, columns)
+    result: NDArray[Any] = rows.reshape(-1, columns)
+    return result
 
 
 def _sum_of_rows(shapes: Sequence[tuple[int, ...]]) -> int:
