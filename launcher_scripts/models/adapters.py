@@ -9,10 +9,11 @@ GPT has no IA3 and other adapters. LoRA leaves no rows where it is merged into t
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.models import mixers
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec, stack_layers
 
 # The dialect of the rows below.
@@ -65,7 +66,32 @@ LORA_TARGETS = {
         LoRATarget("attention.query_up", "q_lora_rank", "q_size", Partition.COLUMN_PARALLEL),
         LoRATarget("attention.kv_down", "hidden_size", "kv_down_size", Partition.REPLICATED),
         LoRATarget("attention.kv_up", "kv_lora_rank", "kv_up_size", Partition.COLUMN_PARALLEL),
+        LoRATarget("attention.gate", "hidden_size", "q_size", Partition.COLUMN_PARALLEL),
         LoRATarget("attention.dense", "attended_size", "hidden_size", Partition.ROW_PARALLEL),
+        LoRATarget(
+            "mamba.in_proj",
+            "hidden_size",
+            "mamba_in_size",
+            Partition.COLUMN_PARALLEL,
+            mixers.MAMBA_IN,
+        ),
+        LoRATarget("mamba.out_proj", "mamba_inner_size", "hidden_size", Partition.ROW_PARALLEL),
+        LoRATarget(
+            "delta.in_proj",
+            "hidden_size",
+            "delta_in_size",
+            Partition.COLUMN_PARALLEL,
+            mixers.DELTA_IN,
+        ),
+        LoRATarget("delta.out_proj", "delta_value_size", "hidden_size", Partition.ROW_PARALLEL),
+        LoRATarget(
+            "short_conv.in_proj",
+            "hidden_size",
+            "short_conv_in_size",
+            Partition.COLUMN_PARALLEL,
+            mixers.SHORT_CONV_IN,
+        ),
+        LoRATarget("short_conv.out_proj", "hidden_size", "hidden_size", Partition.ROW_PARALLEL),
         LoRATarget("mlp.dense_h_to_4h", "hidden_size", "ffn_size", Partition.COLUMN_PARALLEL),
         LoRATarget("mlp.dense_h_to_4h_2", "hidden_size", "ffn_size", Partition.COLUMN_PARALLEL),
         LoRATarget("mlp.dense_4h_to_h", "ffn_size", "hidden_size", Partition.ROW_PARALLEL),
@@ -176,9 +202,17 @@ class AdapterSizes(ModelConfig):
         return len(self.parts.lora_names) * self.parts.lora_rank
 
     @property
-    def lora_qkv_size(self) -> int:
-        """The same where queries, keys and values have matrices A of their own."""
+    def lora_size_of_3(self) -> int:
+        """The same where each of so many blocks has a matrix A of its own."""
         return 3 * self.lora_size
+
+    @property
+    def lora_size_of_5(self) -> int:
+        return 5 * self.lora_size
+
+    @property
+    def lora_size_of_6(self) -> int:
+        return 6 * self.lora_size
 
 
 @dataclass(frozen=True)
@@ -262,10 +296,20 @@ def weights(family: str, parts: Adapters, decoder: bool = True) -> list[WeightSp
     return specs
 
 
-def has_base(spec: WeightSpec, names: Container[str]) -> bool:
-    """True unless a row is LoRA of a projection that is not in the model's table, `names`."""
-    stem, _, inside = spec.name.partition(".lora_")
-    return not inside or f"{stem}.weight" in names
+def beside(learned: Iterable[WeightSpec], rows: Iterable[WeightSpec]) -> list[WeightSpec]:
+    """The learned rows that belong to a model with these: LoRA of projections that it has, in the
+    layers that have them.
+    """
+    bases = {spec.name: spec for spec in rows}
+    result = []
+    for spec in learned:
+        stem, _, inside = spec.name.partition(".lora_")
+        base = bases.get(f"{stem}.weight")
+        if not inside:
+            result.append(spec)
+        elif base is not None:
+            result.append(replace(spec, kinds=base.kinds, only=base.only))
+    return result
 
 
 def is_lora_file(name: str) -> bool:
@@ -304,7 +348,7 @@ def _lora(target: LoRATarget) -> list[WeightSpec]:
     """
     stem, replicated = f"layers.*.{target.stem}", Partition.REPLICATED
     columns = target.partition is Partition.COLUMN_PARALLEL
-    size = "lora_qkv_size" if target.blocks else "lora_size"
+    size = f"lora_size_of_{len(target.blocks)}" if target.blocks else "lora_size"
     rows: Iterable[tuple[str, tuple[str, ...], Partition, tuple[str, ...]]] = (
         (
             f"{stem}.lora_in.weight",

@@ -258,10 +258,6 @@ class GPTConfig(AdapterSizes, MixerSizes):
             )
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
             problems.add("IA3 and adapters of models with layer_branches are not supported")
-        if self.parts.lora_targets:
-            problems.add(
-                "LoRA of models with layer_branches can only be merged", got=self.parts.lora_targets
-            )
 
     def _check_experts(self, problems: Problems) -> None:
         if self.num_experts is None:

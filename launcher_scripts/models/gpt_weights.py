@@ -33,9 +33,7 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
     if config.logits_bias:
         specs.append(_spec("lm_head.bias", ("vocab_size",), Partition.VOCAB_PARALLEL))
     specs += _layer(config)
-    names = {spec.name for spec in specs}
-    learned = adapters.weights("gpt", config.parts)
-    return specs + [spec for spec in learned if adapters.has_base(spec, names)]
+    return specs + adapters.beside(adapters.weights("gpt", config.parts), specs)
 
 
 def _layer(config: GPTConfig) -> list[WeightSpec]:

@@ -97,18 +97,23 @@ class MixerSizes:
         return 3 * int(getattr(self, "hidden_size", 0))
 
 
+# Blocks of what the first projections make.
+MAMBA_IN = (
+    *("mamba_inner_size", "mamba_inner_size", "mamba_group_size", "mamba_group_size"),
+    "mamba_num_heads",
+)
+DELTA_IN = (
+    *("delta_key_size", "delta_key_size", "delta_value_size", "delta_value_size"),
+    *("delta_num_heads", "delta_num_heads"),
+)
+SHORT_CONV_IN = ("hidden_size", "hidden_size", "hidden_size")
 # A split axis that is made of others -> those.
 _SUMS = {
-    "mamba_conv_size": ("mamba_inner_size", "mamba_group_size", "mamba_group_size"),
-    "mamba_in_size": ("mamba_inner_size", "mamba_conv_size", "mamba_num_heads"),
-    "delta_conv_size": ("delta_key_size", "delta_key_size", "delta_value_size"),
-    "delta_in_size": (
-        "delta_conv_size",
-        "delta_value_size",
-        "delta_num_heads",
-        "delta_num_heads",
-    ),
-    "short_conv_in_size": ("hidden_size", "hidden_size", "hidden_size"),
+    "mamba_conv_size": MAMBA_IN[1:4],
+    "mamba_in_size": MAMBA_IN,
+    "delta_conv_size": DELTA_IN[:3],
+    "delta_in_size": DELTA_IN,
+    "short_conv_in_size": SHORT_CONV_IN,
 }
 # A split axis whose units are copied to ranks that outnumber them -> how many units it has, and the
 # heads that share them.
@@ -204,14 +209,13 @@ def weights(config: Any, kind: str, linear: Linears, spec: Any) -> list[Any]:
 
 def _mamba2(config: Any, linear: Linears, spec: Any) -> list[Any]:
     stem, column, bias = "layers.*.mamba", Partition.COLUMN_PARALLEL, bool(config.mamba_bias)
-    inner, group, heads = "mamba_inner_size", "mamba_group_size", "mamba_num_heads"
-    conv = (inner, group, group)
+    inner, heads, conv = "mamba_inner_size", "mamba_num_heads", MAMBA_IN[1:4]
     specs = linear(
         f"{stem}.in_proj",
         ("hidden_size", "mamba_in_size"),
         column,
         bias=bias,
-        blocks=(inner, *conv, heads),
+        blocks=MAMBA_IN,
     )
     specs += linear(
         f"{stem}.conv",
@@ -231,14 +235,13 @@ def _mamba2(config: Any, linear: Linears, spec: Any) -> list[Any]:
 
 def _gated_delta(linear: Linears, spec: Any) -> list[Any]:
     stem, column = "layers.*.delta", Partition.COLUMN_PARALLEL
-    key, value, heads = "delta_key_size", "delta_value_size", "delta_num_heads"
-    conv = (key, key, value)
+    value, heads, conv = "delta_value_size", "delta_num_heads", DELTA_IN[:3]
     specs = linear(
         f"{stem}.in_proj",
         ("hidden_size", "delta_in_size"),
         column,
         bias=False,
-        blocks=(*conv, value, heads, heads),
+        blocks=DELTA_IN,
     )
     shape = ("conv_kernel", "delta_conv_size")
     specs += linear(f"{stem}.conv", shape, column, bias=False, blocks=conv)
@@ -257,7 +260,7 @@ def _short_conv(config: Any, linear: Linears, _spec: Any) -> list[Any]:
         (hidden, "short_conv_in_size"),
         column,
         bias=bias,
-        blocks=(hidden, hidden, hidden),
+        blocks=SHORT_CONV_IN,
     )
     specs += linear(f"{stem}.conv", ("conv_kernel", hidden), column, bias=bias)
     return specs + linear(f"{stem}.out_proj", (hidden, hidden), Partition.ROW_PARALLEL, bias=bias)

@@ -51,6 +51,20 @@ STRETCHED = {
 }
 TEXT = {**LLAMA, "bos_token_id": 1, "eos_token_id": 0}
 WIDE = {**TEXT, "head_dim": 8}
+SHORT = {
+    **{**TEXT, "head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
@@ -95,6 +109,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Qwen2_5_VL",
         "Qwen2_5_VLForConditionalGeneration",
         QWEN2,
+        QWEN_VISION,
+    ),
+    "qwen3_5": ("Qwen3_5", "Qwen3_5ForConditionalGeneration", SHORT, QWEN_VISION),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        {**SHORT, **EXPERTS},
         QWEN_VISION,
     ),
     "qwen3_vl": (

@@ -206,7 +206,8 @@ def text(count: int, seed: int = 1) -> tuple[int, ...]:
 def check(model: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[int, ...]) -> None:
     """Every token of the answer is the likeliest one after what comes before."""
     with torch.no_grad():
-        logits = model(torch.tensor([(*prompt, *answer[:-1])])).logits[0, len(prompt) - 1 :]
+        ids = torch.tensor([(*prompt, *answer[:-1])])
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
     best = logits.argmax(-1).tolist()
     near = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert float(near.max()) <= 1e-3, (best, answer)

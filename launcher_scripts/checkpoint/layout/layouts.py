@@ -374,6 +374,7 @@ class Layout:
     inverse:  from the stored form to the source tensors; None if it is unknown
     part:     position of the row among the rows that share one source tensor
     is_exact: apply and inverse give the same bits back
+    rows:     config -> how many rows each source has, where a source is several blocks
     """
 
     apply: Apply
@@ -382,6 +383,7 @@ class Layout:
     inverse: Inverse | None = None
     part: int = 0
     is_exact: bool = True
+    rows: Callable[[Any], tuple[int, ...]] | None = None
 
 
 def as_is(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
@@ -476,10 +478,25 @@ LAYOUTS: dict[str, Layout] = {
     "interleaved_rope_of_latent": Layout(
         interleaved_rope("kv_down_size"), inverse=neighbouring_rows("kv_down_size")
     ),
-    "gated_heads_side_by_side": Layout(gated_heads_side_by_side),
+    "gated_heads_side_by_side": Layout(
+        gated_heads_side_by_side,
+        rows=lambda config: (2 * config.q_size, config.kv_size, config.kv_size),
+    ),
     "conv_taps": Layout(conv_taps),
-    "delta_side_by_side": Layout(delta_side_by_side),
-    "delta_of_key_heads": Layout(delta_of_key_heads),
+    "delta_side_by_side": Layout(
+        delta_side_by_side,
+        rows=lambda config: (
+            *(config.delta_conv_size, config.delta_value_size),
+            *(config.delta_num_heads, config.delta_num_heads),
+        ),
+    ),
+    "delta_of_key_heads": Layout(
+        delta_of_key_heads,
+        rows=lambda config: (
+            config.delta_conv_size + config.delta_value_size,
+            2 * config.delta_num_heads,
+        ),
+    ),
     "stacked_rows": Layout(stacked_rows),
     "summands": Layout(summands, inverse=sum_of_rows),
     "summands_of_row": Layout(summands, inverse=row_of_sums),

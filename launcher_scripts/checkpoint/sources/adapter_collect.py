@@ -9,7 +9,7 @@ the layout is that of B. A has its inputs, which no layout of a supported projec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from launcher_scripts.models.adapters import (
     ia3_keys,
     ia3_sites,
 )
-from launcher_scripts.models.family import Partition, stack_layers
+from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec, stack_layers
 
 KEY = "export.model.lora_checkpoints"
 MERGED = "export.model.adapter_checkpoints, which merges it"
@@ -61,8 +61,8 @@ class Part:
     @property
     def blocks(self) -> slice:
         """The outputs that it applies to."""
-        is_single = self.place.count == 1
-        return slice(None) if is_single else slice(self.place.index, self.place.index + 1)
+        blocks = self.place.blocks
+        return slice(blocks.start, blocks.stop)
 
     def down(self) -> NDArray[Any]:
         """A, float32 [in, rank]."""
@@ -130,7 +130,7 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
             continue
         for name, updates in adapter.updates.items():
             for target in targets[name]:
-                stem, layer = _stem(target), tasks[target.number].layer
+                stem, layer = _stem_of(target.spec), tasks[target.number].layer
                 update = _stacked(updates, target)
                 if update is None or layer is None:
                     text = f"what {adapter.path} learned for {name} can only be merged"
@@ -138,16 +138,17 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
                     continue
                 groups.setdefault((stem, layer), []).append(Part(number, target, update))
     problems.raise_if_any(CheckpointError)
-    return _stack(groups, list(adapters), base.config)
+    bases = {(_stem_of(task.spec), task.layer) for task in tasks}
+    return _stack(groups, list(adapters), base.config, bases)
 
 
-def _stem(target: Target) -> str:
-    return target.spec.name.removeprefix("layers.*.").removesuffix(".weight")
+def _stem_of(spec: WeightSpec) -> str:
+    return spec.name.removeprefix("layers.*.").removesuffix(".weight")
 
 
 def _stacked(updates: Sequence[Update], position: Target) -> LowRank | None:
     """The update, if it can stay beside its weight."""
-    target, update = LORA_TARGETS.get(_stem(position)), updates[0]
+    target, update = LORA_TARGETS.get(_stem_of(position.spec)), updates[0]
     if target is None or len(updates) > 1 or not isinstance(update, LowRank) or update.magnitude:
         return None
     inputs_stay = position.layout in (LAYOUTS["transposed"], LAYOUTS["as_is"])
@@ -158,8 +159,12 @@ def _stacked(updates: Sequence[Update], position: Target) -> LowRank | None:
 
 
 def _stack(
-    groups: Mapping[tuple[str, int], Sequence[Part]], names: Sequence[str], config: Any
+    groups: Mapping[tuple[str, int], Sequence[Part]],
+    names: Sequence[str],
+    config: ModelConfig,
+    bases: Container[tuple[str, int | None]],
 ) -> LoRAStack:
+    """bases: stems and layers of the projections that there are"""
     ranks = [part.update.down.shape[0] for parts in groups.values() for part in parts]
     count, rank = len(names), max(ranks, default=1)
     stems = {stem for stem, _ in groups}
@@ -172,9 +177,11 @@ def _stack(
     shards: dict[str, tuple[SourceTensor, ...]] = {}
     for target in targets:
         for layer in range(config.num_layers):
+            if (target.stem, layer) not in bases:
+                continue
             parts = groups.get((target.stem, layer), ())
             stem = f"layers.{layer}.{target.stem}"
-            down, up = _tensors(target, parts, count, rank, config)
+            down, up = _tensors(target, parts, count, rank, config.of_layer(layer))
             shards |= {f"{stem}.lora_in.weight": (down,), f"{stem}.lora_out.weight": (up,)}
     return LoRAStack(fields, shards)
 

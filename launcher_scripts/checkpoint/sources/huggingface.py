@@ -256,6 +256,8 @@ class HuggingFaceCheckpoint(FullTensors):
         files = weight_files(archive, WEIGHT_FILES, of_files)
         name_of = partial(_weight_name, reads_images=reads_images)
         tensors = read_tensors(archive, files, name_of, of_files)
+        # transformers makes a shared expert of no width where there is none.
+        tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
         widened = _widened(tensors, raw, archive)
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
         tensors, predicts = _without_predictors(tensors, raw)
@@ -329,7 +331,9 @@ def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Pro
         if name.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight"))
     }
     heads = getattr(config, "num_kv_heads", None)
-    if heads and len(rows) == 1 and rows != {(heads * config.head_size,)}:
+    layers = range(getattr(config, "num_layers", 0))
+    expected = {(config.of_layer(layer).num_kv_heads * config.head_size,) for layer in layers}
+    if heads and len(rows) == 1 and not rows & expected:
         ((size,),) = rows
         fits, left = divmod(size, config.head_size)
         problems.add(

@@ -343,21 +343,28 @@ def hunyuan(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.unused("cla_share_factor", "class_num", "dense_list", "mask_init_id", "num_media_embeds")
     raw.unused("org_vocab_size", "pool_type", "text_end_id", "text_start_id")
     raw.defaults(rms_norm_eps=1e-5)
-    turns = ntk_alpha(raw, head_size_of(raw))
+    turns = unscaled(ntk_alpha(raw, head_size_of(raw)))
     return decoder(raw, qk_norm=True, qk_norm_after_rope=True, mlp_bias=False, **turns, **fields)
 
 
 def nanochat(raw: RawConfig) -> GPTConfig:
     """NanoChat, whose norms have no weights: so those of heads may come before they turn."""
     raw.defaults(hidden_act="relu2", bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    uncapped = raw.null("final_logit_softcapping")
     return decoder(
         raw,
         embedding_norm=True,
         qk_norm=True,
         gated=False,
         mlp_bias=False,
-        logits_softcap=raw.real("final_logit_softcapping", 15.0) or None,
+        logits_softcap=raw.real("final_logit_softcapping", 0.0 if uncapped else 15.0) or None,
+        **unscaled(rope(raw, head_size_of(raw))),
     )
+
+
+def unscaled(turns: Fields) -> Fields:
+    """Rotation of queries and keys that are normalized after it: a scale of both has no effect."""
+    return {name: value for name, value in turns.items() if name != "rotary_attention_factor"}
 
 
 def starcoder2(raw: RawConfig) -> GPTConfig:

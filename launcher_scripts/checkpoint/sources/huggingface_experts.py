@@ -18,10 +18,17 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     olmo2,
     qwen_windows,
     turning_layers,
+    unscaled,
     unwindowed,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
-from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope_of, two_ropes, windows
+from launcher_scripts.checkpoint.sources.rotary_scaling import (
+    Fields,
+    rope,
+    rope_of,
+    two_ropes,
+    windows,
+)
 from launcher_scripts.common.quantization import CLAMP, SLOPE
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig, expert_groups
@@ -220,10 +227,15 @@ def biased_experts(raw: RawConfig) -> Fields:
         "router_score_function": "sigmoid",
         "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
         "expert_bias": True,
-        **({"shared_expert_size": size * shared, "shared_expert_gate": False} if shared else {}),
+        **shared_experts(size, shared),
         **expert_groups(raw.size("n_group", default=1), raw.size("topk_group", default=1), 2),
         **dense_layers(raw, lambda layer: layer < dense),
     }
+
+
+def shared_experts(size: int, count: int) -> Fields:
+    """One MLP, as wide as so many experts of this size, that every token goes through."""
+    return {"shared_expert_size": size * count, "shared_expert_gate": False} if count else {}
 
 
 def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
@@ -241,9 +253,7 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
         "ffn_size": size,
         "expert_bias": True,
     }
-    shared = raw.size("moe_num_shared_experts", default=2, minimum=0)
-    if shared:
-        fields |= {"shared_expert_size": size * shared, "shared_expert_gate": False}
+    fields |= shared_experts(size, raw.size("moe_num_shared_experts", default=2, minimum=0))
     return ernie4_5(
         raw,
         **fields,
@@ -330,7 +340,7 @@ def afmoe(raw: RawConfig) -> GPTConfig:
     scale = raw.real("route_scale", 1.0)
     raw.defaults(routed_scaling_factor=scale, moe_intermediate_size=1408)
     raw.defaults(first_k_dense_replace=raw.size("num_dense_layers", default=1, minimum=0))
-    raw.defaults(n_shared_experts=raw.size("num_shared_experts", default=2))
+    raw.defaults(n_shared_experts=raw.size("num_shared_experts", default=2, minimum=0))
     interval = raw.size("global_attn_every_n_layers", default=4)
     fields = windows(raw, lambda layer: (layer + 1) % interval == 0)
     scale_of_embeddings = (
@@ -383,6 +393,7 @@ def cohere2_moe(raw: RawConfig) -> GPTConfig:
         raw.size("num_shared_experts", default=0, minimum=0),
     )
     dense = raw.size("first_k_dense_replace", default=0, minimum=0)
+    raw.defaults(prefix_dense_intermediate_size=size)
     pattern = raw.size("sliding_window_pattern", default=4)
     prefix = raw.size("prefix_dense_sliding_window_pattern", default=1)
     choices = ("softmax", "sigmoid")
@@ -397,8 +408,7 @@ def cohere2_moe(raw: RawConfig) -> GPTConfig:
     }
     strategy = raw.text("shared_expert_combination_strategy", "average")
     raw.problems.check_choice("shared_expert_combination_strategy", strategy, ("average", "sum"))
-    if shared:
-        fields |= {"shared_expert_size": shared * size, "shared_expert_gate": False}
+    fields |= shared_experts(size, shared)
     if shared and strategy == "average":
         fields |= {"router_scaling_factor": 0.5, "shared_expert_scale": 0.5}
     if raw("rms_norm_eps", default=None) is not None:
@@ -445,9 +455,10 @@ def llama4(raw: RawConfig) -> GPTConfig:
     if not isinstance(of_experts, list):
         raw.problems.add("moe_layers must be a list of layers", got=of_experts)
         of_experts = []
-    normalized = raw.flag("use_qk_norm", True)
+    normalized, rotation = raw.flag("use_qk_norm", True), rope(raw, head_size_of(raw))
     return decoder(
         raw,
+        **(unscaled(rotation) if normalized else rotation),
         max_positions=min(served, positions),
         mlp_bias=False,
         unrotated_layers=layer_list(n for n in range(layers) if not turns[n]),
@@ -473,7 +484,8 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     raw.defaults(sliding_window=129 if before is None else raw.size("sliding_window_size") + 1)
     raw.defaults(rms_norm_eps=1e-5, head_dim=192, v_head_dim=128, rope_theta=5e6)
     raw.defaults(partial_rotary_factor=0.334, first_k_dense_replace=1, norm_topk_prob=True)
-    raw.defaults(n_shared_experts=0, attention_value_scale=1.0)
+    raw.defaults(n_shared_experts=0)
+    values_scale = 1.0 if raw.null("attention_value_scale") else 0.707
     turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
     fields = windows(raw, lambda layer: layer == 0 or (layer + 1) % 6 == 0)
     full = (fields.get("full_attention_layers") or "").split(",") if fields else None
@@ -484,7 +496,7 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     return decoder(
         raw,
         attention_dense_bias=False,
-        attention_output_scale=raw.real("attention_value_scale", 0.707),
+        attention_output_scale=raw.real("attention_value_scale", values_scale),
         attention_sinks=bool(windowed) or None,
         sink_layers=layer_list(windowed),
         layer_num_kv_heads=layer_list(

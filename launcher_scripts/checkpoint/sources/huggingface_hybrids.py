@@ -16,7 +16,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.models.family import branches_text, layer_list
-from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.gpt import GPTConfig, expert_groups
 
 # A layer's kind in config.json, in every spelling -> the branch.
 _KINDS = {
@@ -84,6 +84,7 @@ def _mamba(raw: RawConfig, inner: int) -> Fields:
             "mamba_d_head times mamba_n_heads must be the inner size", got=size, choices=(inner,)
         )
         size = 1
+    raw.only(hidden_act="silu")  # of the convolution, too
     return {
         "conv_kernel": raw.size("mamba_d_conv", default=4),
         "conv_bias": raw.flag("mamba_conv_bias", True),
@@ -136,8 +137,9 @@ def _nemotron_kinds(raw: RawConfig) -> list[str]:
 
 def _nemotron_unused(raw: RawConfig) -> None:
     """Refuse what is not computed here, and name the keys that change nothing."""
-    raw.only(mamba_hidden_act="silu", attention_bias=False, sliding_window=None, n_group=1)
-    raw.only(topk_group=1, n_shared_experts=1, mamba_ssm_cache_dtype="float32")
+    raw.only(mamba_hidden_act="silu", attention_bias=False, sliding_window=None)
+    raw.only(mamba_ssm_cache_dtype="float32")
+    raw.unused("n_shared_experts")  # moe_shared_expert_intermediate_size is all of them
     raw.unused("expand", "mamba_expand", "chunk_size", "mamba_chunk_size", "mamba_proj_bias")
     raw.unused("time_step_min", "time_step_max", "time_step_floor", "mamba_dt_min", "mamba_dt_max")
     raw.unused("mamba_dt_init_floor", "rescale_prenorm_residual", "residual_in_fp32")
@@ -161,6 +163,7 @@ def _nemotron_widths(raw: RawConfig, kinds: list[str]) -> Fields:
         "shared_expert_gate": False,
         "moe_latent_size": raw("moe_latent_size", default=None),
         "ffn_size": width,
+        **expert_groups(raw.size("n_group", default=1), raw.size("topk_group", default=1), 2),
     }
     if "moe" not in kinds:
         return {"ffn_size": size}
@@ -279,6 +282,7 @@ def _qwen(raw: RawConfig, then: Sequence[str], **fields: Any) -> GPTConfig:
     ]
     supported = {"full_attention": "attention", "linear_attention": "gated_delta"}
     mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
+    raw.only(hidden_act="silu")  # of the convolution, too
     raw.defaults(partial_rotary_factor=0.25, head_dim=256)
     raw.unused("partial_rotary_factor", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     raw.unused("attn_output_gate", "mamba_ssm_dtype")
@@ -308,6 +312,8 @@ def qwen3_next(raw: RawConfig) -> GPTConfig:
     dense = (fields.pop("dense_layers", None) or "").split(",")
     then = ["mlp" if str(n) in dense else "moe" for n in range(raw.layers("num_hidden_layers"))]
     shared = raw.size("shared_expert_intermediate_size", default=512)
+    if "moe" not in then:
+        return _qwen(raw, then)
     return _qwen(raw, then, shared_expert_size=shared, **fields)
 
 
@@ -317,7 +323,7 @@ def qwen3_5(raw: RawConfig) -> GPTConfig:
 
 
 def qwen3_5_moe(raw: RawConfig) -> GPTConfig:
-    raw.defaults(norm_topk_prob=True)
+    raw.only(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     return qwen3_next(raw)
 
 

@@ -10,6 +10,7 @@ from launcher_scripts.checkpoint.sources.huggingface_experts import (
     biased_experts,
     dense_layers,
     experts_of,
+    shared_experts,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, mscale_of, rope_of
@@ -73,8 +74,7 @@ def deepseek_v2(raw: RawConfig) -> GPTConfig:
         ffn_size=size,
         **experts_of(raw, "n_routed_experts", normalized=False),
         router_scaling_factor=raw.real("routed_scaling_factor", 1.0),
-        shared_expert_size=size * raw.size("n_shared_experts", default=2),
-        shared_expert_gate=False,
+        **shared_experts(size, raw.size("n_shared_experts", default=2, minimum=0)),
         **groups,
         **dense_layers(raw, lambda layer: layer < dense),
     )
@@ -115,10 +115,9 @@ def minicpm3(raw: RawConfig) -> GPTConfig:
     change nothing.
     """
     hidden, layers = raw.size("hidden_size"), raw.layers("num_hidden_layers")
-    nulls = {name for name, value in raw.raw.items() if value is None}
-    depth = raw.real("scale_depth", layers**0.5 if "scale_depth" in nulls else 1.4)
+    depth = raw.real("scale_depth", layers**0.5 if raw.null("scale_depth") else 1.4)
     residual = depth / layers**0.5
-    base = hidden if "dim_model_base" in nulls else 256
+    base = hidden if raw.null("dim_model_base") else 256
     return latent(
         raw,
         embedding_scale=raw.real("scale_emb", 12.0) / residual,

@@ -211,6 +211,11 @@ class RawConfig:
         """Say that these keys change nothing in this model, whatever their values."""
         self.read_keys.update(names)
 
+    def null(self, name: str) -> bool:
+        """True for a key that says null, where its default is not null."""
+        self.read_keys.add(name)
+        return name in self.raw and self.raw[name] is None
+
     def size(self, *names: str, default: Any = _REQUIRED, minimum: int = 1) -> int:
         """A whole number."""
         result = self(*names, default=default)
@@ -388,6 +393,8 @@ MULTIMODAL = {
     "qwen2_vl": Multimodal("qwen2"),
     "qwen2_5_vl": Multimodal("qwen2"),
     "qwen3_vl": Multimodal("qwen3"),
+    "qwen3_5": Multimodal("qwen3_5_text"),
+    "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
 }
 # Keys of the whole model that rule over those of its text_config.
 _SHARED_KEYS = (

@@ -296,6 +296,19 @@ class Target:
         """Return whether it is a table of the vocabulary."""
         return self.spec.partition is Partition.VOCAB_PARALLEL
 
+    @property
+    def blocks(self) -> range:
+        """The blocks of the stored form that its rows are in."""
+        count = max(1, len(self.spec.blocks))
+        if self.count == 1:
+            return range(count)
+        if self.layout.rows is None:
+            return range(self.index, self.index + 1)
+        rows = self.layout.rows(self.config)[self.index]
+        parts = self.stored(np.ones((rows, 1), dtype="f4"))
+        used = [number for number, part in enumerate(parts) if part.any()]
+        return range(used[0], used[-1] + 1)
+
     def laid(self, value: Update) -> Update:
         """The value, as layers are laid out there: GPT-2's are [in, out]."""
         input_first = self.layout is LAYOUTS["as_is"] and self.spec.partition.per_rank
@@ -330,6 +343,8 @@ class Target:
     def _rows(self, values: NDArray[Any]) -> list[int]:
         if self.count == 1:
             return [len(values)]
+        if self.layout.rows is not None:
+            return list(self.layout.rows(self.config))
         if self.count != len(self.spec.blocks):
             raise ValueError(f"{self.spec.name} is computed of several tensors")
         return [int(getattr(self.config, axis)) for axis in self.spec.blocks]
@@ -348,9 +363,10 @@ class _Merged:
 
     def apply(self, blocks: Blocks) -> Blocks:
         parts = [self.place.stored(values) for values in self.value.arrays()]
+        own = self.place.blocks if self.place.count > 1 else range(len(blocks))
         return [
             self._merged(block, [part[number] for part in parts])
-            if self.place.count == 1 or self.place.index == number
+            if number in own
             else [float32(unit) for unit in block]
             for number, block in enumerate(blocks)
         ]

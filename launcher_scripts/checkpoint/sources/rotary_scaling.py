@@ -132,18 +132,19 @@ def ntk_alpha(raw: RawConfig, head_size: int) -> Fields:
 
 def layer_bases(raw: RawConfig) -> Fields:
     """The bases of layer_rope_theta, 0 for layers that do not turn, if there are such."""
-    bases = raw("layer_rope_theta", default=None)
-    if bases is None:
+    if raw("layer_rope_theta", default=None) is None:
         return {}
-    layers = raw.layers("num_hidden_layers")
+    bases = raw.numbers("layer_rope_theta", raw.layers("num_hidden_layers"))
     section = raw.section("rope_parameters", "rope_scaling")
+    if {*bases} - {0.0} == {section.real("rope_theta", raw.real("rope_theta", 10000.0))}:
+        return {"unrotated_layers": layer_list(n for n, base in enumerate(bases) if not base)}
     kind = section.text("rope_type", section.text("type", "default"))
     kinds = ("default", "linear", "llama3")  # the others are of one base
     if kind not in kinds:
         raw.problems.add(
             "rope_type is not supported with layer_rope_theta", got=kind, choices=kinds
         )
-    return {"rotary_layer_bases": as_text(raw.numbers("layer_rope_theta", layers))}
+    return {"rotary_layer_bases": as_text(bases)}
 
 
 def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:

@@ -25,6 +25,7 @@ from launcher_scripts.engine.model.weights import (
     StackWeights,
     SublayerWeights,
     WeightLoader,
+    scaled_lora,
     scaled_norm,
     scaled_rows,
 )
@@ -123,7 +124,9 @@ class GPTWeightLoader(WeightLoader):
             norm=after,
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
-            lora_out=self._lora("attention.dense", layer),
+            lora_out=scaled_lora(
+                self._lora("attention.dense", layer), config.attention_output_scale
+            ),
         )
 
     def _linear_branch(self, layer: int) -> LinearWeights:
@@ -147,11 +150,14 @@ class GPTWeightLoader(WeightLoader):
         norm = None
         if config.mamba_norm != "none":
             norm = self._tensor(f"{stem}.norm.weight", torch.float32, layer)
-        in_proj, out_proj = self._around(stem, layer)
+        around = self._around("mamba", layer)
         widths = (inner, inner, group, group, heads)
+        inputs, outputs = (config.mamba_input_scales, widths), (config.mamba_output_scale,)
         return Mamba2Weights(
-            in_proj=scaled_rows(in_proj, config.mamba_input_scales, widths),
-            out_proj=scaled_rows(out_proj, config.mamba_output_scale),
+            in_proj=scaled_rows(around.pop("in_proj"), *inputs),
+            out_proj=scaled_rows(around.pop("out_proj"), *outputs),
+            lora_in=scaled_lora(around.pop("lora_in"), *inputs),
+            lora_out=scaled_lora(around.pop("lora_out"), *outputs),
             conv=self._taps(stem, layer),
             conv_bias=self._conv_bias(stem, layer),
             rates=-self._summed(f"{stem}.A_log", layer).exp(),
@@ -162,10 +168,8 @@ class GPTWeightLoader(WeightLoader):
 
     def _gated_delta(self, layer: int) -> DeltaWeights:
         stem = "layers.*.delta"
-        in_proj, out_proj = self._around(stem, layer)
         return DeltaWeights(
-            in_proj=in_proj,
-            out_proj=out_proj,
+            **self._around("delta", layer),
             conv=self._taps(stem, layer),
             conv_bias=self._conv_bias(stem, layer),
             rates=-self._summed(f"{stem}.A_log", layer).exp(),
@@ -175,18 +179,23 @@ class GPTWeightLoader(WeightLoader):
 
     def _short_conv(self, layer: int) -> RecurrentWeights:
         stem = "layers.*.short_conv"
-        in_proj, out_proj = self._around(stem, layer)
         return RecurrentWeights(
-            in_proj=in_proj,
-            out_proj=out_proj,
+            **self._around("short_conv", layer),
             conv=self._taps(stem, layer),
             conv_bias=self._conv_bias(stem, layer),
         )
 
-    def _around(self, stem: str, layer: int) -> tuple[Linear, Linear]:
-        """A branch's projections, the first behind the norm of the layer's input."""
+    def _around(self, stem: str, layer: int) -> dict[str, Any]:
+        """A branch's projections, the first behind the norm of the layer's input, and what adapters
+        add to them.
+        """
         norm, _ = self._norms("input_layernorm", layer)
-        return self._linear(f"{stem}.in_proj", layer, norm), self._linear(f"{stem}.out_proj", layer)
+        return {
+            "in_proj": self._linear(f"layers.*.{stem}.in_proj", layer, norm),
+            "out_proj": self._linear(f"layers.*.{stem}.out_proj", layer),
+            "lora_in": self._lora(f"{stem}.in_proj", layer),
+            "lora_out": self._lora(f"{stem}.out_proj", layer),
+        }
 
     def _taps(self, stem: str, layer: int) -> Tensor:
         """Weights of a convolution as [channels, taps]."""
@@ -209,9 +218,17 @@ class GPTWeightLoader(WeightLoader):
             norm=after,
             ia3=self._ia3([mlp], layer),
             adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
-            lora_in=self._joined_lora(ups[: 1 + self.config.gated], layer),
-            lora_out=self._lora("mlp.dense_4h_to_h", layer),
+            lora_in=self._lora_of_ups(ups[: 1 + self.config.gated], layer),
+            lora_out=scaled_lora(
+                self._lora("mlp.dense_4h_to_h", layer), self.config.mlp_output_scale
+            ),
         )
+
+    def _lora_of_ups(self, ups: Sequence[str], layer: int) -> LoRA | None:
+        lora, scale = self._joined_lora(ups, layer), self.config.mlp_gate_scale
+        if lora is None or scale is None:
+            return lora
+        return scaled_lora(lora, ",".join([str(scale), *["1"] * (len(ups) - 1)]), lora.widths)
 
     def _plain(self, layer: int, input_norm: Norm | None, **shared: Any) -> AttentionWeights:
         """Attention whose keys and values are in the cache."""
@@ -223,17 +240,17 @@ class GPTWeightLoader(WeightLoader):
         if config.attention_output_gate:
             gate = self._linear(f"{stem}.gate", layer, input_norm)
         width, keys = config.local_size("q_size", tp_size), config.local_size("kv_size", tp_size)
+        scales = config.query_key_value_scales, (width, keys, keys)
         return AttentionWeights(
             in_proj=scaled_rows(
-                self._linear(f"{stem}.query_key_value", layer, input_norm),
-                config.query_key_value_scales,
-                (width, keys, keys),
+                self._linear(f"{stem}.query_key_value", layer, input_norm), *scales
             ),
             gate=gate,
             head_norms=norms,
             query_scale=query_scale,
             sinks=self._sinks(stem, layer),
-            lora_in=self._lora("attention.query_key_value", layer),
+            lora_gate=self._lora("attention.gate", layer),
+            lora_in=scaled_lora(self._lora("attention.query_key_value", layer), *scales),
             **shared,
         )
 

@@ -293,6 +293,7 @@ class SelfAttention(Attention):
         super().__init__(weights, kernels, communicator, options)
         self.head_norms = weights.head_norms
         self.gate = weights.gate
+        self.lora_gate = weights.lora_gate
         self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
         self.table = table
@@ -306,10 +307,11 @@ class SelfAttention(Attention):
         attended = context.attend(x, self)
         if self.gate is None:
             return attended
+        linear = self.gate.with_lora(self.lora_gate, context.lora_adapters)
         if isinstance(x, Hidden):
-            gate = self.kernels.project_hidden(x, self.gate)
+            gate = self.kernels.project_hidden(x, linear)
         else:
-            gate = self.kernels.project(x, self.gate)
+            gate = self.kernels.project(x, linear)
         return (attended.float() * gate.float().sigmoid()).to(attended.dtype)
 
     def store(self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Any]) -> Tensor:

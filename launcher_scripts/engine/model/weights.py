@@ -117,6 +117,7 @@ class AttentionWeights(SublayerWeights):
     sinks:      a score of every head that is of no token, float32 [heads]
     ia3:        of queries (ones), keys and values
     gate:       reads what in_proj does; its sigmoid multiplies what attention gives
+    lora_gate:  what adapters add to it
     """
 
     head_norms: HeadNorms | None = None
@@ -124,6 +125,7 @@ class AttentionWeights(SublayerWeights):
     sinks: Tensor | None = None
     relative: RelativeBias | None = None
     gate: Linear | None = None
+    lora_gate: LoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +351,8 @@ class WeightLoader(ABC):
         up = self._tensor(f"layers.*.{stem}.lora_out.weight", self.dtype, layer)
         target = LORA_TARGETS[stem]
         tp_size = self.parallelism.tp_size
-        widths = tuple(self.config.local_size(block, tp_size) for block in target.blocks)
+        config = self.config.of_layer(layer)
+        widths = tuple(config.local_size(block, tp_size) for block in target.blocks)
         count = len(parts.lora_names)
         return LoRA(
             down.t().contiguous().view(count, -1, down.shape[0]),
@@ -430,16 +433,27 @@ def scaled_rows(linear: Linear, scales: str | float | None, widths: Sequence[int
     """
     if scales in (None, 1.0):
         return linear
-    numbers = [float(number) for number in str(scales).split(",")]
-    factors = torch.tensor(numbers, device=linear.weight.device)
-    if widths:
-        repeats = torch.tensor(widths, device=factors.device)
-        factors = factors.repeat_interleave(repeats)
+    factors = _factors(scales, widths, linear.weight.device)
     bias = None if linear.bias is None else (linear.bias.float() * factors).to(linear.bias.dtype)
     if linear.scale is not None:
         return replace(linear, scale=linear.scale * factors, bias=bias)
     weight = (linear.weight.float() * factors.view(-1, 1)).to(linear.weight.dtype)
     return replace(linear, weight=weight, bias=bias)
+
+
+def scaled_lora(
+    lora: LoRA | None, scales: str | float | None, widths: Sequence[int] = ()
+) -> LoRA | None:
+    """What adapters add to such a projection."""
+    if lora is None or scales in (None, 1.0):
+        return lora
+    factors = _factors(scales, widths, lora.up.device)
+    return replace(lora, up=(lora.up.float() * factors).to(lora.up.dtype))
+
+
+def _factors(scales: str | float | None, widths: Sequence[int], device: torch.device) -> Tensor:
+    factors = torch.tensor([float(number) for number in str(scales).split(",")], device=device)
+    return factors.repeat_interleave(torch.tensor(widths, device=device)) if widths else factors
 
 
 def _tensor(array: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
