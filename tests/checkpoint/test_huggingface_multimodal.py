@@ -52,7 +52,8 @@ STRETCHED = {
 TEXT = {**LLAMA, "bos_token_id": 1, "eos_token_id": 0}
 WIDE = {**TEXT, "head_dim": 8}
 SHORT = {
-    **{**TEXT, "head_dim": 16},
+    **TEXT,
+    "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -1,5 +1,5 @@
-"""Families of today with their switches drawn at random: the logits and tokens of transformers, or a
-refusal that names the switch."""
+"""Families of today with their switches drawn at random: logits and tokens are those of
+transformers, and a switch that is not supported is refused by its name."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ FAMILIES: dict[str, Family] = {
         "NemotronH",
         {},
         {
-            **{key: value for key, value in LAYERS.items()},
+            **LAYERS,
             "num_key_value_heads": (1, 2, 4),
             "head_dim": (8, 12),
             "num_hidden_layers": (2, 4, 6),
