@@ -331,9 +331,10 @@ def _check_heads(config: Any, tensors: Mapping[str, SourceTensor], problems: Pro
         if name.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight"))
     }
     heads = getattr(config, "num_kv_heads", None)
-    layers = range(getattr(config, "num_layers", 0))
-    expected = {(config.of_layer(layer).num_kv_heads * config.head_size,) for layer in layers}
-    if heads and len(rows) == 1 and not rows & expected:
+    if not heads or getattr(config, "kv_lora_rank", None) is not None or len(rows) != 1:
+        return
+    layers = (config.of_layer(layer) for layer in range(config.num_layers))
+    if not rows & {(layer.num_kv_heads * layer.head_size,) for layer in layers}:
         ((size,),) = rows
         fits, left = divmod(size, config.head_size)
         problems.add(
