@@ -37,14 +37,14 @@ def settle_seconds(clients: int) -> float:
     return 3.0 + clients / 40
 
 
-def measured(target: Target, vocab_size: int, clients: int) -> dict:
+def measured(target: Target, vocab_size: int, clients: int, processes: int = PROCESSES) -> dict:
     """The figures of SECONDS once clients have settled. Raises RuntimeError for failed requests."""
     warmup = settle_seconds(clients)
     settings = LoadSettings(clients=(clients,), seconds=SECONDS, warmup=warmup)
     load = Load(clients=clients)
     prompts = Prompts(MIXED, settings.seed, vocab_size)
     plan = make_plan(settings, load, prompts, TIMEOUT_SECONDS)
-    return figures(load, run_plan(target, plan, PROCESSES))
+    return figures(load, run_plan(target, plan, processes))
 
 
 def all_answered(driven: Sequence[DriverResult]) -> list[Answer]:
@@ -68,6 +68,7 @@ def figures(load: Load, driven: Sequence[DriverResult]) -> dict:
         "clients": run.clients,
         "requests": run.requests,
         "tokens_per_s": round(run.tokens_per_second),
+        "tokens": sum(answer.tokens for answer in answers),
         "first_token_ms": run.first_token_ms,
         "between_responses_ms": percentiles([gap for each in counted for gap in _gaps(each)]),
         "per_token_ms": run.per_token_ms,

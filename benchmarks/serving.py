@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import Case
+from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.settings import DeploySettings, write_settings
 from launcher_scripts.contract.metric_names import Metric
 from launcher_scripts.contract.requests import GenerateRequest
@@ -34,10 +35,13 @@ WARM_UPS = 5
 class Server:
     """start_server over folder/repository; entering waits for it and gives what ready.json says.
 
+    gateway:   beside the server
     variables: what its environment has besides this process's own
     """
 
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, *, gateway: DeployedGateway | None = None, **variables: str
+    ) -> None:
         self._folder = folder
         self._environment = {**os.environ, **variables}
         self._settings = DeploySettings(
@@ -48,6 +52,7 @@ class Server:
             metrics_port=0,
             host="127.0.0.1",
             public_host="127.0.0.1",
+            gateway=gateway or DeployedGateway(),
         )
         self._process: subprocess.Popen[bytes] | None = None
 

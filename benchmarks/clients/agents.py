@@ -9,6 +9,7 @@ on this machine, and prints a table. Exit code 1 when a client fails.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ base_url = "{address}/v1"
 wire_api = "responses"
 """
 SECONDS = 300
+WEATHER = "20 C in Rome"
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,10 @@ def _codex(folder: Path, address: str) -> Sequence[str]:
 
 
 def _claude(folder: Path, _: str) -> Sequence[str]:
-    command = [str(folder / "node_modules" / ".bin" / "claude"), "-p", "How warm is it?"]
-    return [*command, "--tools", "Read"]
+    file = folder / "weather.txt"
+    file.write_text(f"{WEATHER}\n")
+    question = f"Call Read with {json.dumps({'file_path': str(file)})}"
+    return [str(folder / "node_modules" / ".bin" / "claude"), "-p", question, "--tools", "Read"]
 
 
 def _claude_environment(folder: Path, address: str) -> Mapping[str, str]:
@@ -114,7 +118,7 @@ AGENTS = {
         environment=lambda folder, _: {"CODEX_HOME": str(folder)},
     ),
     "claude_code": Agent(
-        ("@anthropic-ai/claude-code@2.1.332",), _claude, environment=_claude_environment
+        ("@anthropic-ai/claude-code@2.1.332",), _claude, WEATHER, _claude_environment
     ),
 }
 

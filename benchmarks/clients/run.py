@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.clients.target import Target
 
-CLIENTS = ("openai", "langchain", "llama_index", "litellm", "guidellm")
+CLIENTS = ("openai", "langchain", "llama_index", "litellm", "guidellm", "aiperf", "lm_eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""A gateway without a model, for agents: it calls the first tool, then repeats the tool's result.
+"""A gateway without a model, for agents: it calls a tool, then repeats the tool's result.
 
     python3 -m benchmarks.clients.scripted --port 8080    # in the project's environment
 
 The conversation is the only input of its answers. So a client that loses a call or a result on its
-way is seen at once, and no weights are needed.
+way is seen at once, and no weights are needed. The tool is the first one, with small values, unless
+the question is "Call NAME with {ARGUMENTS}".
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ TEMPLATE = (
 )
 _TOOLS = "<tools>"
 _ROLE = re.compile(r"<\|(\w+)\|>")
+_QUESTION = re.compile(r"Call (\w+) with (\{.*?\})")
 
 
 @dataclass(eq=False)
@@ -76,10 +78,13 @@ class ScriptedBackend:
             return ANSWER + content.strip()
         if not prompt.startswith(_TOOLS):
             return GREETING
-        tools, _ = json.JSONDecoder().raw_decode(prompt, len(_TOOLS))
-        function = tools[0]["function"]
-        arguments = instance(function.get("parameters") or {"type": "object"})
-        call = {"name": function["name"], "arguments": arguments}
+        if (question := _QUESTION.search(content)) is not None:
+            call = {"name": question[1], "arguments": json.loads(question[2])}
+        else:
+            tools, _ = json.JSONDecoder().raw_decode(prompt, len(_TOOLS))
+            function = tools[0]["function"]
+            arguments = instance(function.get("parameters") or {"type": "object"})
+            call = {"name": function["name"], "arguments": arguments}
         return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 

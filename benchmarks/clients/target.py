@@ -82,3 +82,10 @@ def check(right: object, got: object) -> str:
     if not right:
         raise WrongAnswer(f"got {got!r}")
     return str(got)
+
+
+def tokenizer_folder(target: Target, folder: Path) -> Path:
+    """The served tokenizer as a folder of transformers', without the weights beside it."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).write_bytes((target.tokenizer / name).read_bytes())
+    return folder

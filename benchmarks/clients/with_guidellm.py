@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.clients.target import Target, Trial, check
+from benchmarks.clients.target import Target, Trial, check, tokenizer_folder
 
 PACKAGES = ("guidellm",)
 _REQUESTS = 8
@@ -25,9 +25,7 @@ def trials(target: Target) -> list[Trial]:
 def run(target: Target, route: str) -> str:
     """A short load of two streams; every request has to succeed."""
     with tempfile.TemporaryDirectory() as folder:
-        # As a folder of transformers', which the FasterTransformer files beside it are not part of.
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            (Path(folder) / name).write_bytes((target.tokenizer / name).read_bytes())
+        tokenizer_folder(target, Path(folder))
         report = Path(folder) / "report.json"
         backend = f"kind=openai_http,target={target.address},model={target.model}"
         command = [

@@ -257,11 +257,11 @@ def _dependent_schemas(schema: Schema, _: Chain, __: list[str]) -> Any:
 
 def _dependent(schema: Schema, schemas: Mapping[str, Any]) -> Any:
     """Each property is absent, or what depends on it holds."""
-    result: Any = schema
-    for name, other in schemas.items():
-        present = _all_of({"required": [name]}, other)
-        result = _all_of(result, {"anyOf": [{"properties": {name: False}}, present]})
-    return result
+    cases = [
+        {"anyOf": [{"properties": {name: False}}, _all_of({"required": [name]}, other)]}
+        for name, other in schemas.items()
+    ]
+    return {**schema, "allOf": [*schema.get("allOf", []), *cases]} if cases else schema
 
 
 def _unevaluated_properties(schema: Schema, _: Chain, __: list[str]) -> Any:

@@ -1,6 +1,6 @@
 """Processes that work on untrusted inputs, within limits of time and memory.
 
-    python3 -m launcher_scripts.common.limited_process FD MODULE:FUNCTION CPU_SECONDS MEMORY
+    python3 -m launcher_scripts.common.limited_process FD MODULE:FUNCTION CPU_SECONDS MEMORY NICE
 
 A thread cannot be stopped, and a library that overflows its stack ends its process: such work is
 done in a process that may be killed. FUNCTION gets an argument once and returns the function that
@@ -46,11 +46,13 @@ class WorkLimits:
     cpu_seconds: of the process
     seconds:     by the clock; more than cpu_seconds, because the machine may be busy
     memory_mib:  address space beyond that of the process after its start
+    niceness:    how much longer it waits for a processor than the process that needs its result
     """
 
     cpu_seconds: float = 2.0
     seconds: float = 60.0
     memory_mib: int = 256
+    niceness: int = 0
 
 
 class WorkLimitError(Exception):
@@ -109,10 +111,11 @@ class _Process:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         parent_end, other = socket.socketpair()
-        limits = (str(self._limits.cpu_seconds), str(self._limits.memory_mib))
+        limits = self._limits
+        values = map(str, (limits.cpu_seconds, limits.memory_mib, limits.niceness))
         with other:
             process = subprocess.Popen(
-                [this_python(), "-m", __name__, str(other.fileno()), self._function, *limits],
+                [this_python(), "-m", __name__, str(other.fileno()), self._function, *values],
                 # Each further arena of malloc takes 64 MiB of address space.
                 env={**this_environment(), "MALLOC_ARENA_MAX": "1"},
                 stdin=subprocess.DEVNULL,
@@ -159,9 +162,10 @@ def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.wait()
 
 
-def serve(fd: int, function: str, cpu_seconds: float, memory_mib: int) -> None:
+def serve(fd: int, function: str, cpu_seconds: float, memory_mib: int, niceness: int) -> None:
     """Call the function with every item that comes, until the other end is closed."""
     connection = Connection(fd)
+    os.nice(niceness)
     try:
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)(json.loads(connection.recv_bytes()))
@@ -185,12 +189,12 @@ def serve(fd: int, function: str, cpu_seconds: float, memory_mib: int) -> None:
         return
 
 
-def main(fd: str, function: str, cpu_seconds: str, memory_mib: str) -> None:
+def main(fd: str, function: str, cpu_seconds: str, memory_mib: str, niceness: str) -> None:
     """Serve in a thread of a small stack; the process that started this one ends it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.stack_size(STACK_BYTES)
-    values = (int(fd), function, float(cpu_seconds), int(memory_mib))
+    values = (int(fd), function, float(cpu_seconds), int(memory_mib), int(niceness))
     thread = threading.Thread(target=serve, args=values, daemon=True)
     thread.start()
     thread.join()

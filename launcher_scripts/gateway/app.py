@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -19,7 +21,7 @@ from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission, ClientThreads, ThreadsOfClient
-from launcher_scripts.gateway.api_errors import ApiError, aborted, bad_request, unsupported
+from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
 from launcher_scripts.gateway.embeddings import Embeddings, no_embeddings
@@ -32,12 +34,15 @@ from launcher_scripts.gateway.messages import (
 )
 from launcher_scripts.gateway.metrics import Metrics, server_metrics, with_servers
 from launcher_scripts.gateway.middleware import (
+    MAX_BODIES,
+    BodyBudget,
     Browsers,
     Keys,
     Lifecycle,
     RequestMiddleware,
     read_body,
     refusal,
+    unless_left,
 )
 from launcher_scripts.gateway.page import openapi, show_docs, show_page
 from launcher_scripts.gateway.responses import ResponseStore
@@ -54,24 +59,12 @@ from launcher_scripts.gateway.schemas import (
     TokenizeChatBody,
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel
-from launcher_scripts.gateway.validation import validated
+from launcher_scripts.gateway.validation import parsed
 
 VERSION = "0.1.0"
-Result = TypeVar("Result")
+Parsed = TypeVar("Parsed", bound=StrictBody)
 Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody)
 Rendered = TypeVar("Rendered", CompletionBody, ChatBody)
-_BODIES: dict[str, tuple[type[StrictBody], ...]] = {
-    "/v1/completions": (CompletionBody,),
-    "/v1/completions/render": (CompletionBody,),
-    "/v1/chat/completions": (ChatBody,),
-    "/v1/chat/completions/render": (ChatBody,),
-    "/v1/responses": (ResponsesBody,),
-    "/v1/messages": (MessagesBody,),
-    "/v1/messages/count_tokens": (ConversationBody,),
-    "/v1/embeddings": (EmbeddingsBody,),
-    "/tokenize": (TokenizeBody, TokenizeChatBody),
-    "/detokenize": (DetokenizeBody,),
-}
 
 
 class Gateway:
@@ -88,6 +81,7 @@ class Gateway:
             self.admission, ClientThreads(), settings.request_timeout, settings.chat_tokens
         )
         self._max_body = settings.max_body
+        self.bodies = BodyBudget(settings.max_body * MAX_BODIES)
         self._admins = frozenset(settings.admins)
         self._stored = ResponseStore(settings.max_stored_responses, settings.max_stored_bytes)
         self.routes = self._routes()
@@ -138,16 +132,16 @@ class Gateway:
 
     async def message_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens"""
-        values = await read_body(request, self._max_body)
-        body = validated(ConversationBody, values, request.state.record.warnings)
+        body = await self._body(request, ConversationBody)
         model = self.models.find(body.model)
-        tokens = await count_tokens(model, body, self._threads(request))
+        threads, size = self._threads(request), request.state.record.body_size
+        tokens = await count_tokens(model, body, threads, size)
         return JSONResponse({"input_tokens": tokens})
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings"""
         record: Record = request.state.record
-        body = validated(EmbeddingsBody, await read_body(request, self._max_body))
+        body = await self._body(request, EmbeddingsBody)
         model = self.models.find(body.model)
         if not model.embeds:
             raise no_embeddings(self.models.all)
@@ -155,7 +149,9 @@ class Gateway:
         self.metrics.begin(record)
         try:
             embeddings = await Embeddings.of(model, body, record, self._limits)
-            return JSONResponse(await _unless_left(request, self.life, embeddings.full()))
+            content = await unless_left(request, self.life, embeddings.full())
+            size = sum(len(item["embedding"]) for item in content["data"])
+            return await self._threads(request).run(lambda: _large_json(content), size)
         finally:
             self.life.leave()
 
@@ -171,15 +167,12 @@ class Gateway:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
-        values = await read_body(request, self._max_body)
         threads = self._threads(request)
-        body: TokenizeBody | TokenizeChatBody
-        if values.get("messages") is not None:
-            body = validated(TokenizeChatBody, values, request.state.record.warnings)
+        body = await self._body(request, TokenizeBody, TokenizeChatBody)
+        if isinstance(body, TokenizeChatBody):
             model = self.models.find(body.model)
             text = await model.chat_text(body, threads)
         else:
-            body = validated(TokenizeBody, values)
             model = self.models.find(body.model)
             text = body.prompt
         (ids,) = await model.encode_aside([text], threads, special_tokens=body.add_special_tokens)
@@ -188,18 +181,17 @@ class Gateway:
             names = await threads.run(
                 lambda: list(map(token_names(model.tokenizer), ids)), len(ids)
             )
-        return JSONResponse(
-            {
-                "count": len(ids),
-                "max_model_len": model.max_len,
-                "tokens": list(ids),
-                "token_strs": names,
-            }
-        )
+        content = {
+            "count": len(ids),
+            "max_model_len": model.max_len,
+            "tokens": list(ids),
+            "token_strs": names,
+        }
+        return await threads.run(lambda: _large_json(content), len(ids))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
-        body = validated(DetokenizeBody, await read_body(request, self._max_body))
+        body = await self._body(request, DetokenizeBody)
         model = self.models.find(body.model)
         try:
             text = await self._threads(request).run(
@@ -236,7 +228,11 @@ class Gateway:
 
     async def openapi(self, _: Request) -> Response:
         """GET /openapi.json: these routes."""
-        return JSONResponse(openapi(self.routes, _BODIES, VERSION))
+        return _json(self._document)
+
+    @functools.cached_property
+    def _document(self) -> bytes:
+        return to_json(openapi(self.routes, VERSION))
 
     async def ready(self, _: Request) -> Response:
         """GET /ready: it takes work, and every model has a healthy server."""
@@ -274,6 +270,23 @@ class Gateway:
         """GET /version: the gateway's, and the digests of the weights of every model."""
         models = {model.name: model.digests and model.digests.values() for model in self.models.all}
         return JSONResponse({"version": VERSION, "models": models})
+
+    async def _body(self, request: Request, *kinds: type[Parsed]) -> Parsed:
+        """The body of a request, parsed by a thread if it is long. Raises ApiError.
+
+        kinds: of two, the second one is for messages
+        """
+        record: Record = request.state.record
+        body = await read_body(request, self._max_body, functools.partial(self.bodies.add, record))
+        threads = self._threads(request)
+        return await threads.run_on_body(
+            lambda: parsed(kinds, body, record.warnings), record.body_size
+        )
+
+    def count(self, path: str, record: Record, status: int) -> None:
+        """The response of a request has gone out."""
+        self.bodies.remove(record)
+        self.metrics.count(path, record, status)
 
     def _threads(self, request: Request) -> ThreadsOfClient:
         """Threads for the work of the request's client."""
@@ -326,7 +339,7 @@ class Gateway:
         answering_of: Callable[[ServedModel, Rendered, Record, Limits], Awaitable[Answering]],
     ) -> list[dict[str, Any]]:
         record: Record = request.state.record
-        body = validated(kind, await read_body(request, self._max_body), record.warnings)
+        body = await self._body(request, kind)
         answering = await answering_of(self._generating(body.model), body, record, self._limits)
         answering.generation.abort()
         return answering.generation.rendered()
@@ -344,7 +357,7 @@ class Gateway:
         Raises ClientDisconnect when nobody waits for it any more.
         """
         record: Record = request.state.record
-        body = validated(kind, await read_body(request, self._max_body), record.warnings)
+        body = await self._body(request, kind)
         model = self._generating(body.model)
         self.life.enter()
         self.metrics.begin(record)
@@ -352,10 +365,12 @@ class Gateway:
         try:
             answering = await answering_of(model, body, record, self._limits)
             if not answering.body.stream:
-                return JSONResponse(await _unless_left(request, self.life, answering.full()))
+                content = await unless_left(request, self.life, answering.full())
+                size = record.prompt_tokens + record.generated_tokens
+                return await self._threads(request).run(lambda: _large_json(content), size)
             events = answering.events()
             # An error before the first event has a status of its own.
-            first = await _unless_left(request, self.life, anext(events))
+            first = await unless_left(request, self.life, anext(events))
             stays = True
             return EventResponse(first, events, self.life, record, answering.failed)
         finally:
@@ -408,41 +423,28 @@ class EventResponse(StreamingResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. It is cancelled when the client goes or cancels it, or when the
-    gateway's time is over.
-
-    Raises ClientDisconnect and ApiError then.
-    """
-    record: Record = request.state.record
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_departure(request))
-    try:
-        with life.limited(working, record):
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.cancelled():
-            raise life.error(record) or aborted()
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
 def _owned(request: Request) -> tuple[str, str]:
     """Returns the client of a request about a stored response, and the response's id."""
     return request.state.record.client, request.path_params["id"]
 
 
+def _large_json(content: Mapping[str, Any]) -> Response:
+    """Serialize in pieces, between which other threads run."""
+    parts = (
+        to_json(name) + b":" + (_list(value) if isinstance(value, list) else to_json(value))
+        for name, value in content.items()
+    )
+    return _json(b"{" + b",".join(parts) + b"}")
+
+
+def _list(values: Sequence[Any]) -> bytes:
+    if values and not isinstance(values[0], dict):
+        return to_json(values)
+    return b"[" + b",".join(map(to_json, values)) + b"]"
+
+
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
-
-
-async def _departure(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -472,7 +474,7 @@ def make_app(
             RequestMiddleware,
             keys=keys or Keys({}),
             browsers=browsers,
-            count=gateway.metrics.count,
+            count=gateway.count,
         )
     ]
     if settings.cors_origins:

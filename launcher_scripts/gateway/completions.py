@@ -99,12 +99,17 @@ class Answering(ABC):
                 else:
                     result.setdefault(choice, []).append(piece)
         answers = {choice: _joined(parts) for choice, parts in result.items()}
-        choices = [
+        size = sum(len(answer.entries) for answer in answers.values())
+        size *= 1 + (self.generation.options.log_probs or 0)
+        choices = await self.generation.threads.run(lambda: self._choices(answers), size)
+        usage = self.generation.record.usage()
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def _choices(self, answers: Mapping[int, Piece]) -> list[dict[str, Any]]:
+        return [
             {"index": index, **self.choice(answers[choice])}
             for index, choice in enumerate(self._best(answers))
         ]
-        usage = self.generation.record.usage()
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises ApiError before the first one or, as the last

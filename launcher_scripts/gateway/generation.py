@@ -68,6 +68,7 @@ class Record:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    body_size: int = 0
     warnings: list[str] = field(default_factory=list)
     cancelled: bool = False
 
@@ -141,6 +142,7 @@ class Generation:
         record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         rows = len(prompts) * (1 if self._beams else options.rows)
         self._slots = limits.admission.reserve(record.client, rows)
+        self.threads = limits.threads.of(record.client)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.
@@ -174,16 +176,18 @@ class Generation:
         return [self._request(number, seed + number) for number in range(len(self._slots))]
 
     def rendered(self) -> list[dict[str, Any]]:
-        """Return the rows' prompts and sampling as clients see them."""
+        """Return the prompts, and the sampling of the first row of each, as clients see them."""
         return [
             {
                 "request_id": request.request_id,
                 "model": self.model.name,
-                "prompt": self._prompt(number).text,
+                "prompt": prompt.text,
                 "token_ids": request.prompt_ids,
                 "sampling_params": {name: getattr(request, name) for name in _RENDERED},
             }
-            for number, request in enumerate(self.row_requests())
+            for prompt, request in zip(
+                self.prompts, self.row_requests()[:: self._rows_per_prompt], strict=True
+            )
         ]
 
     def abort(self) -> None:

@@ -250,9 +250,12 @@ def chat_body(body: ConversationBody) -> ChatBody:
     return validated(ChatBody, values)
 
 
-async def count_tokens(model: ServedModel, body: ConversationBody, threads: ThreadsOfClient) -> int:
+async def count_tokens(
+    model: ServedModel, body: ConversationBody, threads: ThreadsOfClient, body_size: int
+) -> int:
     """Count the tokens of the prompt. Raises ApiError."""
-    text = await model.chat_text(chat_body(body), threads)
+    chat = await threads.run_on_body(lambda: chat_body(body), body_size)
+    text = await model.chat_text(chat, threads)
     (ids,) = await model.encode_aside([text], threads, special_tokens=False)
     return len(ids)
 

@@ -12,9 +12,10 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,15 +29,19 @@ from launcher_scripts.gateway.api_errors import (
     ApiError,
     aborted,
     bad_request,
+    busy,
     cancelled,
     unavailable,
 )
 from launcher_scripts.gateway.generation import Record
-from launcher_scripts.gateway.validation import parse_json
 
 LOG = logging.getLogger("gateway")
+Result = TypeVar("Result")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _LEFT = 499  # the client has gone; nobody reads it
+MAX_BODIES = 256  # the bodies of one client together are not larger than so many of the largest
+_MAX_WARNING = 1000  # characters
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 
 
 @dataclass
@@ -103,6 +108,34 @@ class Lifecycle:
         """Wait until nothing is at work."""
         if self.working:
             await self.idle.wait()
+
+
+async def unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`. It is cancelled when the client goes or cancels it, or when the
+    gateway's time is over.
+
+    Raises ClientDisconnect and ApiError then.
+    """
+    record: Record = request.state.record
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_departure(request))
+    try:
+        with life.limited(working, record):
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise life.error(record) or aborted()
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class Keys:
@@ -216,7 +249,7 @@ class RequestMiddleware:
                 response_headers = MutableHeaders(scope=message)
                 response_headers["X-Request-Id"] = request_id
                 if record.warnings:
-                    response_headers["X-Warning"] = "; ".join(record.warnings)
+                    response_headers["X-Warning"] = _header(record.warnings)
             await send(message)
 
         try:
@@ -265,8 +298,35 @@ class RequestMiddleware:
         )
 
 
-async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object of a request's body. Raises ApiError for one that is none or too large."""
+class BodyBudget:
+    """Bytes of bodies that the requests of each client have in memory."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of one client"""
+        self._max_bytes = max_bytes
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, record: Record, size: int) -> None:
+        """Count a part of a request's body. Raises ApiError where the client has too many."""
+        count = self._bytes[record.client]
+        if count + size > self._max_bytes:
+            raise busy(f"the bodies of this client's requests have {count} bytes; send fewer")
+        self._bytes[record.client] += size
+        record.body_size += size
+
+    def remove(self, record: Record) -> None:
+        """The request has ended."""
+        self._bytes[record.client] -= record.body_size
+        if not self._bytes[record.client]:
+            del self._bytes[record.client]
+        record.body_size = 0
+
+
+async def read_body(request: Request, max_bytes: int, count: Callable[[int], None]) -> bytes:
+    """The body of a request. Raises ApiError for one that is compressed or too large.
+
+    count: is told the size of each part, and may raise ApiError
+    """
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() not in ("", "identity"):
         message = f"the body must not be compressed; got Content-Encoding {coding[:50]!r}"
@@ -282,8 +342,9 @@ async def read_body(request: Request, max_bytes: int) -> dict[str, Any]:
         size += len(part)
         if size > max_bytes:
             raise too_large
+        count(len(part))
         parts.append(part)
-    return parse_json(b"".join(parts))
+    return b"".join(parts)
 
 
 def refusal(error: ApiError) -> JSONResponse:
@@ -294,6 +355,12 @@ def refusal(error: ApiError) -> JSONResponse:
 def _field(text: str) -> str:
     """A client's text as one field of a log's line: without blanks, controls and its end."""
     return ascii(text)[1:-1].replace(" ", "\\x20")[:200]
+
+
+def _header(warnings: Sequence[str]) -> str:
+    """Texts that may have a client's words, as one header."""
+    text = "; ".join(warnings)[:_MAX_WARNING]
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)[:_MAX_WARNING]
 
 
 def _digest(key: str) -> bytes:

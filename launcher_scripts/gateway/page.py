@@ -8,7 +8,7 @@ https://spec.openapis.org/oas/v3.1.0: schemas are JSON schemas, as pydantic make
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from launcher_scripts.gateway.schemas import StrictBody
+from launcher_scripts.gateway.messages import ConversationBody, MessagesBody
+from launcher_scripts.gateway.responses_schemas import ResponsesBody
+from launcher_scripts.gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    StrictBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
 
 _FILE = Path(__file__).with_name("page.html")
 _DOCS = Path(__file__).with_name("docs.html")
@@ -41,12 +51,23 @@ async def show_docs(_: Request) -> Response:
 
 
 _SCHEMAS = "#/components/schemas/"
+# Path -> the classes of which its request is one.
+_BODIES: dict[str, tuple[type[StrictBody], ...]] = {
+    "/v1/completions": (CompletionBody,),
+    "/v1/completions/render": (CompletionBody,),
+    "/v1/chat/completions": (ChatBody,),
+    "/v1/chat/completions/render": (ChatBody,),
+    "/v1/responses": (ResponsesBody,),
+    "/v1/messages": (MessagesBody,),
+    "/v1/messages/count_tokens": (ConversationBody,),
+    "/v1/embeddings": (EmbeddingsBody,),
+    "/tokenize": (TokenizeBody, TokenizeChatBody),
+    "/detokenize": (DetokenizeBody,),
+}
 
 
-def openapi(
-    routes: Iterable[Route], bodies: Mapping[str, Sequence[type[StrictBody]]], version: str
-) -> dict[str, Any]:
-    """Return the document. bodies: path -> the classes of which its request is one"""
+def openapi(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """Return the document."""
     schemas: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for route in routes:
@@ -63,7 +84,7 @@ def openapi(
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                 for name in names
             ]
-        if kinds := bodies.get(route.path, ()):
+        if kinds := _BODIES.get(route.path, ()):
             references = [{"$ref": _add(schemas, kind)} for kind in kinds]
             schema = references[0] if len(references) == 1 else {"anyOf": references}
             content = {"application/json": {"schema": schema}}

@@ -364,12 +364,16 @@ class ResponseStore:
         self, model: ServedModel, body: ResponsesBody, record: Record, limits: Limits
     ) -> Responding:
         """Begin a response, which may continue a stored one. Raises ApiError."""
+        threads, size = limits.threads.of(record.client), record.body_size
         if (previous := body.previous_response_id) is not None:
-            items = ITEMS.validate_json(self._previous(record.client, previous).conversation)
+            stored = self._previous(record.client, previous).conversation
+            size += len(stored)
+            items = await threads.run_on_body(lambda: ITEMS.validate_json(stored), size)
             body = body.model_copy(update={"input": [*items, *_items(body)]})
         store = self if self._max_responses and body.store is not False else None
         try:
-            return Responding(body, await Chat.of(model, chat_body(body), record, limits), store)
+            chat = await threads.run_on_body(lambda: chat_body(body), size)
+            return Responding(body, await Chat.of(model, chat, record, limits), store)
         except ApiError as error:
             Responding.rename(error)
             raise

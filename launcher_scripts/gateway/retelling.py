@@ -38,7 +38,9 @@ class Retelling(ABC, Generic[Body]):
     ) -> Retelling[Body]:
         """Raises ApiError for what cannot be done."""
         try:
-            return cls(body, await Chat.of(model, cls.as_chat(body), record, limits))
+            threads = limits.threads.of(record.client)
+            chat = await threads.run_on_body(lambda: cls.as_chat(body), record.body_size)
+            return cls(body, await Chat.of(model, chat, record, limits))
         except ApiError as error:
             cls.rename(error)
             raise

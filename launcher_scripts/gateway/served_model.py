@@ -243,25 +243,26 @@ class ServedModel:
                     "continue_final_message",
                 )
             chat = chat.model_copy(update={"add_generation_prompt": False})
+        return await threads.run(partial(self._render, self.template, chat))
+
+    def _render(self, template: ChatTemplate, chat: ChatPrompt) -> str:
         messages = [
             with_both_names(_with_arguments(_with_content(message.model_dump(exclude_unset=True))))
             for message in chat.messages
         ]
-        if not self.template.takes_parts:
+        if not template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
-        if self.template.writes_harmony:
+        if template.writes_harmony:
             messages = harmony.conversation(messages)
-        if _DEVELOPER not in self.template.text:
+        if _DEVELOPER not in template.text:
             messages = [_as_system(message) for message in messages]
-        render = partial(
-            self.template.render,
+        return template.render(
             messages,
             tools=chat.tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             more=chat.template_values,
         )
-        return await threads.run(render)
 
     def adapters(self) -> list[ServedModel]:
         """Its LoRA adapters as models, called <its name>:<adapter>."""

@@ -40,11 +40,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     max_head: bytes of the request line, headers, chunk sizes and their extensions, and trailers
     seconds:  until a request is complete, and one more for every `rate` bytes
+    unread_seconds: in which a client may read nothing of its answer, which keeps its places
     """
 
     max_head = MAX_HEAD
     seconds = 30.0
     rate = 10_000.0
+    unread_seconds = 300.0
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -55,15 +57,42 @@ class BoundedProtocol(HttpToolsProtocol):
         self._receives = False
         self._timer: asyncio.TimerHandle | None = None
         self._rejected = False
+        self._unread = 0
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._unread_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(self.unread_seconds, self._inspect_reader)
+
+    def _inspect_reader(self) -> None:
+        """Give up a client that has read nothing."""
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._await_reader()
+            return
+        client = self.client[0] if self.client else "-"
+        self.logger.warning(
+            "client=%s has read nothing for %g s, and is given up", client, self.unread_seconds
+        )
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if not self._receives:

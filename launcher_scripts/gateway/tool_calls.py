@@ -85,6 +85,10 @@ _DELIMITERS = ("[TOOL_CALLS]", "<|python_tag|>")
 # How an object or a list of objects begins, as far as it is there.
 _OBJECTS = re.compile(r"(\[\s*)?(\{\s*(\".*)?)?", re.DOTALL)
 _LISTS = re.compile(r"(\[\s*(\{\s*(\".*)?)?)?", re.DOTALL)
+# Of an object, however it goes on.
+_IN_OBJECT = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
+_MARKS = (*_PAIRS, *_PAIRS.values())
+_MAX_MARK = max(map(len, _MARKS))
 _ARGUMENTS = ("arguments", "parameters")
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates refuse any other
@@ -171,6 +175,7 @@ class ToolText:
         self._beginning = _LISTS if lists_only else _OBJECTS
         self._schemas = {name: schema_of_one(tools, name) for name in names_of(tools)}
         self._buffered = ""
+        self._waits = False  # no end of a call, and no mark, is in what is buffered
         self._started = False  # there was content, so what looks like JSON is content, too
         self.calls: list[ToolCall] = []
 
@@ -180,12 +185,16 @@ class ToolText:
         finished: no more text comes
         """
         self._buffered += text
+        if self._waits and not finished and not self._may_end(len(text)):
+            return "", []
+        self._waits = False
         content, num_calls = "", len(self.calls)
         while self._pairs and (mark := _OPEN.search(self._buffered)):
             before = self._buffered[: mark.start()]
             body, close, after = self._buffered[mark.end() :].partition(_PAIRS[mark[0]])
             if not close and not finished:
                 self._buffered = self._buffered[len(before) :]
+                self._waits = True
                 return content + self._content(before), self.calls[num_calls:]
             calls = self._read(body) or self._read_tags(body)
             content += self._content(before)
@@ -193,6 +202,7 @@ class ToolText:
             self.calls += calls
             self._buffered = after
         if not finished and self._may_be_a_call():
+            self._waits = _IN_OBJECT.match(self._buffered) is not None
             return content, self.calls[num_calls:]
         if finished:
             calls = self._read(self._buffered) if self._may_be_a_call() else []
@@ -206,6 +216,12 @@ class ToolText:
             content += self._content(self._buffered[: len(self._buffered) - num_buffered])
             self._buffered = self._buffered[len(self._buffered) - num_buffered :]
         return content, self.calls[num_calls:]
+
+    def _may_end(self, num_new: int) -> bool:
+        """Return whether the new characters complete a mark: a long call is not read again for
+        each of its tokens."""
+        new = self._buffered[-num_new - _MAX_MARK :]
+        return any(mark in new for mark in _MARKS)
 
     def _content(self, text: str) -> str:
         """Blanks around calls are none."""

@@ -15,6 +15,7 @@ from launcher_scripts.gateway.parameters import used_parameters
 from launcher_scripts.gateway.schemas import StrictBody
 
 _MAX_PROBLEMS = 5
+_MAX_ERRORS = 100  # of pydantic's, of which the problems are made
 _MAX_NAME = 64
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)  # that can stand in a header
 _EXPECTED = "Input should be "  # pydantic's
@@ -31,6 +32,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
     return values
+
+
+def parsed(kinds: Sequence[type[Body]], body: bytes, warnings: list[str]) -> Body:
+    """Return a body as one of `kinds`: of two, the second one is for messages. Raises ApiError."""
+    values = parse_json(body)
+    return validated(kinds[-1 if values.get("messages") is not None else 0], values, warnings)
 
 
 def validated(
@@ -75,7 +82,7 @@ def _item_type(kind: type[Body], item: Any) -> str | None:
 def _rejection(
     kind: type[Body], values: Mapping[str, Any], error: pydantic.ValidationError
 ) -> ApiError:
-    errors = error.errors(include_url=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
     messages: dict[Keys, list[str]] = {}
     for item in errors:
         keys = _keys(values, item)

@@ -114,7 +114,13 @@ def test_a_tool_in_a_message(address: str, stream: bool) -> None:
     assert ask(messages).content[0].text == ANSWER + "20 C in Rome"
 
 
-def test_without_tools_it_greets(client: Any) -> None:
+def test_it_greets_without_tools_and_calls_the_one_in_the_question(client: Any) -> None:
     answer = client.responses.create(model=MODEL, input=QUESTION)
     assert answer.output_text == GREETING
+    tools = [
+        {"type": "function", "name": name, "parameters": PARAMETERS} for name in ("first", "second")
+    ]
+    question = 'Call second with {"city": "Oslo"}'
+    (call,) = client.responses.create(model=MODEL, input=question, tools=tools).output
+    assert (call.name, json.loads(call.arguments)) == ("second", {"city": "Oslo"})
     assert instance({"anyOf": [{"$ref": "#/$defs/A"}]}, {"$defs": {"A": {"enum": [3]}}}) == 3

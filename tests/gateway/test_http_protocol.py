@@ -15,6 +15,7 @@ from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.service import MAX_HEAD, BoundedProtocol
 from tests.gateway.fakes import SETTINGS, FakeBackend, listening, served
+from tests.processes import wait_for
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -139,3 +140,18 @@ def test_a_request_that_was_complete_may_take_its_time(monkeypatch: pytest.Monke
         head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
         link.sendall(head + body)
         assert answer(link).startswith(b"HTTP/1.1 504 ")
+
+
+def test_a_client_that_reads_nothing_gives_its_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is larger than all buffers on the way, so the gateway would wait indefinitely."""
+    monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.2)
+    backend = FakeBackend(lambda _: [5] * 100_000, at_once=100)
+    app = make_app([served(backend, max_len=None)], SETTINGS)
+    values = {"prompt": "Hello", "max_tokens": 100_000, "n": 16, "stream": True}
+    body = json.dumps({**values, "stop": "never" * 9}).encode()
+    with listening(app) as address, opened(address) as link:
+        link.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: app.state.gateway.admission.running)
+        wait_for(lambda: not app.state.gateway.admission.running)
+        assert backend.running == app.state.gateway.life.working == 0
+        assert http_status(address) == 200

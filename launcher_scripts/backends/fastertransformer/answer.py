@@ -26,7 +26,7 @@ from launcher_scripts.backends.fastertransformer.answer_tensors import beam_axis
 from launcher_scripts.backends.fastertransformer.forwarded import news
 from launcher_scripts.backends.older_servers import FINAL, failure
 from launcher_scripts.backends.text_parameters import ParameterError
-from launcher_scripts.common.errors import BusyError, RequestError
+from launcher_scripts.common.errors import BusyError, RequestError, ServerError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REJECTED
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
 from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
@@ -375,9 +375,12 @@ def _after(output: GenerateOutput, first: int) -> GenerateOutput:
 
 
 def error_response(error: BaseException) -> Any:
-    """The request's own error; a wrong request is the client's, anything else the server's."""
+    """The request's own error; a wrong request is the client's, anything else the server's.
+
+    A request that finds no room, or whose ranks were lost, can be sent again elsewhere.
+    """
     code = "INTERNAL"
-    if isinstance(error, BusyError):
+    if isinstance(error, BusyError | ServerError):
         code = "UNAVAILABLE"
     elif isinstance(error, RequestError | ParameterError):
         code = "INVALID_ARG"

@@ -122,7 +122,7 @@ _TOKENS = re.compile(r"(<\|[^|<>]*\|>)")
 
 
 # Of one grammar: to compile it and to compute its first mask.
-LIMITS = WorkLimits(cpu_seconds=2.0, seconds=60.0, memory_mib=128)
+LIMITS = WorkLimits(cpu_seconds=2.0, seconds=60.0, memory_mib=128, niceness=10)
 NUM_COMPILERS = 2
 CLIENT_COMPILERS = NUM_COMPILERS // 2  # of one client at a time
 # Grammars that are kept, each of at most LIMITS.memory_mib; and refusals, by the texts' digests.
