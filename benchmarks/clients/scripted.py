@@ -78,7 +78,7 @@ class ScriptedBackend:
             return ANSWER + content.strip()
         if not prompt.startswith(_TOOLS):
             return GREETING
-        if (question := _QUESTION.search(content)) is not None:
+        if (question := _QUESTION.search(prompt)) is not None:
             call = {"name": question[1], "arguments": json.loads(question[2])}
         else:
             tools, _ = json.JSONDecoder().raw_decode(prompt, len(_TOOLS))

@@ -42,7 +42,8 @@ def run(target: Target, endpoint: str, stream: bool) -> str:
             *("--output-artifact-dir", str(folder / "results")),
             *(["--streaming"] if stream else []),
         ]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        # Offline, it looks for a tokenizer in the hub's cache alone.
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
         ran = subprocess.run(
             command,
             env=environment,

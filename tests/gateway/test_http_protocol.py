@@ -152,6 +152,6 @@ def test_a_client_that_reads_nothing_gives_its_places_back(monkeypatch: pytest.M
     with listening(app) as address, opened(address) as link:
         link.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_for(lambda: app.state.gateway.admission.running)
-        wait_for(lambda: not app.state.gateway.admission.running)
-        assert backend.running == app.state.gateway.life.working == 0
+        wait_for(lambda: not app.state.gateway.life.working)
+        assert backend.running == app.state.gateway.admission.running == 0
         assert http_status(address) == 200

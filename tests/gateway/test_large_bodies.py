@@ -80,11 +80,10 @@ def test_others_are_answered_while_a_large_body_is_parsed(
     monkeypatch.setattr(validation, "parse_json", slow)
     for name in ("validation", "responses", "messages"):
         monkeypatch.setattr(f"launcher_scripts.gateway.{name}.validated", observed)
-    values = {"messages": [{"role": "user", "content": "a"}], "user": "u" * 20_000}
-    if path == "/v1/messages":
-        values = {**values, "max_tokens": 1, "metadata": {"user_id": values.pop("user")}}
-    elif path == "/v1/responses":
-        values = {"input": values["messages"], "user": values["user"]}
+    messages, ignored = [{"role": "user", "content": "a"}], {"a": "b" * 20_000}
+    values = {"messages": messages, "max_tokens": 1, "metadata": ignored}
+    if path == "/v1/responses":
+        values = {"input": messages, "metadata": ignored}
 
     async def main() -> None:
         transport = httpx.ASGITransport(make_app([served(FakeBackend())], SETTINGS))
