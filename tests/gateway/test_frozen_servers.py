@@ -82,7 +82,9 @@ def test_streams_of_a_frozen_server_end_with_an_error(
         suspended = frozen(served, which)
         for response in responses:
             *_, error, done, end = response.read().decode().split("\n\n")
-            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+            assert (
+                json.loads(error.strip().removeprefix("data: "))["error"]["code"] == "unavailable"
+            )
             assert (done, end) == ("data: [DONE]", "")
     if which == "all":
         for pid in suspended:
