@@ -15,7 +15,7 @@ from math import gcd
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, numbers_in
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class T5Config(AdapterSizes):
     the attention of a stack to itself; sandwich_norms, after a branch, too. zero_centered_norm,
     embedding_scale, softcaps and windows are as in GPTConfig, of both stacks; a token of the
     encoder attends to sliding_window tokens on either side.
+
+    A Switch Transformer (arXiv:2101.03961) has num_experts MLPs in the layers that
+    encoder_expert_layers and decoder_expert_layers name, of which a token goes through the one that
+    its router scores best, weighed by the softmax of the scores; router_bias is the router's.
     """
 
     title = "T5"
@@ -76,6 +80,10 @@ class T5Config(AdapterSizes):
     logits_softcap: float | None = None
     sliding_window: int | None = None
     full_attention_layers: str | None = None
+    num_experts: int | None = None
+    encoder_expert_layers: str | None = None
+    decoder_expert_layers: str | None = None
+    router_bias: bool | None = None
     parts: Adapters = NO_ADAPTERS
 
     def check(self, problems: Problems) -> None:
@@ -97,6 +105,37 @@ class T5Config(AdapterSizes):
             problems.add("rotary_base and rope belong together", got=self.rotary_base)
         if self.num_kv_heads is not None:
             self.check_divides(problems, "num_kv_heads", "num_heads")
+        self._check_experts(problems)
+
+    def _check_experts(self, problems: Problems) -> None:
+        for side in ("encoder", "decoder"):
+            name = f"{side}_expert_layers"
+            layers = numbers_in(problems, name, getattr(self, name), int)
+            if layers and self.num_experts is None:
+                problems.add(f"{name} needs num_experts")
+        if self.num_experts is None:
+            return
+        problems.check_minimum("num_experts", self.num_experts, 1)
+        if self.gated or self.bias or self.sandwich_norms:
+            problems.add("experts of a T5 with gates, biases or norms after branches")
+        if self.parts.ia3_num_tasks or self.parts.adapter_size:
+            problems.add("IA3 and adapters of models with experts are not supported")
+
+    def encoder_has_experts(self, layer: int) -> bool:
+        """Return whether tokens go through one of several MLPs in a layer of the encoder."""
+        return str(layer) in (self.encoder_expert_layers or "").split(",")
+
+    def decoder_has_experts(self, layer: int) -> bool:
+        """Return whether tokens go through one of several MLPs in a layer of the decoder."""
+        return str(layer) in (self.decoder_expert_layers or "").split(",")
+
+    def encoder_is_dense(self, layer: int) -> bool:
+        """Return whether a layer of the encoder has one MLP."""
+        return not self.encoder_has_experts(layer)
+
+    def decoder_is_dense(self, layer: int) -> bool:
+        """Return whether a layer of the decoder has one MLP."""
+        return not self.decoder_has_experts(layer)
 
     def may_list(self, layer: int) -> bool:
         """Both stacks share a list; that of an encoder alone may be a longer decoder's."""

@@ -6,6 +6,7 @@ NeMo's dialect ("nemo_legacy", "nemo_fused_gate", "nemo_plus_one") have only the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -27,6 +28,8 @@ def weights(config: T5Config) -> list[WeightSpec]:
     specs += _encoder_layer(config)
     if not config.encoder_only:
         specs += _decoder_layer(config)
+    if config.num_experts is not None:
+        specs = [_of_switch(spec) for spec in specs]
     if config.sandwich_norms:
         specs = [_of_gemma(spec) for spec in specs if spec.name != "shared.weight"]
     return specs + adapters.weights("t5", config.parts, not config.encoder_only)
@@ -47,6 +50,22 @@ _GEMMA_BRANCHES = {
     "encoder": ("self_attn", "feedforward"),
     "decoder": ("self_attn", "cross_attn", "feedforward"),
 }
+
+
+def _of_switch(spec: WeightSpec) -> WeightSpec:
+    """The row with the dialect "switch"; what no T5 has is of that dialect alone."""
+    source = spec.sources.get("huggingface")
+    if source is None:
+        return spec
+    keys = tuple(_switch_key(key) for key in source.keys)
+    of_experts = ".experts." in spec.name or ".router." in spec.name
+    sources = {} if of_experts else spec.sources
+    return replace(spec, sources={**sources, "switch": Source(keys, source.layout)})
+
+
+def _switch_key(key: str) -> str:
+    key = key.replace(".DenseReluDense.", ".mlp.").replace(".router.", ".router.classifier.")
+    return re.sub(r"\.experts\.(\d+)\.", r".experts.expert_\1.", key)
 
 
 def _of_gemma(spec: WeightSpec) -> WeightSpec:
@@ -155,6 +174,30 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
 
 
 def _mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
+    """The MLP of a stack's layers, and the experts of those that have such instead."""
+    dense = _one_mlp(config, stem, nemo)
+    if config.num_experts is None:
+        return dense
+    side = stem.partition(".")[0]
+    specs = [
+        WeightSpec(
+            f"{stem}.router.{part}",
+            ("hidden_size", "num_experts") if part == "weight" else ("num_experts",),
+            sources={"huggingface": Source((f"{stem}.router.{part}",), "transposed")},
+            layers=stack_layers(stem),
+            prefix="",
+        )
+        for part in (("weight", "bias") if config.router_bias else ("weight",))
+    ]
+    for expert in range(config.num_experts):
+        specs += _one_mlp(config, f"{stem}.experts.{expert}", nemo)
+    return [
+        *(replace(spec, only=f"{side}_is_dense") for spec in dense),
+        *(replace(spec, only=f"{side}_has_experts") for spec in specs),
+    ]
+
+
+def _one_mlp(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
     specs = []
     up = f"{nemo}.dense_h_to_4h"
     names: tuple[tuple[str, str, str, str], ...] = (("wi", "wi", up, ""),)

@@ -228,7 +228,7 @@ def test_ranks_share_a_model_of_megatron(kind: str, shape: tuple[int, int], tmp_
             **options,
             **scaling,
             "num_query_groups": 4,
-            "activation_func": "torch.nn.functional.silu",
+            "activation_func": {"_target_": "torch.nn.functional.silu"},
             "gated_linear_unit": True,
             "layernorm_epsilon": raw["rms_norm_eps"],
             "share_embeddings_and_output_weights": False,

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.tiny_models import ENCODER_DECODERS
+from tests.checkpoint.tiny_models import ENCODER_DECODERS, T5, TinyModel
 from tests.engine.small_models import generate
 from tests.engine.small_t5 import DECODER, SOURCE, decoder_logits, encode
 
@@ -56,10 +57,34 @@ def test_a_tiny_model(tmp_path: Path, name):
     assert (answer.attentions - attentions).abs().max() <= 1e-5
 
 
+# Layers with and without experts in both stacks; no expert is full.
+SWITCH = TinyModel(
+    "SwitchTransformersForConditionalGeneration",
+    "SwitchTransformersConfig",
+    {
+        **T5,
+        "num_experts": 5,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "router_bias": True,
+        "expert_capacity": 1000,
+    },
+)
+
+
 @pytest.fixture(scope="module")
 def umt5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder and the model in it, whose weights are so large that its texts are lively."""
-    folder, model = tmp_path_factory.mktemp("umt5"), ENCODER_DECODERS["umt5"].make()
+    return lively(ENCODER_DECODERS["umt5"], tmp_path_factory.mktemp("umt5"))
+
+
+@pytest.fixture(scope="module")
+def switch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return lively(SWITCH, tmp_path_factory.mktemp("switch"))
+
+
+def lively(tiny: TinyModel, folder: Path) -> tuple[Path, Any]:
+    """The folder and the model in it, whose weights are so large that its texts are lively."""
+    model = tiny.make()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,8 +95,28 @@ def umt5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_a_bias_of_every_layer(umt5: tuple[Path, Any], tp: int, pp: int):
+    compare(umt5, tp, pp)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_experts(switch: tuple[Path, Any], tp: int, pp: int) -> None:
+    compare(switch, tp, pp)
+    folder, _ = switch
+    (ini,) = (folder / f"{tp}-{pp}").rglob("config.ini")
+    config = read_config(ini.parent).config
+    assert (config.encoder_expert_layers, config.decoder_expert_layers) == ("1", "1")
+
+
+def compare(folder_and_model: tuple[Path, Any], tp: int, pp: int) -> None:
     """Sources and texts that reach beyond the largest distance."""
-    folder, model = umt5
+    folder, model = folder_and_model
     source = tuple(range(3, 60))
     target = tuple(range(40))
     exported = export_folder(folder / "hf", folder / f"{tp}-{pp}", tp)

@@ -374,6 +374,8 @@ def refuse_unwritten(config: Any, raw: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError for a model of NOT_WRITTEN.  raw: its config.json"""
     family = family_of(config).name
     name = family if family in NOT_WRITTEN else (raw or {}).get("model_type")
+    if getattr(config, "encoder_expert_layers", None):
+        name = "switch_transformers"
     if name in NOT_WRITTEN:
         message = f"models of the type {name} cannot be written as a transformers folder"
         raise CheckpointError(problem(message, change="export.format=fastertransformer"))
@@ -420,7 +422,7 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 NOT_WRITTEN = (
     *("agm", "nemotron-nas", "llama4_text", "mimo_v2_flash"),
     *("nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5_text"),
-    *("qwen3_5_moe_text", "lfm2"),
+    *("qwen3_5_moe_text", "lfm2", "switch_transformers"),
 )
 # How the names of tensors begin where not with `model.`.
 _PREFIXES = {

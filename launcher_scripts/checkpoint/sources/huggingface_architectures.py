@@ -422,8 +422,8 @@ ARCHITECTURES = {
     "falcon": _gpt(
         configs.falcon, "falcon", "word_embeddings.weight", _falcon_norms, inherits=("bloom",)
     ),
-    "t5": Architecture("t5", configs.t5, "huggingface", _SHARED),
-    "mt5": Architecture("t5", configs.t5, "huggingface", _SHARED),
+    **dict.fromkeys(("t5", "mt5"), Architecture("t5", configs.t5, "huggingface", _SHARED)),
+    "switch_transformers": Architecture("t5", configs.switch_transformers, "switch", _SHARED),
     "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
     "t5gemma": Architecture(
         "t5",

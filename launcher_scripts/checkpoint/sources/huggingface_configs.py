@@ -304,6 +304,30 @@ def umt5(raw: RawConfig) -> T5Config:
     return t5(raw, relative_bias_per_layer=True)
 
 
+def switch_transformers(raw: RawConfig) -> T5Config:
+    """A T5 of which every so many layers, from the second on, has experts.
+
+    Training and transformers drop what an expert gets beyond its capacity; here nothing is.
+    """
+    raw.unused("encoder_sparse_step", "decoder_sparse_step", "router_jitter_noise", "router_type")
+    raw.unused("router_ignore_padding_tokens", "add_router_probs", "router_dtype")
+    raw.unused("router_z_loss_coef", "router_aux_loss_coef")
+    raw.defaults(feed_forward_proj=raw.text("dense_act_fn", "relu"))
+    raw.notes.append(
+        f"expert_capacity {raw.size('expert_capacity', default=64)} is not obeyed: no token of a "
+        "sequence is dropped"
+    )
+    fields: dict[str, Any] = {"router_bias": raw.flag("router_bias", False) or None}
+    layers = raw.layers("num_layers")
+    decoder_layers = raw.layers("num_decoder_layers", default=layers)
+    for side, count in (("encoder", layers), ("decoder", decoder_layers)):
+        sparse = raw.size(f"num_sparse_{side}_layers", default=3, minimum=0)
+        step = count // sparse if sparse else count
+        numbers = (layer for layer in range(count) if step == 1 or (step and layer % step == 1))
+        fields[f"{side}_expert_layers"] = layer_list(numbers)
+    return t5(raw, num_experts=raw.size("num_experts", default=8), **fields)
+
+
 _SAME_OF_STACKS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "rms_norm_eps", "hidden_activation", "query_pre_attn_scalar"),

@@ -414,6 +414,7 @@ REGISTERED: dict[str, str] = {
     "qwen3_next": "Qwen2Tokenizer",
     "qwen3_vl": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
+    "switch_transformers": "T5Tokenizer",
     "t5": "T5Tokenizer",
     "t5gemma": "GemmaTokenizer",
     "xglm": "XGLMTokenizer",

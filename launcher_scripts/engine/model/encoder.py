@@ -25,11 +25,13 @@ from launcher_scripts.engine.model.layers import (
     Chunk,
     CrossAttention,
     Layer,
+    MixtureOfExperts,
     SelfAttention,
 )
 from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
 from launcher_scripts.engine.model.weights import (
     Embedding,
+    Experts,
     LayerWeights,
     ModelWeights,
     StackWeights,
@@ -91,7 +93,8 @@ class Encoder:
             ),
             window=config.window(layer),
         )
-        return Layer(((attention,), (MLP(weights.mlp, *shared, config.activation),)))
+        kind = MixtureOfExperts if isinstance(weights.mlp, Experts) else MLP
+        return Layer(((attention,), (kind(weights.mlp, *shared, config.activation),)))
 
     def context(self, spans: Spans, positions: Tensor) -> EncodeContext:
         """Return the shared context of a pass over rows with positions [N]."""

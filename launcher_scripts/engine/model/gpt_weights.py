@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -330,22 +329,8 @@ class GPTWeightLoader(WeightLoader):
         norm, _ = self._norms("post_attention_layernorm", layer)
 
         def stacked(name: str, norm: Norm | None = None) -> Linear:
-            stem = "layers.*.mlp.experts"
-            parts = (
-                self._linear(f"{stem}.{part_name}.{name}", layer) for part_name in range(count)
-            )
-            first = next(parts)
-            buffer = first.weight.new_empty(count, *first.weight.shape)
-            stack = replace(first, weight=buffer, norm=norm)
-            for kind in ("bias", "scale"):
-                one = getattr(first, kind)
-                if one is not None:
-                    stack = replace(stack, **{kind: one.new_empty(count, *one.shape)})
-            for expert, part in enumerate(itertools.chain([first], parts)):
-                for kind in ("weight", "bias", "scale"):
-                    if getattr(stack, kind) is not None:
-                        getattr(stack, kind)[expert] = getattr(part, kind)
-            return stack
+            names = [f"layers.*.mlp.experts.{expert}.{name}" for expert in range(count)]
+            return self._stacked(names, layer, norm)
 
         down = stacked("dense_4h_to_h")
         if down.bias is not None and self.tp_rank:  # the sum over the ranks has it once

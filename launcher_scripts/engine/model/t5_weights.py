@@ -12,6 +12,7 @@ from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
     Embedding,
+    Experts,
     LayerWeights,
     MLPWeights,
     ModelWeights,
@@ -19,7 +20,7 @@ from launcher_scripts.engine.model.weights import (
     WeightLoader,
     scaled_norm,
 )
-from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias
+from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
@@ -129,6 +130,8 @@ class T5WeightLoader(WeightLoader):
         """index: among the sublayers"""
         stem = f"{side}.block.*.layer.{index}"
         norm, inner = self._norm(f"{stem}.layer_norm", layer), f"{stem}.DenseReluDense"
+        if getattr(self.config, f"{side}_has_experts")(layer):
+            return self._experts(inner, layer, norm)
         return MLPWeights(
             in_proj=self._linear(f"{inner}.wi", layer, norm),
             gate=self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
@@ -136,6 +139,16 @@ class T5WeightLoader(WeightLoader):
             output_norm=self._output_norm(stem, layer),
             ia3=self._ia3([inner], layer),
             adapter=self._adapter(f"{side}.block.*.{FFN_ADAPTER}", layer),
+        )
+
+    def _experts(self, stem: str, layer: int, norm: Norm) -> Experts:
+        """A Switch Transformer's, of which a token goes through one."""
+        stems = [f"{stem}.experts.{expert}" for expert in range(self.config.num_experts or 0)]
+        router = self._unquantized(f"{stem}.router", layer)
+        return Experts(
+            router=Router(router, 1, "softmax", normalized=False),
+            in_proj=self._stacked([f"{name}.wi" for name in stems], layer, norm),
+            out_proj=self._stacked([f"{name}.wo" for name in stems], layer),
         )
 
     def _biases(self, side: str, attention: str, layers: range, bidirectional: bool) -> Biases:

@@ -8,6 +8,7 @@ It has a position and a place in the cache as any other token does.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -396,6 +397,22 @@ class WeightLoader(ABC):
                 [zeros[: len(part.weight)] if part.bias is None else part.bias for part in parts]
             )
         return self._stored(Linear(weight, bias, norm))
+
+    def _stacked(self, names: Sequence[str], layer: int, norm: Norm | None = None) -> Linear:
+        """Projections of experts as one, along a first axis; read one after the other."""
+        parts = (self._linear(name, layer) for name in names)
+        first = next(parts)
+        stack = replace(first, weight=first.weight.new_empty(len(names), *first.weight.shape))
+        stack = replace(stack, norm=norm)
+        for kind in ("bias", "scale"):
+            one = getattr(first, kind)
+            if one is not None:
+                stack = replace(stack, **{kind: one.new_empty(len(names), *one.shape)})
+        for expert, part in enumerate(itertools.chain([first], parts)):
+            for kind in ("weight", "bias", "scale"):
+                if getattr(stack, kind) is not None:
+                    getattr(stack, kind)[expert] = getattr(part, kind)
+        return stack
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None
