@@ -16,7 +16,12 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, Workspace
 from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf, read_tensor
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
-from launcher_scripts.checkpoint.layout.source_checkpoint import FullTensors, Hints, renamed
+from launcher_scripts.checkpoint.layout.source_checkpoint import (
+    PREDICTORS_NOTE,
+    FullTensors,
+    Hints,
+    renamed,
+)
 from launcher_scripts.checkpoint.sources.gguf_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.gguf_parameters import (
     FACTORS,
@@ -25,6 +30,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     Joined,
     Model,
     Restored,
+    predictors,
 )
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files, tokenizer_metadata
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
@@ -64,7 +70,11 @@ def read_model(path: Path) -> GGUFModel:
     reader = open_gguf(path)
     fields = Fields(reader, path)
     _check_kind(fields)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    last, count = fields.of_layer("block_count", 0, 0), predictors(fields)
+    left_out = range(last - count, last)
+    tensors = {
+        tensor.name: tensor for tensor in reader.tensors if _generic(tensor.name)[1] not in left_out
+    }
     shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
     factors = {name: read_tensor(tensors.pop(name)) for name in FACTORS if name in tensors}
     model = Model(fields, shapes, factors)
@@ -199,6 +209,7 @@ class GGUFCheckpoint(FullTensors):
             names,
             metadata,
             values,
+            (PREDICTORS_NOTE,) if predictors(model.fields) else (),
         )
 
     @property

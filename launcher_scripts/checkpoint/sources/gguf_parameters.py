@@ -430,7 +430,7 @@ def common(model: Model, *, mixed: bool = False) -> dict[str, Any]:
         fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
     return {
         "vocab_size": int(table[0]),
-        "num_hidden_layers": fields.size("block_count"),
+        "num_hidden_layers": max(fields.size("block_count") - predictors(fields), 1),
         "hidden_size": hidden,
         "intermediate_size": fields.size("feed_forward_length", largest=mixed),
         "num_attention_heads": heads,
@@ -475,3 +475,8 @@ def rotary(model: Model, *, mixed: bool = False) -> dict[str, Any]:
 def has_any(model: Model, part: str) -> bool:
     """True if a layer has a tensor whose name ends so."""
     return any(name.endswith(f".{part}") for name in model.shapes)
+
+
+def predictors(fields: Fields) -> int:
+    """Number of layers, the last ones, that predict more tokens."""
+    return fields.size("nextn_predict_layers") if fields.get("nextn_predict_layers", 0) else 0
