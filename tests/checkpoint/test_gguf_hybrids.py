@@ -39,7 +39,13 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         match = EXPERT.fullmatch(name)
-        if match:
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = np.split(tensor.numpy(), 2, axis=1)
+            stem = name.removesuffix("gate_up_proj")
+            result |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            result[f"{name}.weight"] = tensor.numpy()
+        elif match:
             stack = experts.setdefault(f"{match[1]}.{match[3]}.weight", {})
             stack[int(match[2])] = tensor.numpy()
         else:
@@ -113,6 +119,26 @@ def qwen3next(name: str, values: np.ndarray, config: dict[str, Any]) -> Tensors:
         yield name, values + 1
     else:
         yield name, mamba(name, values, 1, flat=True)
+
+
+def qwen35(name: str, values: np.ndarray, config: dict[str, Any]) -> Tensors:
+    """Value heads of all key heads one after the other, first those that come first of each."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = heads * config["linear_value_head_dim"]
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        swapped = rows.reshape(keys, heads // keys, -1, *rows.shape[1:]).swapaxes(0, 1)
+        return swapped.reshape(rows.shape)
+
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        values = values + 1
+    elif re.search(r"in_proj_[zab]|A_log|dt_bias", name):
+        values = tiled(values)
+    elif re.search("in_proj_qkv|conv1d", name):
+        values = np.concatenate((values[:-size], tiled(values[-size:])))
+    elif "linear_attn.out_proj" in name:
+        values = tiled(values.T).T
+    yield name, mamba(name, values, 1, flat=True)
 
 
 def falcon_h1(name: str, values: np.ndarray, config: dict[str, Any]) -> Tensors:
@@ -263,12 +289,24 @@ def bamba_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen3next_fields(config: dict[str, Any]) -> dict[str, Any]:
-    heads = config["linear_num_value_heads"]
-    return base(config) | {
+    experts = {
         "expert_count": config["num_experts"],
         "expert_used_count": config["num_experts_per_tok"],
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+    }
+    return base(config) | experts | delta_fields(config)
+
+
+def qwen35_fields(config: dict[str, Any]) -> dict[str, Any]:
+    sections = {"rope.dimension_sections": [11, 11, 10, 0]}
+    moe = "num_experts" in config
+    return (qwen3next_fields(config) if moe else base(config) | delta_fields(config)) | sections
+
+
+def delta_fields(config: dict[str, Any]) -> dict[str, Any]:
+    heads = config["linear_num_value_heads"]
+    return {
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
@@ -391,6 +429,8 @@ HYBRIDS: dict[str, tuple[str, Any, Any]] = {
     "granitemoehybrid dense": ("granitehybrid", granite, granite_fields),
     "bamba": ("granitehybrid", granite, bamba_fields),
     "qwen3_next": ("qwen3next", qwen3next, qwen3next_fields),
+    "qwen3_5_text": ("qwen35", qwen35, qwen35_fields),
+    "qwen3_5_moe_text": ("qwen35moe", qwen35, qwen35_fields),
     "lfm2": ("lfm2", lfm2, lfm2_fields),
 }
 # What llama.cpp has no field for.
@@ -398,6 +438,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"position_embedding_type": "nope"},
     "bamba": {"time_step_limit": [0.0, float("inf")]},
     "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
 }
 TOKENS = ("start_id", "end_id", "pad_id")
 

@@ -61,7 +61,12 @@ class GGUFModel:
         """Heads of a layer, as far as they order its rows."""
         queries = self.raw.get("num_attention_heads") or 1
         keys = self.raw.get("num_key_value_heads") or queries
-        return Heads(queries, self.fields.of_layer("attention.head_count_kv", layer, keys) or keys)
+        names = [
+            f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "value_head_dim")
+        ]
+        delta_keys, values, size = (int(self.raw.get(name, 1)) for name in names)
+        local = self.fields.of_layer("attention.head_count_kv", layer, keys) or keys
+        return Heads(queries, local, (delta_keys, values, values * size))
 
 
 def read_model(path: Path) -> GGUFModel:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.sources import gguf_parameters as tensors
 from launcher_scripts.checkpoint.sources.gguf_parameters import (
     GGUFArchitecture,
+    Heads,
     Joined,
     Model,
     Restored,
@@ -26,8 +27,8 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of the functions of routers
 
 
-def _has(model: Model, layer: int, *parts: str) -> bool:
-    return any(f"blk.{layer}.{part}" in model.shapes for part in parts)
+def _has(model: Model, layer: int, part: str) -> bool:
+    return f"blk.{layer}.{part}" in model.shapes
 
 
 def _rows(model: Model, part: str) -> int:
@@ -36,11 +37,13 @@ def _rows(model: Model, part: str) -> int:
     return int(next(shapes, (1,))[0])
 
 
-def _kinds(model: Model, layers: int, signs: Mapping[str, str], otherwise: str) -> list[str]:
+def _kinds(
+    model: Model, raw: Mapping[str, Any], signs: Mapping[str, str], otherwise: str
+) -> list[str]:
     """The kind of each layer, by the first of the tensors that it has."""
     return [
         next((kind for part, kind in signs.items() if _has(model, layer, part)), otherwise)
-        for layer in range(layers)
+        for layer in range(raw["num_hidden_layers"])
     ]
 
 
@@ -63,7 +66,7 @@ def _nemotron_h(model: Model) -> dict[str, Any]:
         "ffn_gate_inp.weight": "moe",
     }
     heads, size = _ssm(model)
-    kinds = _kinds(model, raw["num_hidden_layers"], signs, "mlp")
+    kinds = _kinds(model, raw, signs, "mlp")
     head_size = fields.size("attention.key_length")
     if fields.size("attention.value_length", head_size) != head_size:
         fields.problems.add("attention.value_length is not attention.key_length", got=head_size)
@@ -85,12 +88,11 @@ def _nemotron_h(model: Model) -> dict[str, Any]:
         return result
     if "mlp" in kinds:
         result["intermediate_size"] = _rows(model, "ffn_up")
-    latent = fields.get("moe_latent_size", None)
     return result | {
         **_routing(model, (_SIGMOID,)),
         "moe_intermediate_size": fields.size("expert_feed_forward_length"),
         "moe_shared_expert_intermediate_size": fields.size("expert_shared_feed_forward_length"),
-        "moe_latent_size": latent,
+        "moe_latent_size": fields.get("moe_latent_size", None),
     }
 
 
@@ -99,8 +101,8 @@ def _routing(model: Model, functions: Sequence[int]) -> dict[str, Any]:
     fields = model.fields
     function = fields.get("expert_gating_func", functions[0])
     if function not in functions:
-        problem = "expert_gating_func is not supported"
-        fields.problems.add(problem, got=function, choices=functions)
+        text = "expert_gating_func is not supported"
+        fields.problems.add(text, got=function, choices=functions)
     groups = fields.get("expert_group_count", 0) or 1
     return {
         "n_routed_experts": fields.size("expert_count"),
@@ -133,8 +135,7 @@ def _deci(model: Model) -> dict[str, Any]:
         blocks.append({"attention": attention, "ffn": ffn})
         full = raw["num_attention_heads"]
         if heads not in (0, full):
-            text = "attention.head_count differs between layers"
-            fields.problems.add(text, got=heads, choices=(0, full))
+            fields.problems.add("attention.head_count differs between layers", got=heads)
     return {
         **raw,
         "block_configs": blocks,
@@ -172,8 +173,7 @@ def _mamba(model: Model) -> dict[str, Any]:
 def _expanded(model: Model, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Mamba-2 whose inner size is a multiple of the model's width."""
     mamba, hidden = _mamba(model), raw["hidden_size"]
-    inner = mamba["mamba_n_heads"] * mamba["mamba_d_head"]
-    if inner % hidden:
+    if (inner := mamba["mamba_n_heads"] * mamba["mamba_d_head"]) % hidden:
         model.fields.problems.add("ssm.inner_size is not a multiple of embedding_length", got=inner)
     return {**mamba, "mamba_expand": max(inner // hidden, 1)}
 
@@ -181,13 +181,12 @@ def _expanded(model: Model, raw: Mapping[str, Any]) -> dict[str, Any]:
 def _granite_hybrid(model: Model) -> dict[str, Any]:
     fields = model.fields
     raw = rotary(model, mixed=True)
-    layers = raw["num_hidden_layers"]
     turns = fields.get("rope.scaling.finetuned", True)
     experts = has_any(model, "ffn_gate_inp.weight")
     result = {
         **raw,
         **_expanded(model, raw),
-        "layer_types": _kinds(model, layers, {"ssm_in.weight": "mamba"}, "attention"),
+        "layer_types": _kinds(model, raw, {"ssm_in.weight": "mamba"}, "attention"),
         "position_embedding_type": "rope" if turns else "nope",
         "hidden_act": "silu",
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
@@ -218,7 +217,7 @@ def _bamba(model: Model) -> dict[str, Any]:
             got=rope["partial_rotary_factor"] * raw["head_dim"],
             choices=(raw["head_dim"] // 2,),
         )
-    attention = _kinds(model, raw["num_hidden_layers"], {"ssm_in.weight": ""}, "attention")
+    attention = _kinds(model, raw, {"ssm_in.weight": ""}, "attention")
     return {
         **raw,
         **_expanded(model, raw),
@@ -255,10 +254,9 @@ def _falcon_names(model: Model) -> dict[str, str]:
 def _lfm2(model: Model) -> dict[str, Any]:
     fields = model.fields
     raw = rotary(model, mixed=True)
-    signs = {"shortconv.conv.weight": "conv"}
     return {
         **raw,
-        "layer_types": _kinds(model, raw["num_hidden_layers"], signs, "full_attention"),
+        "layer_types": _kinds(model, raw, {"shortconv.conv.weight": "conv"}, "full_attention"),
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": fields.size("shortconv.l_cache"),
         "conv_bias": has_any(model, "shortconv.in_proj.bias"),
@@ -267,22 +265,30 @@ def _lfm2(model: Model) -> dict[str, Any]:
 
 
 def _qwen3next(model: Model) -> dict[str, Any]:
+    """Qwen3-Next and Qwen 3.5, of whose rotary sections a text has three equal positions."""
     fields = model.fields
+    fields.get("rope.dimension_sections", None)
     raw = rotary(model, mixed=True)
-    signs = {"ssm_conv1d.weight": "linear_attention"}
     heads, size = _ssm(model)
     fields.get("full_attention_interval", None)  # the tensors show it
+    experts: dict[str, Any] = {}
+    if has_any(model, "ffn_gate_inp.weight"):
+        experts = {
+            "num_experts": fields.size("expert_count"),
+            "num_experts_per_tok": fields.size("expert_used_count"),
+            "moe_intermediate_size": fields.size("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": fields.size(
+                "expert_shared_feed_forward_length", _rows(model, "ffn_up_shexp")
+            ),
+        }
     return {
         **raw,
-        "layer_types": _kinds(model, raw["num_hidden_layers"], signs, "full_attention"),
+        **experts,
+        "layer_types": _kinds(
+            model, raw, {"ssm_conv1d.weight": "linear_attention"}, "full_attention"
+        ),
         "hidden_act": "silu",
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
-        "num_experts": fields.size("expert_count"),
-        "num_experts_per_tok": fields.size("expert_used_count"),
-        "moe_intermediate_size": fields.size("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": fields.size(
-            "expert_shared_feed_forward_length", _rows(model, "ffn_up_shexp")
-        ),
         "linear_conv_kernel_dim": fields.size("ssm.conv_kernel"),
         "linear_key_head_dim": fields.size("ssm.state_size"),
         "linear_num_key_heads": fields.size("ssm.group_count"),
@@ -357,13 +363,9 @@ def _deepseek_row(model: Model) -> GGUFArchitecture | None:
     return _YOUTU if _is_dense(model) else _DEEPSEEK3 if _is_biased(model) else None
 
 
-def _vector(values: NDArray[Any]) -> NDArray[Any]:
-    return values.reshape(-1)
-
-
 # The converter stores -exp(A_log) and vectors as columns, rows of groups, or taps without an axis.
-_LOG = Restored(lambda values, _: np.log(-_vector(values)), lambda shape: (int(np.prod(shape)),))
-_VECTOR = Restored(lambda values, _: _vector(values), lambda shape: (int(np.prod(shape)),))
+_LOG = Restored(lambda values, _: np.log(-values.reshape(-1)), lambda shape: (int(np.prod(shape)),))
+_VECTOR = Restored(lambda values, _: values.reshape(-1), lambda shape: (int(np.prod(shape)),))
 _TAPS = Restored(lambda values, _: values[:, None], lambda shape: (shape[0], 1, *shape[1:]))
 _SSM = {
     "blk.*.ssm_a": _LOG,
@@ -373,8 +375,20 @@ _SSM = {
 }
 
 
-def _stacked(values: Sequence[NDArray[Any]], _raw: Mapping[str, Any]) -> NDArray[Any]:
-    return np.concatenate(values)
+def _untiled(
+    values: NDArray[Any], heads: Heads, axis: int = 0, mixed: bool = False
+) -> NDArray[Any]:
+    """Value heads in the order (key head, its value heads), of which the converter swaps both.
+
+    mixed: queries and keys come before them
+    """
+    keys, count, size = heads.delta
+    rows = np.moveaxis(values, axis, 0)
+    first = len(rows) - size if mixed else 0
+    tiled = rows[first:].reshape(count // keys, keys, -1, *rows.shape[1:]).swapaxes(0, 1)
+    full = np.concatenate((rows[:first], tiled.reshape(-1, *rows.shape[1:])))
+    result: NDArray[Any] = np.moveaxis(full, 0, axis)
+    return result
 
 
 def _keys_and_values(values: Sequence[NDArray[Any]], _raw: Mapping[str, Any]) -> NDArray[Any]:
@@ -408,7 +422,9 @@ _KV_UP = Joined(
 _DELTA_IN = Joined(("blk.*.attn_qkv.weight", "blk.*.attn_gate.weight"), _by_key_head, _sum_of_rows)
 _GATE_UP = {
     f"layers.*.shared_mlp.input_linear.weight{mark}": Joined(
-        (f"blk.*.ffn_gate{end}.weight", f"blk.*.ffn_up{end}.weight"), _stacked, _sum_of_rows
+        (f"blk.*.ffn_gate{end}.weight", f"blk.*.ffn_up{end}.weight"),
+        lambda values, _: np.concatenate(values),
+        _sum_of_rows,
     )
     for mark, end in (("", ""), ("#", "_shexp"))
 }
@@ -417,6 +433,29 @@ _YOUTU = GGUFArchitecture("youtu", _deepseek2, tensors.DEEPSEEK2_NAMES, joined=_
 _DEEPSEEK3 = GGUFArchitecture("deepseek_v3", _deepseek2, tensors.DEEPSEEK2_NAMES, joined=_LATENT)
 _BAMBA = GGUFArchitecture("bamba", _bamba, tensors.BAMBA_NAMES, {**_SSM, **tensors.HALVES})
 _NEMOTRON = GGUFArchitecture("nemotron_h", _nemotron_h, tensors.NEMOTRON_H_NAMES, _SSM)
+_QWEN = {
+    "blk.*.ffn_gate_inp_shexp": tensors.ONE_ROW,
+    **{
+        f"{name}.weight": tensors.LESS_ONE
+        for name in (
+            *("output_norm", "blk.*.attn_norm", "blk.*.post_attention_norm"),
+            *("blk.*.attn_q_norm", "blk.*.attn_k_norm"),
+        )
+    },
+}
+_QWEN35 = {
+    **_QWEN,
+    "blk.*.ssm_a": Restored(lambda values, heads: _untiled(np.log(-values), heads)),
+    "blk.*.ssm_conv1d.weight": Restored(
+        lambda values, heads: _untiled(values, heads, mixed=True)[:, None], _TAPS.shape
+    ),
+    "blk.*.attn_qkv": Restored(lambda values, heads: _untiled(values, heads, mixed=True)),
+    "blk.*.ssm_out": Restored(lambda values, heads: _untiled(values, heads, axis=1)),
+    **dict.fromkeys(
+        ("blk.*.ssm_dt.bias", "blk.*.attn_gate", "blk.*.ssm_beta", "blk.*.ssm_alpha"),
+        Restored(_untiled),
+    ),
+}
 
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "nemotron_h": _NEMOTRON,
@@ -431,20 +470,13 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "qwen3_next",
         _qwen3next,
         tensors.QWEN3_NEXT_NAMES,
-        {
-            "blk.*.ssm_a": _LOG,
-            "blk.*.ssm_conv1d.weight": _TAPS,
-            "blk.*.ffn_gate_inp_shexp": tensors.ONE_ROW,
-            **{
-                f"{name}.weight": tensors.LESS_ONE
-                for name in (
-                    *("output_norm", "blk.*.attn_norm", "blk.*.post_attention_norm"),
-                    *("blk.*.attn_q_norm", "blk.*.attn_k_norm"),
-                )
-            },
-        },
+        {**_QWEN, "blk.*.ssm_a": _LOG, "blk.*.ssm_conv1d.weight": _TAPS},
         joined={"layers.*.linear_attn.in_proj_qkvz.weight": _DELTA_IN},
     ),
+    **{
+        name: GGUFArchitecture(model_type, _qwen3next, tensors.QWEN3_5_NAMES, _QWEN35)
+        for name, model_type in (("qwen35", "qwen3_5_text"), ("qwen35moe", "qwen3_5_moe_text"))
+    },
     "granitehybrid": GGUFArchitecture(
         "granitemoehybrid",
         _granite_hybrid,

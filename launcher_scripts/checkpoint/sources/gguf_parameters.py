@@ -29,10 +29,14 @@ from launcher_scripts.checkpoint.formats.gguf_file import Fields
 
 @dataclass(frozen=True)
 class Heads:
-    """Number of query heads, and of key/value heads, of a layer."""
+    """Number of query heads, and of key/value heads, of a layer.
+
+    delta: of a gated delta net, its key heads, value heads, and numbers of all value heads
+    """
 
     queries: int
     keys: int
+    delta: tuple[int, int, int] = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,13 @@ QWEN3_NEXT_NAMES = {
     **_ssm_names("linear_attn"),
     "blk.*.ssm_ba": "layers.*.linear_attn.in_proj_ba",
     "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+}
+QWEN3_5_NAMES = {
+    **QWEN3_NEXT_NAMES,
+    "blk.*.attn_qkv": "layers.*.linear_attn.in_proj_qkv",
+    "blk.*.attn_gate": "layers.*.linear_attn.in_proj_z",
+    "blk.*.ssm_beta": "layers.*.linear_attn.in_proj_b",
+    "blk.*.ssm_alpha": "layers.*.linear_attn.in_proj_a",
 }
 DEEPSEEK2_NAMES = {
     **LLAMA_NAMES,

@@ -93,8 +93,12 @@ class Encoder:
             ),
             window=config.window(layer),
         )
-        kind = MixtureOfExperts if isinstance(weights.mlp, Experts) else MLP
-        return Layer(((attention,), (kind(weights.mlp, *shared, config.activation),)))
+        mlp = weights.mlp
+        if isinstance(mlp, Experts):
+            branch: MLP = MixtureOfExperts(mlp, *shared, config.activation)
+        else:
+            branch = MLP(mlp, *shared, config.activation)
+        return Layer(((attention,), (branch,)))
 
     def context(self, spans: Spans, positions: Tensor) -> EncodeContext:
         """Return the shared context of a pass over rows with positions [N]."""
