@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -172,7 +173,8 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
     if settings.reuse and not settings.overwrite and target.exists():
         weights = _base_weights(target, name, base_name)
         if not weights:
-            return _reusable(settings, name, files, tasks, path)
+            verify = partial(verify_export, target, tasks, settings.processes)
+            return reused(settings, name, files, path, verify)
         print(f"only LoRA adapters differ: the weights of {target} are kept", flush=True)
     total = weight_bytes(config, settings.parallelism.tp_size, settings.weight_data_type)
     check_space(target, total, retained=sum(entry.bytes for entry in weights.values()))
@@ -196,7 +198,7 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
         unfit = write_all(tasks, writer, opened.archive, progress, settings)
         progress.close()
         reject_unfit(tasks, unfit, f"the weights of {path}")
-        writer.source |= _source_digests(settings, path)
+        writer.source |= source_digests(settings, path)
         writer.seal()
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
@@ -293,7 +295,7 @@ def _sources(settings: ExportSettings, path: Path) -> list[Path]:
     return [path, *map(Path, parts)]
 
 
-def _source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
+def source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
     """The entry of the manifest with a digest of every checkpoint that was read; {} without."""
     sources, requested = _sources(settings, path), settings.digest_source
     if requested is None:
@@ -301,31 +303,27 @@ def _source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
     return {SOURCE_DIGESTS: {str(x): source_digest(x) for x in sources}} if requested else {}
 
 
-def _reusable(
+def reused(
     settings: ExportSettings,
     name: str,
     files: Mapping[str, bytes],
-    tasks: Sequence[Task],
     path: Path,
+    verify: Callable[[], None],
 ) -> Path:
-    """Returns the folder of an earlier export, which must be the same.
+    """Return the folder of an earlier export, which must be the same.
 
-    files: those beside the weights, by name
+    files:  those beside the weights, by name
+    verify: called where settings.verify asks for it
     """
     target = settings.checkpoint_dir
     manifest = check_same(target, name, files)
     if manifest is not None and SOURCE_DIGESTS not in manifest.source:
-        digests = _source_digests(settings, path)
+        digests = source_digests(settings, path)
         replace(manifest, source={**manifest.source, **digests}).write(target)
     if settings.verify:
-        verify_export(target, tasks, settings.processes)
-    print_kept(target)
-    return target
-
-
-def print_kept(target: Path) -> None:
-    """Print that nothing is written."""
+        verify()
     print(f"the earlier export is the same and is kept: {target}", flush=True)
+    return target
 
 
 def _without_lora(

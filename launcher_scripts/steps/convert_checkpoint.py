@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
+from launcher_scripts.checkpoint.repository.signature import sign_repository
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
 from launcher_scripts.steps.command import FlagTable, Values, resumed, run_step
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(settings: ExportSettings) -> None:
     settings = resumed(settings)
     if settings.format == "huggingface":
-        folder = export_huggingface(settings)
+        folder = export_huggingface(settings, _compare)
+        if settings.sign is not None:
+            print(f"signed: {sign_repository(folder, settings.sign)}", flush=True)
     else:
         folder = export(settings, _compare)
     print(f"checkpoint {folder}", flush=True)
@@ -65,9 +68,10 @@ def convert(settings: ExportSettings) -> None:
 
 def _compare(folder: Path, settings: ExportSettings) -> Mapping[str, Any]:
     """See twin.compare, whose imports take a quarter of the start of an export."""
-    from launcher_scripts.steps.twin import compare
+    from launcher_scripts.steps.twin import compare, compare_transformers
 
-    return compare(folder, settings)
+    is_huggingface = settings.format == "huggingface"
+    return (compare_transformers if is_huggingface else compare)(folder, settings)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def opened_reference(
 ) -> Iterator[Reference]:
     """The original at `path`, run by `runner`: one of RUNNERS, or ENGINE.
 
-    The engine reads the source's tensors as an export in float32, in a temporary folder.
+    The engine reads the source's tensors as an export in a temporary folder, in float32 by default.
     max_tokens: of a row;  options: fields of ExportSettings that say how it is read
     """
     if runner != ENGINE:
@@ -164,8 +164,7 @@ def opened_reference(
             triton_model_dir=str(folder / "original"),
             tokenizer=TokenizerSettings("none"),
             parallelism=Parallelism(),
-            weight_data_type="fp32",
-            **options,
+            **{"weight_data_type": "fp32", **options},
         )
         name = f"this project's engine, float32 on the CPU: {path}"
         model = EngineModel(export(settings), 1, max_tokens=max_tokens, name=name)

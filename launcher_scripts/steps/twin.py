@@ -14,21 +14,26 @@ from typing import Any
 
 import numpy as np
 
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
 from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokenizer
-from launcher_scripts.config.settings import ExportSettings
+from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.evaluation.tasks.task import NoReferenceError
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
 from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, Render
 from launcher_scripts.steps.references import (
+    ENGINE,
     RUNNERS,
     EngineModel,
     chat_render,
     free_memory,
     missing_packages,
+    opened_reference,
     runner_of,
 )
 
@@ -48,6 +53,12 @@ TEXTS = (
         "\u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644",
     ),
     *("\U0001f642 \U0001f469\u200d\U0001f467", " two  spaces ", "x   y    z", "a\tb\nc\n\n  x\r\n"),
+)
+_ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+# Options of an export that say what is read.
+_READING = (
+    *("source", "num_attention_heads", "encoder_only", "ia3_checkpoints", "ia3_in_place"),
+    *("adapter_checkpoints", "training_checkpoint", "allow_nonfinite", "allow_custom_code_config"),
 )
 COMBINING = re.compile("_scaled|_projected")
 
@@ -145,9 +156,63 @@ def _compare_logits(
     del reference
     with EngineModel(folder, checkpoint.tp_size, max_tokens=4 * PROMPT_TOKENS) as engine:
         logits = engine.logits(ids, decoder_ids)
+    part = tolerance(source["dialects"], checkpoint.weight_data_type)
+    return _checked(logits, expected, name, part) | {"prompt": list(ids)}
+
+
+def compare_transformers(folder: Path, settings: ExportSettings) -> dict[str, Any]:
+    """Compare the logits that transformers computes of a written folder with its source's.
+
+    The source is computed by its maker's code where that is installed and no adapter is merged,
+    else by the engine. Returns and raises as `compare` does.
+    """
+    try:
+        return _described(_compare_written(folder, settings))
+    except NoReferenceError as error:
+        return _described({"skipped": str(error)})
+    except ConfigError as error:
+        message = f"transformers or the reference refuses the checkpoint: {error}"
+        raise CheckpointError(message) from error
+
+
+def _compare_written(folder: Path, settings: ExportSettings) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    source: Mapping[str, Any] = {} if manifest is None else manifest.source
+    written = open_source(Archive(folder), "huggingface")
+    config: Any = written.config
+    if missing := missing_packages("transformers"):
+        return {"skipped": f"this Python has no {' and '.join(missing)}"}
+    if skipped := _unfit_reason(config, weight_bytes(config, 1, "fp32")):
+        return {"skipped": skipped}
+    ids, decoder_ids = _prompt(config)
+    logits = RUNNERS["transformers"].open(folder).logits(ids, decoder_ids)
+    data_type = settings.weight_data_type
+    maker = runner_of(source.get("format"))
+    alone = not any(getattr(settings, name) for name in _ADAPTERS)
+    native = maker is not None and RUNNERS[maker].rounds and not missing_packages(maker) and alone
+    runner = maker if native and maker is not None else ENGINE
+    path = Path(str(source["path"]) if native else settings.checkpoint_path)
+    options = {name: getattr(settings, name) for name in _READING}
+    if data_type != AUTO:
+        options["weight_data_type"] = data_type
+    with opened_reference(path, runner, 4 * PROMPT_TOKENS, options) as reference:
+        if native and data_type != AUTO:
+            reference.round_weights(data_type)
+        expected = reference.logits(ids, decoder_ids)[..., : logits.shape[-1]]
+        name = reference.name
+    dialects = [*source.get("dialects", ()), *written.describe()["dialects"]]
+    part = tolerance(dialects, "fp32" if data_type == AUTO else data_type)
+    return _checked(logits, expected, name, part) | {"prompt": list(ids)}
+
+
+def _checked(logits: Any, expected: Any, name: str, part: float) -> dict[str, Any]:
+    """Return the difference of logits. Raises CheckpointError beyond the tolerance.
+
+    part: of the largest logit, which a good export may differ by
+    """
     scale = float(np.abs(expected).max())
     difference = float(np.abs(logits - expected).max())
-    limit = tolerance(source["dialects"], checkpoint.weight_data_type) * scale
+    limit = part * scale
     if not difference <= limit:  # NaN is a difference too
         raise CheckpointError(
             problem(
@@ -158,7 +223,6 @@ def _compare_logits(
         )
     return {
         "reference": name,
-        "prompt": list(ids),
         "largest_difference": difference,
         "largest_logit": scale,
         "tolerance": limit,
@@ -176,15 +240,21 @@ def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportS
     runner = runner_of(source.get("format"))
     if runner is None or not RUNNERS[runner].rounds:
         return f"no reference computes checkpoints of {source.get('format')}"
-    if settings.prompt_checkpoints or settings.ia3_checkpoints or settings.adapter_checkpoints:
+    if any(getattr(settings, name) for name in _ADAPTERS):
         return "the source alone does not have the adapters"
     if "agm" in source.get("dialects", ()):
         return "transformers has no code for an Agm"
-    if getattr(checkpoint.config, "encoder_only", False):
-        return "an encoder alone has no logits"
     if missing := missing_packages(runner):
         return f"this Python has no {' and '.join(missing)}"
-    needed, free = weight_bytes(checkpoint.config, checkpoint.tp_size, "fp32"), free_memory()
+    needed = weight_bytes(checkpoint.config, checkpoint.tp_size, "fp32")
+    return _unfit_reason(checkpoint.config, needed)
+
+
+def _unfit_reason(config: Any, needed: int) -> str:
+    """Return why a model's logits cannot be computed here, "" if they can.  needed: bytes"""
+    if getattr(config, "encoder_only", False):
+        return "an encoder alone has no logits"
+    free = free_memory()
     if needed > free:
         return f"it needs {needed / 1e9:.1f} GB of memory in float32; {free / 1e9:.1f} GB are free"
     return ""

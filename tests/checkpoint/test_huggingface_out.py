@@ -58,8 +58,8 @@ MODELS = {
     **ENCODER_DECODERS,
     "t5gemma": T5GEMMA,
 }
-# Models of MODELS that are refused by name; a family that is not listed must come back.
-REFUSED = ("llama4_text", "mimo_v2_flash")
+# Layouts of these have no inverse: their exports do not come back.
+ONE_WAY = ("mimo_v2_flash",)
 # Their exports have the projections in their tables, so that the model comes back without them.
 PROJECTED = ("opt_350m", "opt_350m_untied")
 # Rows of a table of positions that no token of a text has.
@@ -137,17 +137,16 @@ def json_of(path: Path) -> dict[str, Any]:
 def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
     """As save_pretrained has written it: names, bytes, types and config.json."""
     MODELS[name].make().save_pretrained(tmp_path / "hf")
-    if name in REFUSED:
-        with pytest.raises(CheckpointError, match=f"type {name} cannot be written"):
-            convert(tmp_path / "hf", tmp_path / "direct")
-        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-        return
     out = convert(tmp_path / "hf", tmp_path / "direct")
     check_same_tensors(tmp_path / "hf", out)
     kept = json_of(tmp_path / "hf" / "config.json")
     changed = {**json_of(out / "config.json"), "tie_word_embeddings": None, "torch_dtype": None}
     assert changed == {**changed, **kept, "tie_word_embeddings": None}
     if name in PROJECTED:
+        return
+    if name in ONE_WAY:
+        with pytest.raises(CheckpointError, match=r"cannot be computed back \(layout "):
+            convert(export_folder(tmp_path / "hf", tmp_path, 2), tmp_path / "back")
         return
     served = export_folder(tmp_path / "hf", tmp_path, 1 if name in ("bloom", "mpt") else 2)
     back = convert(served, tmp_path / "back")
@@ -238,18 +237,10 @@ def test_a_model_without_a_class_is_refused_by_name(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.nemo"]
 
 
-def test_a_hybrid_is_refused_by_the_command(tmp_path: Path) -> None:
+def test_a_model_without_a_class_is_refused_by_the_command(tmp_path: Path) -> None:
     """In one line, before anything is written."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 48,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    kinds = ["conv", "full_attention"]
-    config = transformers.Lfm2Config(**sizes, **heads, layer_types=kinds, eos_token_id=2)
-    transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    config = small_config(norm_placement="post", final_norm=False)
+    make_nemo(tmp_path / "hf", config, Variant(raw={"transformer_block_type": "post_ln"}))
     words = ["launcher_scripts.launcher", "convert", "hf", "out", "export.model.tokenizer=none"]
     done = subprocess.run(
         [sys.executable, "-m", *words],
@@ -260,7 +251,7 @@ def test_a_hybrid_is_refused_by_the_command(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 3, done
-    reason = "models of the type lfm2 cannot be written as a transformers folder"
+    reason = "transformers has no class of the model in"
     assert reason in done.stdout + done.stderr
     assert not [*tmp_path.glob("out*")]
 
@@ -275,6 +266,8 @@ def test_every_type_has_the_class_and_the_names_of_transformers() -> None:
         if row.family != "gpt":
             tables = [modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
         assert found in {table.get(name) for table in tables}, name
+        if name == "llama4_text":
+            continue  # its base_model_prefix is that of the model with images
         prefix = getattr(transformers, found).base_model_prefix + "."
         assert prefix_of(name) in (prefix, "" if row.family == "t5" else prefix), name
 

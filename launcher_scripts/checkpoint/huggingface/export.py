@@ -6,18 +6,20 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.checkpoint.export import (
     IDENTITY,
+    Compare,
     OpenedExport,
-    check_same,
     check_space,
     export_identity,
     open_export,
     print_forecast,
-    print_kept,
+    reused,
+    source_digests,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import reject_existing
 from launcher_scripts.checkpoint.huggingface.config_json import (
@@ -34,6 +36,7 @@ from launcher_scripts.checkpoint.huggingface.folder import (
     json_bytes,
     make_shards,
     tensor_dtype,
+    verify_shards,
     write_shards,
 )
 from launcher_scripts.checkpoint.huggingface.tensors import (
@@ -101,15 +104,16 @@ class TransformersModel:
     tensors: list[TargetTensor]
 
 
-def export_huggingface(settings: ExportSettings) -> Path:
+def export_huggingface(settings: ExportSettings, reference: Compare | None = None) -> Path:
     """Write settings.huggingface.folder; returns it.
 
+    reference: called with the verified folder where settings.verify asks for it
     Raises CheckpointError or ConfigError; what is left then is as of an export of shards.
     """
     target, options = settings.checkpoint_dir, settings.huggingface
     reject_existing(target, settings.overwrite or settings.reuse)
     opened = open_export(settings)
-    local = settings.weight_data_type == AUTO
+    stated, local = settings, settings.weight_data_type == AUTO
     if local:
         settings = replace(settings, weight_data_type=opened.stored)
     model = transformers_model(opened, options.vocab_size)
@@ -125,9 +129,8 @@ def export_huggingface(settings: ExportSettings) -> Path:
     metadata = {**source, "huggingface": asdict(replace(options, folder=None)), "own_types": local}
     name = export_identity(settings, metadata, opened.config, opened.path)
     if settings.reuse and not settings.overwrite and target.exists():
-        check_same(target, name, files)
-        print_kept(target)
-        return target
+        verify = partial(verify_shards, target, shards, settings)
+        return reused(settings, name, files, opened.path, verify)
     total = sum(shard.nbytes for shard in shards)
     check_space(target, total)
     print_forecast(opened, total, target)
@@ -150,6 +153,13 @@ def export_huggingface(settings: ExportSettings) -> Path:
         problems = Problems(f"the weights of {opened.path}")
         problems.add_first(sorted({str(error) for error in unfit}), 20)
         problems.raise_if_any(CheckpointError)
+        writer.source |= source_digests(settings, opened.path)
+        writer.seal()
+        if settings.verify:
+            verify_shards(writer.partial, shards, settings)
+            print(f"verified {len(model.tensors)} tensors against {opened.path}", flush=True)
+            if reference is not None:
+                writer.annotate("twin", reference(writer.partial, stated))
     return target
 
 

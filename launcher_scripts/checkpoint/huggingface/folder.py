@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from launcher_scripts.checkpoint.layout.streaming import UnfitValues, strips
 from launcher_scripts.checkpoint.layout.tasks import MAX_PROCESSES, MIN_BYTES
 from launcher_scripts.checkpoint.layout.workers import OnResult, Progress, run_all
 from launcher_scripts.checkpoint.sources.huggingface_architectures import CONFIG_NAME, WEIGHT_FILES
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.config.settings import ExportSettings
 
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -210,7 +212,7 @@ class _Work:
         with writing(path):
             if path.name not in self.files:
                 self.files[path.name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            for strip in self._strips(item):
+            for strip in _strips(item, self.workspace, allow_nonfinite=self.allow_nonfinite):
                 data = np.ascontiguousarray(strip).data.cast("B")
                 while data:
                     count = os.pwrite(self.files[path.name], data, offset)
@@ -218,15 +220,48 @@ class _Work:
         if offset != item.offset + item.nbytes:
             raise CheckpointError(f"{item.tensor.name} has another size than its shape")
 
-    def _strips(self, item: ShardTensor) -> Iterator[NDArray[Any]]:
-        for group in item.tensor.groups(self.workspace):
-            yield from strips(
-                [np.atleast_1d(array) for array in group],
-                item.dtype,
-                item.tensor.name,
-                self.workspace,
-                allow_nonfinite=self.allow_nonfinite,
-            )
+
+def _strips(
+    item: ShardTensor, workspace: Workspace, *, allow_nonfinite: bool
+) -> Iterator[NDArray[Any]]:
+    """The bytes of a tensor as they are written, in pieces."""
+    for group in item.tensor.groups(workspace):
+        arrays = [np.atleast_1d(array) for array in group]
+        name, dtype = item.tensor.name, item.dtype
+        yield from strips(arrays, dtype, name, workspace, allow_nonfinite=allow_nonfinite)
+
+
+def verify_shards(folder: Path, shards: Sequence[Shard], settings: ExportSettings) -> None:
+    """Compare the files of a folder with what the source's tensors become, bit by bit.
+
+    Raises CheckpointError with every tensor that differs.
+    """
+    problems = Problems(f"the exported checkpoint {folder}")
+    per_thread = threading.local()
+
+    def start() -> None:
+        per_thread.workspace = Workspace()
+
+    def same(shard: Shard, item: ShardTensor) -> bool:
+        with (folder / shard.name).open("rb") as file:
+            file.seek(item.offset)
+            for strip in _strips(item, per_thread.workspace, allow_nonfinite=True):
+                expected = np.ascontiguousarray(strip).data.cast("B")
+                if file.read(len(expected)) != expected:
+                    return False
+            return file.tell() == item.offset + item.nbytes
+
+    pairs = [(shard, item) for shard in shards for item in shard.tensors]
+    for shard in shards:
+        with (folder / shard.name).open("rb") as file:
+            if file.read(len(shard.header)) != shard.header:
+                problems.add(f"{shard.name} has another header")
+    workers = min(settings.processes, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
+        for (_, item), sound in zip(pairs, pool.map(same, *zip(*pairs, strict=True)), strict=True):
+            if not sound:
+                problems.add(f"{item.tensor.name} differs from the source")
+    problems.raise_if_any(CheckpointError)
 
 
 def write_shards(

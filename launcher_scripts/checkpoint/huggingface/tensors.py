@@ -27,6 +27,7 @@ from launcher_scripts.checkpoint.layout.layouts import (
 from launcher_scripts.checkpoint.layout.tasks import Task, source_of
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     ALTERNATE_TYPES,
+    INPUTS_FIRST_TYPES,
     stacked_place,
 )
 from launcher_scripts.common.errors import CheckpointError
@@ -99,13 +100,15 @@ class TargetTensor:
     """A tensor to write: its parts follow one another along the first axis.
 
     shape:     as it is written, also where that only adds axes to the rows
-    alternate: number of parts whose rows are columns here and take turns; 0: none do
+    columns:   number of parts whose rows are columns here; 0: none are
+    alternate: these columns take turns
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    alternate: int = 0
+    columns: int = 0
+    alternate: bool = False
 
     @property
     def size(self) -> int:
@@ -122,13 +125,15 @@ class TargetTensor:
 
     def groups(self, workspace: Workspace) -> Iterable[list[NDArray[Any]]]:
         """Consecutive groups of rows, each of arrays side by side."""
-        for start in range(0, len(self.parts), self.alternate) if self.alternate else ():
-            parts = self.parts[start : start + self.alternate]
+        for start in range(0, len(self.parts), self.columns) if self.columns else ():
+            parts = self.parts[start : start + self.columns]
             sides = [_matrix(_read(part, Workspace())) for part in parts]
-            columns = np.stack([plain(side).T for side in sides], axis=-1)
-            full = columns.reshape(*columns.shape[:-2], -1)
+            arrays = [plain(side).T for side in sides]
+            full = np.concatenate(arrays, axis=-1)
+            if self.alternate:
+                full = np.stack(arrays, axis=-1).reshape(full.shape)
             yield [full.view(sides[0].dtype)]
-        for part in () if self.alternate else self.parts:
+        for part in () if self.columns else self.parts:
             yield from _read(part, workspace)
 
 
@@ -267,21 +272,23 @@ def restacked(tensors: Mapping[str, TargetTensor], model_type: str) -> dict[str,
             stacks.setdefault(stack, []).append((expert, part, tensor))
     for name, members in stacks.items():
         members.sort(key=lambda member: member[:2])
-        result[name] = _stacked(name, members, alternate=model_type in ALTERNATE_TYPES)
+        result[name] = _stacked(name, members, model_type)
     return result
 
 
 def _stacked(
-    name: str, members: Sequence[tuple[int, int, TargetTensor]], *, alternate: bool
+    name: str, members: Sequence[tuple[int, int, TargetTensor]], model_type: str
 ) -> TargetTensor:
     count = 1 + max(expert for expert, _, _ in members)
     sides = len(members) // count
     rows, *inputs = members[0][2].shape
     shape: tuple[int, ...] = (count, sides * rows, *inputs)
-    if alternate and inputs:
+    inputs_first = model_type in INPUTS_FIRST_TYPES
+    if inputs_first and inputs:
         shape = (count, *inputs, sides * rows)
     parts = tuple(part for _, _, tensor in members for part in tensor.parts)
-    return TargetTensor(name, shape, parts, sides if alternate else 0)
+    columns = sides if inputs_first else 0
+    return TargetTensor(name, shape, parts, columns, model_type in ALTERNATE_TYPES)
 
 
 def transformers_name(name: str, prefix: str) -> str:

@@ -113,6 +113,12 @@ def numbers_of_xielu(blocks: Blocks, _config: Any) -> list[RowGroups]:
     return [[[values[at : at + 1].reshape(shape)]] for at, shape in enumerate(shapes)]
 
 
+def channels_of_taps(blocks: Blocks, _config: Any) -> list[RowGroups]:
+    """Weights [channels, 1, taps] of a convolution; a bias stays as it is."""
+    units = [unit for block in blocks for unit in block]
+    return [[[unit if unit.ndim == 1 else unit.T[:, None]] for unit in units]]
+
+
 def one_row(blocks: Blocks, _config: Any) -> list[RowGroups]:
     """A vector as the only row of a matrix."""
     return [[[unit.reshape(1, -1) for block in blocks for unit in block]]]

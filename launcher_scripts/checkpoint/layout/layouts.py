@@ -24,6 +24,7 @@ from launcher_scripts.checkpoint.layout.inverses import (
     FIRST_ROW,
     Blocks,
     Inverse,
+    channels_of_taps,
     codegen_rows,
     columns_of,
     divided_by_root_hidden,
@@ -482,7 +483,7 @@ LAYOUTS: dict[str, Layout] = {
         gated_heads_side_by_side,
         rows=lambda config: (2 * config.q_size, config.kv_size, config.kv_size),
     ),
-    "conv_taps": Layout(conv_taps),
+    "conv_taps": Layout(conv_taps, inverse=channels_of_taps),
     "delta_side_by_side": Layout(
         delta_side_by_side,
         rows=lambda config: (

@@ -35,18 +35,25 @@ _STACKED = {
     (".block_sparse_moe", ".experts.down_proj"): ("w2",),
     (".mlp", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
     (".mlp", ".experts.down_proj"): ("down_proj",),
+    (".feed_forward", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
+    (".feed_forward", ".experts.down_proj"): ("down_proj",),
 }
 # Model types whose files hold them so -> the ends of the names of such tensors.
 _LINEARS = (".input_linear.weight", ".output_linear.weight")
+_EXPERT_LINEARS = (".experts.gate_up_proj", ".experts.down_proj")
 STACKED_TYPES = {
     "gpt_oss": (),
     "granitemoe": _LINEARS,
     "granitemoeshared": _LINEARS,
-    "granitemoe_swa": (".experts.gate_up_proj", ".experts.down_proj"),
+    "granitemoehybrid": _LINEARS,
+    "granitemoe_swa": _EXPERT_LINEARS,
+    "llama4_text": _EXPERT_LINEARS,
 }
 # Model types whose files have the names that transformers 5 has in memory.
 IN_MEMORY_TYPES = ("granitemoe_swa",)
 ALTERNATE_TYPES = ("gpt_oss",)
+# Model types whose files have the inputs of experts before their outputs.
+INPUTS_FIRST_TYPES = (*ALTERNATE_TYPES, "llama4_text")
 # The weights of all experts in transformers 5, in the order of its classes.
 PARAMETERS = ("gate_up_proj", "down_proj")
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 without its sign, by their bits
@@ -175,7 +182,7 @@ def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTe
     if not stem or len(tensor.shape) != 3:
         yield name, tensor
         return
-    parts = _STACKED[".mlp", f".experts.{kind}"]
+    parts = _STACKED[".feed_forward", f".experts.{kind}"]
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight.T, len(parts)), strict=True):
             yield f"{stem}.feed_forward.experts.{expert}.{part}.weight", SourceTensor.full(values)
