@@ -1,6 +1,7 @@
 """How long exports take, beside `cp` of the same bytes in the same run, and how much memory.
 
     python3 benchmarks/export.py [--case gpt] [--layers 24] [--types fp16] [--folder /fast/disk]
+        [--format huggingface]
 
 Makes a checkpoint of a real shape (export_sources.py; `gpt` with 24 layers is the 345M GPT, 1.4 GB
 in fp32), then alternates `cp` and exports to every type, each into a fresh folder with the
@@ -33,6 +34,7 @@ import yaml
 from export_sources import SOURCES, BenchmarkSource
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+EXPORT_FORMATS = ("fastertransformer", "huggingface")
 SAMPLE_SECONDS = 0.02
 TYPES = ("fp32", "fp16", "bf16")
 GOAL = 2.0  # times `cp`
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--format", choices=EXPORT_FORMATS, default=EXPORT_FORMATS[0])
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     parser.add_argument("--save", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -68,8 +71,8 @@ def main() -> int:
         where = machine(folder)
         print(
             f"{arguments.case}, {arguments.layers} layers: {size / 1e9:.2f} GB "
-            f"to TP {arguments.tp_size}, {where['cpus']} CPUs ({where['cpu']}, load "
-            f"{where['load']}), {where['file system']}, {where['platform']}"
+            f"to {arguments.format}, TP {arguments.tp_size}, {where['cpus']} CPUs "
+            f"({where['cpu']}, load {where['load']}), {where['file system']}, {where['platform']}"
         )
         rows = measure(source, folder, arguments)
         report(rows, source)
@@ -101,11 +104,13 @@ def save(
         "machine": where,
         "case": arguments.case,
         "layers": arguments.layers,
+        "format": arguments.format,
         "tp_size": arguments.tp_size,
         "source_bytes": size,
         "runs": [asdict(row) for row in rows],
     }
-    name = f"export-{arguments.case}-{where['file system']}.json"
+    prefix = "export" if arguments.format == EXPORT_FORMATS[0] else arguments.format
+    name = f"{prefix}-{arguments.case}-{where['file system']}.json"
     text = json.dumps(values, indent=1, default=float) + "\n"
     (CHECKOUT / "benchmarks" / "results" / name).write_text(text)
 
@@ -152,6 +157,8 @@ def write_settings(
         "weight_data_type": data_type,
         "processes": options.processes,
         "tokenizer": {"source": "none"},
+        "format": options.format,
+        "huggingface": {"folder": str(target)},
         **source.settings,
     }
     path.write_text(yaml.safe_dump(values))

@@ -362,6 +362,9 @@ class WatchOptions:
     level: float = option(0.05, "probability of a false alarm in a series without a drop")
     max_drop: float = option(0.02, "drop that counts as a regression, as in evaluate.policy")
     baseline: ConfigPath | None = option(None, "report.json that every checkpoint is compared with")
+    keep_exports: int | None = option(
+        None, "number of evaluated checkpoints whose export stays, besides the latest GO's", lower=1
+    )
     max_checkpoints: int | None = option(None, "end after this many evaluations", lower=1)
     idle_timeout: float | None = option(
         None, "end after this many seconds without a new checkpoint", lower=0

@@ -48,6 +48,8 @@ class Entry:
     measured: the verdict of its own evaluation
     metrics:  "<task>.<figure>" -> {value, low, high, percent}
     reason:   why it failed or was skipped
+    earlier:  the version that was evaluated before. It counts again if this one goes before its
+              evaluation, as a checkpoint does that the training deletes file by file
     """
 
     name: str
@@ -63,6 +65,7 @@ class Entry:
     regressions: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     reason: str = ""
+    earlier: Entry | None = None
 
     @property
     def folder_name(self) -> str:
@@ -97,12 +100,17 @@ class Series:
         self._file.close()
 
     def poll(self, saved: Iterable[SavedCheckpoint]) -> None:
-        """Note new checkpoints, those that no longer change, and those that have gone."""
+        """Note new checkpoints, those that no longer change, and those that have gone.
+
+        One that is being evaluated is compared again afterwards.
+        """
         present = {checkpoint.name: checkpoint for checkpoint in saved}
         for checkpoint in present.values():
             entry = self.entries.get(checkpoint.name)
+            if entry is not None and entry.state == STARTED:
+                continue
             if entry is None or entry.signature != checkpoint.signature:
-                again = entry is not None and entry.state in (STARTED, *ENDED)
+                again = entry is not None and entry.state in ENDED
                 version = (entry.version if entry else 1) + again
                 values = {"path": str(checkpoint.path), "step": checkpoint.step}
                 self.note(
@@ -187,7 +195,10 @@ class Series:
         event, name, self.last_event = line["event"], line["name"], float(line["at"])
         if event == "seen":
             path, step, signature = Path(line["path"]), int(line["step"]), line["signature"]
-            self.entries[name] = Entry(name, path, step, signature, version=line["version"])
+            before = self.entries.get(name)
+            earlier = before.earlier if before and before.state not in (JUDGED, FAILED) else before
+            entry = Entry(name, path, step, signature, version=line["version"], earlier=earlier)
+            self.entries[name] = entry
             return
         entry = self.entries[name]
         if event == "complete":
@@ -201,6 +212,8 @@ class Series:
                 setattr(entry, key, line[key])
         elif event == "retry":
             entry.state, entry.reason, entry.attempts = WAITING, line["reason"], line["attempts"]
+        elif event == SKIPPED and entry.earlier is not None:
+            self.entries[name] = entry.earlier
         elif event in (FAILED, SKIPPED):
             entry.state, entry.reason = event, line["reason"]
         else:

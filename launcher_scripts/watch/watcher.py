@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from launcher_scripts.evaluation.checks import TaskSection, tasks_of
 from launcher_scripts.evaluation.report_content import read_content
 from launcher_scripts.watch.regression import MAX_BEFORE, Tasks, comparisons, regressions
 from launcher_scripts.watch.series import (
+    ENDED,
     FAILED,
     JUDGED,
     NO_GO,
@@ -196,6 +198,7 @@ class Watcher:
             print(f"{entry.name}: evaluation starts, log in {folder}", flush=True)
             self._runs.start(entry)
         if self._written != self._series.last_event:
+            self._remove_exports()
             write_trend(self._series, self._settings)
             self._written = self._series.last_event
 
@@ -245,6 +248,22 @@ class Watcher:
 
     def _evaluations(self) -> int:
         return len(self._series.in_state(JUDGED, FAILED))
+
+    def _remove_exports(self) -> None:
+        """Remove model repositories, which are the weights, but for the newest and the latest GO's.
+
+        Reports stay. A checkpoint that is evaluated again continues with its export.
+        """
+        series, count = self._series, self._settings.keep_exports
+        if count is None:
+            return
+        kept = series.in_state(WRITTEN, WAITING, STARTED) + series.in_state(*ENDED)[-count:]
+        latest = series.latest_go()
+        kept += [] if latest is None else [latest]
+        folders = {series.results_of(entry) for entry in kept}
+        for repository in (series.folder / "checkpoints").glob("*/*/*/model_repo"):
+            if repository.parents[2] not in folders:
+                shutil.rmtree(repository, ignore_errors=True)
 
     def _abort(self, entry: Entry, outcome: Outcome) -> None:
         """Try again, or note why there is no verdict. An interrupted attempt does not count."""

@@ -20,6 +20,8 @@ from launcher_scripts.steps.watch import watch
 from launcher_scripts.watch.series import JOURNAL, Series
 from launcher_scripts.watch.training import SavedCheckpoint
 from launcher_scripts.watch.watcher import Runs, Watcher
+from tests.browser import browser
+from tests.evaluation.test_page import emulate, needs_browser
 from tests.processes import wait_for
 
 # Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.
@@ -35,7 +37,10 @@ with (folder / "calls").open("a") as calls:
     calls.write("x")
 if content.get("hangs") and not (folder / "let").exists():
     (folder / "pid").write_text(str(os.getpid()))
-    time.sleep(600)
+    while content.get("right") and not (folder / "let").exists():
+        time.sleep(0.05)
+    if not content.get("right"):
+        time.sleep(600)
 if content.get("error"):
     sys.exit("error: " + content["error"])
 right = content["right"]
@@ -200,6 +205,77 @@ def test_deleted_checkpoints_are_skipped(settings: Settings, save: Save) -> None
         10: "deleted by the training",
         20: "deleted by the training during its evaluation",
     }
+
+
+def test_a_verdict_stays_when_the_training_deletes_file_by_file(
+    settings: Settings, save: Save
+) -> None:
+    """As `save_total_limit` does; the folder is looked at while some files are left."""
+    folder = save(10, right=50)
+    (folder / "optimizer").write_text("x")
+    assert watch(settings()) == 0
+    with Series(Path(settings().results_dir)) as series, Runs(settings(), series) as runs:
+        watcher = Watcher(settings(), series, runs)
+        (folder / "optimizer").unlink()
+        watcher.poll()
+        assert [entry.version for entry in series.in_state("written")] == [2]
+        (folder / "x").unlink()
+        folder.rmdir()
+        watcher.poll()
+    assert watch(settings()) == 0
+    entry = trend(settings())["checkpoints"][10]
+    assert (entry["state"], entry["verdict"]) == ("judged", "GO")
+    assert calls(settings(), 10) == 1
+
+
+def test_a_checkpoint_that_goes_after_it_was_read_is_judged(settings: Settings, save: Save) -> None:
+    folder = save(10, right=50, hangs=True)
+    chosen = settings()
+    evaluation = Path(chosen.results_dir) / "checkpoints" / folder.name / "evaluation"
+    with Series(Path(chosen.results_dir)) as series, Runs(chosen, series) as runs:
+        watcher = Watcher(chosen, series, runs)
+        for _ in range(2):
+            watcher.poll()
+        wait_for(lambda: (evaluation / "pid").exists())
+        (folder / "more").write_text("a part of the deletion shows")
+        watcher.poll()
+        assert len(series.in_state("started")) == 1
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        (evaluation / "let").touch()
+        wait_for(lambda: watcher.poll() or not series.in_state("started"))
+    assert trend(chosen)["checkpoints"][10]["verdict"] == "GO"
+
+
+@needs_browser
+def test_the_trend_page_fits_a_phone(settings: Settings, save: Save, tmp_path: Path) -> None:
+    for step, right in ((10, 50), (20, 20)):
+        save(step, right=right)
+    save(30, error="/results/" + "a_long_name_" * 9)
+    chosen = settings()
+    watch(chosen)
+    with browser(tmp_path) as page:
+        page.open((Path(chosen.results_dir) / "trend.html").as_uri())
+        emulate(page, 390)
+        assert page.run("return document.documentElement.scrollWidth") <= 390
+        assert page.run("return document.querySelectorAll('circle').length") == 2
+        assert "dropped by 30 %" in page.text("main")
+
+
+def test_only_so_many_exports_stay(settings: Settings, save: Save) -> None:
+    """The latest GO's, too; reports of all."""
+    chosen = settings(keep_exports=1)
+    folder = Path(chosen.results_dir) / "checkpoints"
+    for step, verdict in ((10, "GO"), (20, "GO"), (30, "INCONCLUSIVE"), (40, "INCONCLUSIVE")):
+        save(step, right=50, verdict=verdict)
+        repository = folder / f"iter_{step:07d}" / "tiny" / "export_tp1" / "model_repo"
+        (repository / "tiny" / "1").mkdir(parents=True)
+    watch(chosen)
+    left = sorted(path.parents[2].name for path in folder.glob("*/*/*/model_repo"))
+    assert left == ["iter_0000020", "iter_0000040"]
+    assert all(calls(chosen, step) == 1 for step in (10, 20, 30, 40))
+    assert (folder / "iter_0000010" / "evaluation" / "report.json").is_file()
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ from launcher_scripts.models.repository import FILE_NAME as INI_NAME
 
 # At most, by one call: for 2 MiB, Linux takes memory in one block. A virtual machine that gives
 # free blocks of that size back to its host must get it from there, which takes ten times as long.
-_WRITE_BYTES = 1 << 18
+WRITE_BYTES = 1 << 18
 Writer = TypeVar("Writer", bound="FolderWriter")
 DTYPES: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype("<f4"),
@@ -396,4 +396,4 @@ def fresh_file(path: Path) -> IO[bytes]:
 
 def write_all(descriptor: int, data: memoryview) -> None:
     while data:
-        data = data[os.write(descriptor, data[:_WRITE_BYTES]) :]
+        data = data[os.write(descriptor, data[:WRITE_BYTES]) :]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import (
     DTYPES,
+    WRITE_BYTES,
     FolderWriter,
     fresh_file,
     write_all,
@@ -28,7 +29,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
     HUGGINGFACE_FORMAT,
     FileEntry,
-    file_digest,
+    file_digests,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import writing
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -163,7 +164,7 @@ class HuggingFaceWriter(FolderWriter):
         """Count a shard whose tensors are all written."""
         path = self.partial / shard.name
         with writing(path):
-            digest, checksum = file_digest(path), file_digest(path, "crc32")
+            digest, checksum = file_digests(path, ALGORITHM, "crc32")
         self.add(FileEntry(shard.name, shard.nbytes, digest, None, None, ALGORITHM, checksum))
 
 
@@ -215,7 +216,7 @@ class _Work:
             for strip in _strips(item, self.workspace, allow_nonfinite=self.allow_nonfinite):
                 data = np.ascontiguousarray(strip).data.cast("B")
                 while data:
-                    count = os.pwrite(self.files[path.name], data, offset)
+                    count = os.pwrite(self.files[path.name], data[:WRITE_BYTES], offset)
                     data, offset = data[count:], offset + count
         if offset != item.offset + item.nbytes:
             raise CheckpointError(f"{item.tensor.name} has another size than its shape")
