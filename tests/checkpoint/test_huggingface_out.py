@@ -72,6 +72,7 @@ TOLD = (
     *("llama_yarn_scaled", "mistral_window", "qwen2_window", "qwen3", "gemma"),
     *("gemma2", "phi", "stablelm_parallel", "smollm3", "cohere2", "glm4", "helium"),
     *("olmo2_groups", "olmo3", "exaone4", "olmo", "vaultgemma", "granite", "granitemoeshared"),
+    *("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("nemotron", "mixtral", "qwen2_moe", "qwen3_moe_sparse", "dots1"),
     *("ernie4_5_moe", "minimax_m2", "gpt_neox", "codegen", "gpt_neo"),
     *("falcon_7b", "falcon_rw", "gpt_bigcode", "mpt", "jais2", "seed_oss"),

@@ -41,7 +41,7 @@ _KEYS = {
     ),
     "num_decoder_heads": ("decoder_attention_heads",),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_size": ("head_dim", "d_kv"),
+    "head_size": ("d_kv",),
     "ffn_size": (
         *("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "moe_intermediate_size"),
         "encoder_ffn_dim",
@@ -68,6 +68,10 @@ _KEYS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k"),
     "router_scaling_factor": ("routed_scaling_factor",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "q_lora_rank": ("q_lora_rank",),
+    "rope_head_size": ("qk_rope_head_dim",),
+    "value_head_size": ("v_head_dim",),
     "num_buckets": ("relative_attention_num_buckets",),
     "max_distance": ("relative_attention_max_distance",),
     "tied_embeddings": ("tie_word_embeddings",),
@@ -143,6 +147,8 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "no_rope_layers": _no_rope_layers,
     "query_pre_attn_scalar": _attention_scalar,
     "logits_scaling": lambda config: 1 / (config.logits_scale or 1.0),
+    "n_group": lambda config: config.num_expert_groups or 1,
+    "topk_group": lambda config: config.groups_per_token or 1,
     "norm_topk_prob": lambda config: bool(config.normalized_experts),
     "mlp_only_layers": _dense_layers,
     "mlp_layer_types": _mlp_layer_types,
@@ -152,6 +158,10 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "shared_intermediate_size": lambda config: config.shared_expert_size or 0,
     "n_shared_experts": _shared_experts,
     "moe_num_shared_experts": _shared_experts,
+    # Of latent attention it is the part of a head that turns.
+    "head_dim": lambda config: getattr(config, "rope_head_size", None) or config.head_size,
+    "qk_nope_head_dim": lambda config: config.head_size - (config.rope_head_size or 0),
+    "qk_head_dim": lambda config: config.head_size if config.kv_lora_rank else None,
     "use_qk_norm": lambda config: bool(config.qk_norm),
     "feed_forward_proj": _feed_forward,
     "scale_decoder_outputs": lambda config: config.logits_scale != 1.0,
@@ -316,6 +326,8 @@ def _plain(config: Any) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= {name: getattr(config, name) for name in _DERIVED if hasattr(config, name)}
     values.pop("attention_dense_bias", None)
+    if values.get("kv_lora_rank") is not None:
+        values["latent_norm_eps"] = values["latent_norm_eps"] or values["norm_eps"]
     if values.get("rotary_scaling") == "longrope" and (
         values["rotary_factors"] == values["rotary_long_factors"]
     ):
