@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 Schema = dict[str, Any]
@@ -20,7 +20,7 @@ FORMATS = frozenset(
 )
 MAX_UNIQUE = 4  # values of which all orders are written out
 MAX_DOMAIN = 64  # values of the property that an `if` is about
-MAX_EXCLUDED = 16  # alternatives of a `not`
+MAX_EXCLUDED = 16  # alternatives of a `not`, those within others included
 MAX_CONTAINS = 8  # items among which the one is that `contains` asks for
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -68,7 +68,10 @@ def _rewrite(schema: Any, path: str, chain: Chain, notes: list[str]) -> Any:
             result[key] = _rewrite(result[key], f"{path}/{key}", (), notes)
     for key, rule in _RULES.items():
         if isinstance(result, dict) and key in result:
-            result = rule(result, supported, notes)
+            try:
+                result = rule(result, supported, notes)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(f"{key} at {path} has a value of a wrong type") from error
             if result is None:
                 raise ValueError(f"{key} at {path} is not supported there")
     return result
@@ -131,11 +134,14 @@ def _not(schema: Schema, chain: Chain, _: list[str]) -> Any:
     """Return the remaining listed values, types and properties."""
     excluded = schema.pop("not")
     if isinstance(excluded, dict) and excluded.keys() == {"anyOf"}:
-        for item in excluded["anyOf"][: MAX_EXCLUDED + 1]:
+        items = list(islice(_alternatives(excluded), MAX_EXCLUDED + 1))
+        if len(items) > MAX_EXCLUDED:
+            return None
+        for item in items:
             schema = _not({**schema, "not": item}, chain, [])
             if not isinstance(schema, dict):
-                return schema
-        return schema if len(excluded["anyOf"]) <= MAX_EXCLUDED else None
+                break
+        return schema
     if isinstance(excluded, bool) or excluded == {}:
         return schema if excluded is False else False
     keys = excluded.keys() if isinstance(excluded, dict) else set()
@@ -151,6 +157,15 @@ def _not(schema: Schema, chain: Chain, _: list[str]) -> Any:
     left = [value for value in domain if _canonical(value) not in out]
     remaining = {key: value for key, value in schema.items() if key not in ("enum", "const")}
     return {**remaining, "enum": left} if left else False
+
+
+def _alternatives(schema: Any) -> Iterator[Any]:
+    """The schemas of an `anyOf`, and of those in it."""
+    if not isinstance(schema, dict) or schema.keys() != {"anyOf"}:
+        yield schema
+        return
+    for item in schema["anyOf"]:
+        yield from _alternatives(item)
 
 
 def _without_types(schema: Schema, excluded: Any) -> Any:

@@ -213,7 +213,8 @@ class Completion(Answering):
         model = model.between(body.source_language, body.target_language)
         prompts = await _prompts(model, body, limits.threads.of(record.client))
         options = GenerationOptions(max_tokens, rows, body.logprobs, body.echo)
-        return cls(model, body, Generation(model, body, prompts, options, record, limits))
+        generation = await Generation.of(model, body, prompts, options, record, limits)
+        return cls(model, body, generation)
 
     def choice(self, answer: Piece) -> dict[str, Any]:
         return self.delta(answer)
@@ -269,7 +270,8 @@ class Chat(Answering):
             continues = body.continue_final_message
             reasoning = Reasoning.after(text, model.template.text, continues=continues)
         options = GenerationOptions(requested, body.n, top, reasoning=reasoning)
-        generation = Generation(model, body, [Prompt(ids, text)], options, record, limits)
+        prompts = [Prompt(ids, text)]
+        generation = await Generation.of(model, body, prompts, options, record, limits)
         if body.tools or reasoning is not None:
             return ReadChat(model, body, generation, reasoning, text if harmony else None)
         return cls(model, body, generation)

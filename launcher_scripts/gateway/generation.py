@@ -125,16 +125,19 @@ class Generation:
         options: GenerationOptions,
         record: Record,
         limits: Limits,
+        grammar: tuple[str, bytes | None],
     ) -> None:
-        """Raises ApiError for what cannot be done, and where too many rows wait."""
-        _check(model, body, prompts, options)
+        """Raises ApiError where too many rows wait.
+
+        grammar: the parameter that asks for it, and guided_grammar
+        """
         self.model = model
         self.body = body
         self.prompts = tuple(prompts)
         self.options = options
         self.record = record
         self._timeout = body.timeout or limits.timeout
-        self._grammar_parameter, self._grammar = _grammar(body, options, record.warnings)
+        self._grammar_parameter, self._grammar = grammar
         self._beams = body.use_beam_search and options.rows > 1
         self._tokens: Counter[int] = Counter()
         self._cached: Counter[int] = Counter()  # prompt tokens by row
@@ -143,6 +146,28 @@ class Generation:
         rows = len(prompts) * (1 if self._beams else options.rows)
         self._slots = limits.admission.reserve(record.client, rows)
         self.threads = limits.threads.of(record.client)
+
+    @classmethod
+    async def of(
+        cls,
+        model: ServedModel,
+        body: SamplingBody,
+        prompts: Sequence[Prompt],
+        options: GenerationOptions,
+        record: Record,
+        limits: Limits,
+    ) -> Generation:
+        """Check the body and its grammar, by a thread if it is long.
+
+        Raises ApiError for what cannot be done, and where too many rows wait.
+        """
+
+        def check() -> tuple[str, bytes | None]:
+            _check(model, body, prompts, options)
+            return _grammar(body, options, record.warnings)
+
+        grammar = await limits.threads.of(record.client).run_on_body(check, record.body_size)
+        return cls(model, body, prompts, options, record, limits, grammar)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) of all rows as they come.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
+from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.evaluation.served.tensors import request_tensors
 from launcher_scripts.gateway import harmony
 from tests.engine.small_models import small_config
@@ -247,6 +249,19 @@ def test_texts_of_random_schemas_are_valid(seed, reasoning):
             continue
         text = drawn(guide, tokenizer, draw)
         assert valid(json.loads(text)), (schema, text)
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_drafts_are_refused_beside_any_schema(seed, reasoning):
+    """So a text that follows a grammar has the distribution that it has without drafts."""
+    schema, _ = random_schema(random.Random(seed))
+    marks = {"reasoning": {"begin": "<think>", "end": "</think>"}} if reasoning else {}
+    text = json.dumps({"json_schema": schema, **marks})
+    request = GenerateRequest((3, 4), 5, guided_grammar=text, num_speculative_tokens=2)
+    with pytest.raises(RequestError, match="num_speculative_tokens is not for guided_grammar"):
+        check_request(request, small_config(), 50, 8)
+    check_request(replace(request, num_speculative_tokens=0), small_config(), 50, 8)
 
 
 @needs_llguidance

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import random
@@ -186,6 +187,44 @@ def test_a_large_schema_is_read_in_time() -> None:
             {"properties": {"a" * 99 + "!": {}}, "propertyNames": {"pattern": "(a+)+$"}}
         )
     assert time.process_time() - started < 20
+
+
+def nested_alternatives(depth: int) -> dict[str, Any]:
+    """16 ** depth of them."""
+    if not depth:
+        return {"const": 3}
+    return {"anyOf": [nested_alternatives(depth - 1)] * 16}
+
+
+def test_alternatives_within_others_are_counted() -> None:
+    """Each would compare all listed values."""
+    many = list(range(20_000))
+    with pytest.raises(ValueError, match="not at # is not supported"):
+        supported_schema({"enum": many, "not": nested_alternatives(5)})
+    few = {"anyOf": [{"anyOf": [{"const": 0}, {"const": 1}]}, {"const": 2}]}
+    assert supported_schema({"enum": many, "not": few})[0] == {"enum": many[3:]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"anyOf": 5}},
+        {"type": "object", "not": {"required": 5}},
+        {"type": "object", "if": {"properties": {"a": 1}}, "then": 3, "allOf": 4},
+        {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": "3"},
+        {"type": "array", "contains": {}, "maxItems": "3"},
+        {"type": "array", "contains": {}, "minItems": []},
+        {"dependentRequired": 4},
+        {"dependentSchemas": ["a"]},
+        {"type": "string", "format": {}},
+        {"propertyNames": {"enum": 4}, "properties": 5},
+        {"propertyNames": {"pattern": "a"}, "patternProperties": 3},
+    ],
+)
+def test_values_of_wrong_types_are_errors_of_the_schema(schema: Any) -> None:
+    """Whether they are refused here or by llguidance, no other error comes."""
+    with contextlib.suppress(ValueError):
+        supported_schema(schema)
 
 
 def test_the_formats_are_llguidances() -> None:

@@ -248,3 +248,30 @@ def test_a_streamed_response_has_an_item_of_reasoning() -> None:
         "response.output_item.done",
         "response.completed",
     ]
+
+
+@pytest.mark.parametrize("template", [CHATML, HYBRID, OPENED])
+@pytest.mark.parametrize(
+    ("body", "is_refused"),
+    [
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"guided_choice": ["a", "b"]}, True),
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, True),
+        ({"tools": TOOLS}, False),
+        ({}, False),
+    ],
+)
+def test_drafts_are_refused_by_name_with_a_grammar_alone(
+    template: str, body: dict[str, Any], is_refused: bool
+) -> None:
+    """With reasoning before the grammar, and without."""
+    backend, client = client_of(template, ANSWER)
+    request = {"messages": HI, "max_tokens": 500, "num_speculative_tokens": 4, **body}
+    answer = client.post(CHATS, json=request)
+    if is_refused:
+        assert answer.json()["error"]["param"] == "num_speculative_tokens"
+        assert answer.status_code == 400 and not backend.requests
+        return
+    assert answer.status_code == 200
+    assert [each.num_speculative_tokens for each in backend.requests] == [4]
