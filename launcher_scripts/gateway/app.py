@@ -168,6 +168,7 @@ class Gateway:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
         threads = self._threads(request)
+        body: TokenizeBody | TokenizeChatBody
         body = await self._body(request, TokenizeBody, TokenizeChatBody)
         if isinstance(body, TokenizeChatBody):
             model = self.models.find(body.model)
