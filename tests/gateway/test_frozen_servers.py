@@ -42,10 +42,12 @@ def before(served: RunningStep, tmp_path_factory: pytest.TempPathFactory) -> Ite
         assert started.stop() == 0, started.err
 
 
-def is_ready(address: str) -> bool:
-    connection = http.client.HTTPConnection(address, timeout=60)
+def answers(address: str) -> bool:
+    """Return whether a request is served; a server that has failed is ready until it is stopped."""
+    connection = http.client.HTTPConnection(address, timeout=300)
     try:
-        connection.request("GET", "/ready")
+        body = {**BODY, "max_tokens": 1, "stream": False}
+        connection.request("POST", "/v1/completions", json.dumps(body))
         return connection.getresponse().status == 200
     finally:
         connection.close()
@@ -76,7 +78,7 @@ def frozen(served: RunningStep, which: str) -> set[int]:
 def test_streams_of_a_frozen_server_end_with_an_error(
     served: RunningStep, before: str, which: str
 ) -> None:
-    wait_for(lambda: is_ready(before), said=served.said)
+    wait_for(lambda: answers(before), said=served.said)
     with ExitStack() as stack:
         responses = [stack.enter_context(stream(before)) for _ in range(ROWS)]
         suspended = frozen(served, which)
@@ -89,6 +91,4 @@ def test_streams_of_a_frozen_server_end_with_an_error(
     if which == "all":
         for pid in suspended:
             os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: is_ready(before), said=served.said)
-    with stream(before):
-        pass
+    wait_for(lambda: answers(before), said=served.said)
