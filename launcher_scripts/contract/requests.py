@@ -216,6 +216,8 @@ class GenerateOutput:
                       prompt is the decoder's
     beams:            the hypotheses of a beam search, best first, whose values are the row's above
     num_cached_tokens: of the prompt, whose keys and values were in the prefix cache
+    weights_versions: of the weights that the row began with, and of those that it ended with: how
+                      often weights had been exchanged since the start
     """
 
     output_ids: tuple[int, ...]
@@ -229,6 +231,7 @@ class GenerateOutput:
     prompt_log_probs: ModelLogProbs | None = None
     beams: tuple[Beam, ...] = ()
     num_cached_tokens: int = 0
+    weights_versions: tuple[int, int] = (0, 0)
 
     @property
     def hypotheses(self) -> tuple[Beam, ...]:

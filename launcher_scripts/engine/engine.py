@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -10,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from launcher_scripts.common.errors import RequestError, ServerError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
+from launcher_scripts.engine.core.interruptible import InterruptibleScheduler, Interruption
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.requests import (
     check_request,
@@ -24,14 +28,14 @@ from launcher_scripts.engine.core.requests import (
 )
 from launcher_scripts.engine.core.results import Pending, StepResult
 from launcher_scripts.engine.core.row import Row, SnapshotCallback
-from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.distributed.heartbeat import DEVICE
-from launcher_scripts.engine.messages.message import RankInfo
+from launcher_scripts.engine.messages.message import Operation, RankInfo
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.ranks.links import ONE_NODE, NodeGroup
+from launcher_scripts.engine.ranks.operations import Operations, Replies
 from launcher_scripts.engine.ranks.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.runner.graphs import Recording, device_memory
 from launcher_scripts.engine.runner.kernel_precompiler import KernelPrecompiler
@@ -76,7 +80,7 @@ class Engine:
         self.settings = settings
         self.statistics = Statistics()
         self._build = build
-        self._inbox: SimpleQueue[list[Row] | Session | None] = SimpleQueue()
+        self._inbox: SimpleQueue[list[Row] | Session | Interruption | None] = SimpleQueue()
         self._submitting = _Submitting()
         self._pending = Pending()
         self._lock = threading.Lock()
@@ -84,9 +88,14 @@ class Engine:
         self._closed = False
         self._settled = threading.Event()  # loaded, or failed
         self._failure_callbacks: list[Callable[[ServerError], None]] = []
-        self._ranks = Ranks(settings, self._fail)
+        replies = Replies()
+        self._ranks = Ranks(settings, self._fail, replies.add)
+        self._replies = replies
+        self._operations: Operations | None = None
+        self._interruption: Interruption | None = None
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._runner: Runner | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: InterruptibleScheduler | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -186,12 +195,10 @@ class Engine:
             return future
         if self.settings.deterministic and request.num_speculative_tokens:
             request = replace(request, num_speculative_tokens=0)  # a draft is another kind of pass
-        end_id = self.config.end_id if request.end_id is None else request.end_id
-        source, prompt = parts(request, self.config)
-        row = Row(
-            request, future, prompt, end_id, source, on_progress, session=session, guide=guide
-        )
+        row = self.row(request, future, on_progress, session, guide)
+        prompt = row.prompt
         if session is not None:
+            self._sessions.add(session)
             row.prompt = prompt_in_session(session, request, prompt)
             # States that have got a token too many cannot give it back to the session.
             row.waits_for_tokens |= self.config.has_row_states
@@ -212,6 +219,27 @@ class Engine:
         future.set_exception(self._error or ServerError("the engine is closed"))
         return future
 
+    def row(
+        self,
+        request: GenerateRequest,
+        future: Future[GenerateOutput] | None = None,
+        on_progress: SnapshotCallback | None = None,
+        session: Session | None = None,
+        guide: Guide | None = None,
+    ) -> Row:
+        end_id = self.config.end_id if request.end_id is None else request.end_id
+        source, prompt = parts(request, self.config)
+        return Row(
+            request,
+            future or Future(),
+            prompt,
+            end_id,
+            source,
+            on_progress,
+            session=session,
+            guide=guide,
+        )
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Have the rows that this thread submits meanwhile begin at the same time, not the first of
@@ -228,6 +256,61 @@ class Engine:
     def close_session(self, session: Session) -> None:
         """Free what the session holds, as soon as a request of it that runs has ended."""
         self._inbox.put(session)
+
+    @property
+    def operations(self) -> Operations:
+        """What is done by all ranks between two steps."""
+        if self._operations is None:
+            raise self._error or ServerError("the engine is not loaded")
+        return self._operations
+
+    def operate(self, operation: Operation) -> None:
+        """Have an operation done by all ranks between two steps, while rows go on.
+
+        Raises OperationError where a rank cannot, BusyError, and ServerError where one is lost.
+        """
+        with self.operations.exclusive() as operations:
+            operations.prepare(operation)
+            self.between_steps(lambda _: operations.carry_out("apply"))
+            operations.finish()
+
+    def between_steps(
+        self,
+        function: Callable[[InterruptibleScheduler], Any],
+        is_ready: Callable[[InterruptibleScheduler], bool] = lambda _: True,
+        *,
+        drains: bool = False,
+        seconds: float = 60.0,
+    ) -> Any:
+        """Return what `function` returns, called between two steps, with none in flight.
+
+        See Interruption. Raises BusyError where it is not ready within `seconds`, what the function
+        raises, and ServerError where the engine is lost; the engine ends with that in the function.
+        """
+        interruption = Interruption(function, is_ready, drains, time.monotonic() + seconds)
+        self._pending.add(interruption.future)
+        self._inbox.put(interruption)
+        with self._lock:
+            error = self._error or (ServerError("the engine is closed") if self._closed else None)
+        if error is not None:
+            raise error
+        return interruption.future.result()
+
+    def run_alone(self, scheduler: InterruptibleScheduler, request: GenerateRequest) -> Any:
+        """Return the output of a request that runs before all rows; called between two steps."""
+        row, runner = self.row(request), self._loaded
+        with scheduler.alone(row):
+            while (plan := scheduler.plan()) is not None:
+                self._ranks.begin_step(plan)
+                result = runner.execute(plan)
+                self._ranks.progress.end_step()
+                scheduler.apply(result)
+        return row.future.result(0)
+
+    @property
+    def sessions(self) -> list[Session]:
+        """All sessions that requests may go on with."""
+        return list(self._sessions)
 
     def warm_up(self) -> None:
         """Generate a few tokens, so that what happens on first use happens now."""
@@ -279,6 +362,7 @@ class Engine:
             self._runner = self._build(self)
             _say_general_paths(self._runner.decoder)
             self._ranks.complete(self._runner.device)
+            self._operations = Operations(self._ranks, self._replies, self._runner, self.settings)
             recording = self._record(self._runner)
             self._settled.set()
             self._step_until_closed(self._runner, recording)
@@ -308,7 +392,7 @@ class Engine:
     def _step_until_closed(self, runner: Runner, recording: Recording) -> None:
         stages = self.settings.parallelism.pp_size
         ahead = STEPS_AHEAD[runner.device.type] + stages - 1
-        scheduler = Scheduler(
+        scheduler = InterruptibleScheduler(
             self.settings.max_batch_size,
             runner.decoder.cache.capacity,
             PREFILL_TOKENS[runner.device.type],
@@ -328,6 +412,8 @@ class Engine:
             launched,
             MASK_POLL_SECONDS * waits if launched or scheduler.rows else recording.pause(),
         ):
+            if self._interruption is not None and self._interruption.attempt(scheduler, launched):
+                self._interruption = None
             plan = scheduler.plan()
             waits = plan is None and not launched
             if plan is not None:
@@ -344,7 +430,10 @@ class Engine:
             scheduler.apply(result)
 
     def _gather(
-        self, scheduler: Scheduler, launched: Sequence[StepResult], seconds: float | None
+        self,
+        scheduler: InterruptibleScheduler,
+        launched: Sequence[StepResult],
+        seconds: float | None,
     ) -> bool:
         """Receive until the next step has to be launched; see `_receive`."""
         is_open = self._receive(scheduler, seconds)
@@ -354,7 +443,7 @@ class Engine:
             is_open = self._receive(scheduler, min(spare, STEP_POLL_SECONDS))
         return is_open
 
-    def _receive(self, scheduler: Scheduler, seconds: float | None) -> bool:
+    def _receive(self, scheduler: InterruptibleScheduler, seconds: float | None) -> bool:
         """Hand new rows, and sessions that end, to the scheduler; False when the engine closes.
 
         seconds: to wait for the first; None: until one comes
@@ -368,6 +457,8 @@ class Engine:
                 return False
             if isinstance(received, Session):
                 scheduler.close_session(received)
+            elif isinstance(received, Interruption):
+                self._interruption = received
             else:
                 for row in received:
                     scheduler.add(row)

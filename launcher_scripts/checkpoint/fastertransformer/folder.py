@@ -130,6 +130,27 @@ class FTCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
 
+    def read_verified(
+        self, spec: WeightSpec, layer: int | None = None, tp_rank: int = 0
+    ) -> NDArray[Any]:
+        """One file as `read` gives it, copied into memory and then compared with the manifest.
+
+        Raises CheckpointError where there is no manifest or the bytes that were read are others.
+        """
+        name = spec.file_name(layer, tp_rank)
+        entry = None if self.manifest is None else self.manifest.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} has no manifest with the digest of {name}")
+        values = np.array(self.read(spec, layer, tp_rank))
+        algorithm, right = entry.comparable
+        digest = DIGESTS[algorithm]()
+        digest.update(values.reshape(-1).view(np.uint8).data)
+        if digest.hexdigest() != right:
+            raise CheckpointError(
+                problem(f"{name} is altered", got=digest.hexdigest(), choices=[right])
+            )
+        return values
+
     def _check_counts(self, problems: Problems) -> None:
         """Raise at once where config.ini says there are more files than there can be."""
         layers = {s.layers for s in family_of(self.config).weights(self.config) if s.per_layer}

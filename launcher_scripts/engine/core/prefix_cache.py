@@ -169,6 +169,17 @@ class PrefixCache(ExtentAllocator):
         if prefix.tokens < length:
             self.free(prefix.start + prefix.tokens, length - prefix.tokens)
 
+    def clear(self) -> None:
+        """Let nothing be found any more of what is there, also of rows that run.
+
+        Their prefixes must not be used afterwards.
+        """
+        for prefix in list(self._cached):
+            self._abort(prefix)
+        for prefix in {prefix: None for holders in self._holders.values() for prefix in holders}:
+            self._drop_snapshots(prefix)
+        self._holders.clear()
+
     def spare(self, length: int) -> int | None:
         """Start of a free extent, now taken, for which nothing that is kept is given up."""
         return super().allocate(length)

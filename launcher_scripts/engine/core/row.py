@@ -78,6 +78,8 @@ class Row:
     waits_for_tokens: a step depends on the tokens of all before. borders: behind how many tokens of
     the prompt its states are kept, where the model has such.
 
+    weights_versions: of the weights with which it began, and of those that it has now.
+
     on_progress gets a snapshot after every token but the last, which the future brings. came_at,
     placed_at and newest_at are when it came, got its place and had its newest token, by
     time.perf_counter; 0: not yet.
@@ -123,6 +125,7 @@ class Row:
     masked: int = 0
     late_since: float = 0.0
     error: RequestError | None = None
+    weights_versions: tuple[int, int] = (0, 0)
     came_at: float = field(default_factory=time.perf_counter)
     placed_at: float = 0.0
     newest_at: float = 0.0
@@ -381,6 +384,7 @@ def _best_output(row: Row, hypotheses: Sequence[Hypothesis]) -> GenerateOutput:
         prompt_log_probs=_prompt_log_probs(row),
         beams=beams,
         num_cached_tokens=row.num_cached_tokens or 0,
+        weights_versions=row.weights_versions,
     )
 
 
@@ -395,6 +399,7 @@ def _first_tokens(row: Row, count: int, first: int) -> GenerateOutput:
         token_log_probs=model_log_probs(row.scores[first:count], number) if number >= 0 else None,
         prompt_log_probs=None if first else _prompt_log_probs(row),
         num_cached_tokens=row.num_cached_tokens or 0,
+        weights_versions=row.weights_versions,
     )
 
 

@@ -114,6 +114,7 @@ class Scheduler:
         self._moves: list[Move] = []
         self._delayed = 0
         self._cancelled = False  # whether a row may have been since rows were looked through
+        self.weights_version = 0
         self._statistics = Statistics() if statistics is None else statistics
 
     @property
@@ -347,6 +348,8 @@ class Scheduler:
         row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
         row.start = start + len(row.source)
         self._running[row.slot] = self._reading[row.slot] = row
+        if not row.placed_at:
+            row.weights_versions = (self.weights_version, self.weights_version)
         self._statistics.admit(row, time.perf_counter())
         if row.session is not None:
             self._states.resume(row.session, row)

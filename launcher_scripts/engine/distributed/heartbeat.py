@@ -33,9 +33,10 @@ WAITING = "waiting"
 COMPUTING = "computing"
 COMPILING = "compiling a kernel"
 RECORDING = "recording a graph"
+OPERATING = "carrying out an operation"
 DEVICE = "waiting for its device"
 # What a rank does by itself while others may wait, and the seconds it may take beyond the usual.
-LOCAL_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0}
+LOCAL_WORK = {COMPUTING: 0.0, COMPILING: 120.0, RECORDING: 60.0, OPERATING: 60.0}
 SLOW_NETWORK = 1e7  # bytes per second that any network of a cluster carries
 # Of the first step of its kind: libraries load their kernels and connect to their peers.
 FIRST_SECONDS = 60.0
@@ -231,7 +232,9 @@ class RankProgress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """In the block, the rank does something of its own: RECORDING, or waits for its DEVICE."""
+        """In the block, the rank does something by itself: RECORDING, OPERATING, or waits for its
+        DEVICE.
+        """
         with self._in(name, self._allowed + LOCAL_WORK.get(name, 0.0)):
             yield
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -97,6 +97,41 @@ class GroupLost(Message, frozen=True):
 
 class Stop(Message, frozen=True):
     """The engine is closing."""
+
+
+class ExchangeWeights(Message, frozen=True):
+    """Operation: the weights of another export of the same sizes come in place of the present ones.
+
+    manifest: the digest of the export's manifest.json, the same for every rank
+    """
+
+    checkpoint_dir: Path
+    manifest: str
+
+
+# Operations on all ranks between two steps; see runner/operations.py.
+Operation = ExchangeWeights
+Action = Literal["prepare", "apply", "revert", "finish"]
+
+
+class OperationRequest(Message, frozen=True):
+    """The next action of an operation.
+
+    prepare: while steps go on;  apply, revert: between two steps, the same ones on all ranks;
+    finish: whatever it still holds is released
+    """
+
+    number: int
+    action: Action
+    operation: Operation | None = None
+
+
+class OperationReply(Message, frozen=True):
+    """A rank has done so. reason: why it could not; only preparing may fail."""
+
+    number: int
+    action: Action
+    reason: str = ""
 
 
 class _RawTensor(Record, frozen=True):

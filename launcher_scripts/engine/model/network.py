@@ -61,9 +61,15 @@ from launcher_scripts.engine.model.weights import (
     MLPWeights,
     ModelWeights,
     SublayerWeights,
+    named_tensors,
     token_tasks,
 )
-from launcher_scripts.kernels.operands import WIDEST_PROMPT_HEAD, AttentionScores, VarlenBatch
+from launcher_scripts.kernels.operands import (
+    WIDEST_PROMPT_HEAD,
+    AttentionScores,
+    Linear,
+    VarlenBatch,
+)
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
 
@@ -240,6 +246,17 @@ class Network:
         context = replace(self._decode_context(rows), rotary=rotary)
         return self._forward(ids, positions, context)
 
+    def weights_changed(self) -> None:
+        """Derive again, in place, what fused steps know of the weights beforehand."""
+        stacks = [self._decoder] if self._encoder is None else [self._encoder.stack, self._decoder]
+        linears = [item for stack in stacks for part in stack.sublayers for item in _linears(part)]
+        linears += [] if self.step is None else _linears(self.step)
+        for linear in linears:
+            if linear.folded is not None:
+                fresh = self.kernels.prepare(linear).folded
+                for name, tensor in named_tensors(linear.folded).items():
+                    tensor.copy_(getattr(fresh, name))
+
     def settle_drafts(self, counts: Tensor) -> None:
         """Keep what is left of rows' states behind the first counts [R] tokens of their drafts,
         which ran last.
@@ -367,6 +384,13 @@ class Network:
         if config.alibi_layer_scaling:
             scale *= layer + 1
         return torch.tensor(slopes, device=self.device) * scale
+
+
+def _linears(part: object) -> list[Linear]:
+    """The projections of a part of a network, as fused steps have them."""
+    values = list(vars(part).values())
+    inner = [item for value in values if isinstance(value, Sublayer) for item in _linears(value)]
+    return [value for value in values if isinstance(value, Linear)] + inner
 
 
 def _joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:

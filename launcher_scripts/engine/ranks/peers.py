@@ -27,6 +27,7 @@ from launcher_scripts.engine.messages.message import (
     Loaded,
     Message,
     NodeHello,
+    OperationReply,
     RankHello,
     RankInfo,
     RankLost,
@@ -164,7 +165,7 @@ class Peer:
 class Rank(Peer):
     """A rank other than 0; `process` is set where it runs on this node."""
 
-    messages = Decoder(Heartbeat, Loaded, Ready, Failed)
+    messages = Decoder(Heartbeat, Loaded, Ready, OperationReply, Failed)
 
     def __init__(self, rank: int, node: int, several_nodes: bool) -> None:
         self.rank = rank

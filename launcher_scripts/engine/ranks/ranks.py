@@ -40,6 +40,8 @@ from launcher_scripts.engine.messages.message import (
     Meet,
     Message,
     NodeHello,
+    OperationReply,
+    OperationRequest,
     RankHello,
     RankInfo,
     RankLost,
@@ -48,7 +50,6 @@ from launcher_scripts.engine.messages.message import (
     Stop,
     encode,
 )
-from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.ranks.links import (
     TOKEN_BYTES,
     Link,
@@ -87,12 +88,13 @@ class WorkerGroup:
         group: NodeGroup,
         progress: RankProgress,
         on_failure: Callable[[ServerError], None],
+        on_reply: Callable[[int, OperationReply], None],
     ) -> None:
         """Raises ServerError where no address or no folder serves to meet other nodes."""
         self._settings = settings
         self._group = group
         self._progress = progress
-        self._on_failure = on_failure
+        self._on_failure, self._on_reply = on_failure, on_reply
         self._watchdog = Watchdog(settings.parallelism, EXCHANGE_SECONDS[settings.device_type])
         # A host that waits for its device may look busy.
         self._working = WORKING_SECONDS if settings.device_type == "cpu" else 0.0
@@ -170,6 +172,14 @@ class WorkerGroup:
         self._tell(plan)
         self._sent_at = time.monotonic()
         self._sent += 1
+
+    def request(self, request: OperationRequest) -> None:
+        """Tell every rank an action of an operation that is beside its steps."""
+        self._tell(request)
+
+    def label(self, rank: int) -> str:
+        """Return the name of a rank for messages."""
+        return self._ranks[rank].label
 
     def dismiss(self) -> None:
         """Tell everyone to end; from now on one that ends is no failure."""
@@ -282,6 +292,8 @@ class WorkerGroup:
                 peer.heartbeat = message
             if isinstance(message, Ready):
                 peer.info = message.info
+            if isinstance(message, OperationReply):
+                self._on_reply(peer.rank, message)
             if type(message) in self._arrived:
                 with self._events:
                     self._arrived[type(message)].add(peer.rank)
@@ -354,13 +366,20 @@ _POLL_SECONDS = 0.1
 class Ranks:
     """Rank 0's own progress, the other ranks if there are any, and how they exchange tensors."""
 
-    def __init__(self, settings: EngineSettings, on_failure: Callable[[ServerError], None]) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        on_failure: Callable[[ServerError], None],
+        on_reply: Callable[[int, OperationReply], None],
+    ) -> None:
+        """on_reply: gets what the other ranks reply to requests"""
         self.progress = RankProgress()
         self.timeline = Timeline()
         self.infos: list[RankInfo] = []
         self._settings = settings
         self._failure: ServerError | None = None
         self._on_failure = on_failure
+        self._on_reply = on_reply
         self._workers: WorkerGroup | None = None
         self._store: TCPStore | None = None
         self._communicator: Communicator | None = None
@@ -369,7 +388,9 @@ class Ranks:
         """Start the other ranks of this node, let other nodes join, and open the meeting place."""
         several = self._settings.parallelism.world_size > 1
         if several or group.node_rank.nodes > 1:
-            self._workers = WorkerGroup(self._settings, group, self.progress, self._lost)
+            self._workers = WorkerGroup(
+                self._settings, group, self.progress, self._lost, self._on_reply
+            )
         if self._workers is not None and several:
             self._store = open_store(self._workers.host, self._settings.start_timeout)
 
@@ -404,7 +425,21 @@ class Ranks:
         self.progress.loaded()
         self.timeline.note("all ranks are ready")
 
-    def begin_step(self, plan: Plan) -> None:
+    @property
+    def failure(self) -> ServerError | None:
+        """The loss of a rank, if there was one."""
+        return self._failure
+
+    def label(self, rank: int) -> str:
+        """Return the name of a rank for messages."""
+        return "rank 0" if rank == 0 or self._workers is None else self._workers.label(rank)
+
+    def request(self, request: OperationRequest) -> None:
+        """Tell every other rank an action of an operation that is beside its steps."""
+        if self._workers is not None:
+            self._workers.request(request)
+
+    def begin_step(self, plan: Message) -> None:
         """Tell every rank the next step; rank 0 begins it as well."""
         if self._workers is not None:
             self._workers.send(plan)

@@ -25,6 +25,7 @@ from launcher_scripts.engine.messages.message import (
     Failed,
     Loaded,
     Meet,
+    OperationRequest,
     RankHello,
     Ready,
     Stop,
@@ -81,6 +82,7 @@ def _serve(link: Link, order: RankOrder, progress: RankProgress) -> None:
     """Imports here: torch takes seconds, and rank 0 hears of this one from the start."""
     from launcher_scripts.engine.messages.plan import Plan
     from launcher_scripts.engine.runner.loading import RankSetup
+    from launcher_scripts.engine.runner.operations import RankOperations
 
     setup = link.receive(Decoder(RankSetup, Stop, Failed))
     if isinstance(setup, Failed):
@@ -92,11 +94,15 @@ def _serve(link: Link, order: RankOrder, progress: RankProgress) -> None:
         if (folder := getattr(order, name)) is not None:
             settings = replace(settings, **{name: Path(folder)})
     runner = _load(settings, order.rank, link, progress)
-    plans = Decoder(Plan, Stop)
-    while isinstance(plan := link.receive(plans), Plan):
-        progress.begin_step()
-        runner.execute(plan)
-        progress.end_step()
+    operations = RankOperations(runner, settings, order.rank, link.send)
+    messages = Decoder(Plan, OperationRequest, Stop)
+    while not isinstance(message := link.receive(messages), Stop):
+        if isinstance(message, Plan):
+            progress.begin_step()
+            runner.execute(message)
+            progress.end_step()
+        else:
+            operations.perform(message)
     runner.close()
 
 

@@ -39,7 +39,7 @@ from launcher_scripts.engine.model.states import (
     bytes_per_token,
     plan_snapshots,
 )
-from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.model.weights import DTYPES, Reader
 from launcher_scripts.engine.runner.graphs import GraphCache
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import traits_of
@@ -317,13 +317,30 @@ def load_weights(
     """
     reject_fp8(settings, device)
     tp_rank = settings.parallelism.tp_rank(rank)
+    return read_weights(
+        settings,
+        checkpoint,
+        rank,
+        device,
+        lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+    )
+
+
+def read_weights(
+    settings: EngineSettings,
+    checkpoint: FTCheckpoint,
+    rank: int,
+    device: torch.device,
+    read: Reader,
+) -> Any:
+    """See load_weights. device: any, also one whose kernels do not take them"""
     loader = engine_family(checkpoint.config).loader(
         checkpoint.config,
         settings.parallelism,
         rank,
         DTYPES[settings.data_type],
         device,
-        lambda spec, layer: checkpoint.read(spec, layer, tp_rank),
+        read,
         quantization=settings.quantization,
     )
     shortened = f"a file of {checkpoint.folder} became shorter, or its disk failed, while loading"

@@ -1,0 +1,166 @@
+"""New weights in the tensors of the old ones, on one rank.
+
+They are read into host memory while steps go on, and each file's bytes are compared with the
+manifest's digest. Then the tensors on the device and those on the host have each other's values:
+CUDA graphs and fused steps, which know the addresses of tensors, stay valid, and the host has the
+old weights, which another exchange puts back. So one copy of a rank's weights is all that it needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
+from launcher_scripts.common.files import MANIFEST, file_digest
+from launcher_scripts.engine.messages.message import ExchangeWeights
+from launcher_scripts.engine.model.kv_cache import available_memory
+from launcher_scripts.engine.model.weights import Stored, named_tensors
+from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.models.family import ModelConfig, WeightSpec
+
+HOST = torch.device("cpu")
+CHUNK_BYTES = 1 << 25
+CHUNKS_UNDER_WAY = 4  # an exchange needs so much device memory
+MEMORY_SHARE = 0.9  # of the host's free memory that new weights may have
+Pair = tuple[Tensor, Tensor]
+
+
+class WeightExchange:
+    """One rank's part of the exchange; a RankOperation (runner/operations.py)."""
+
+    def __init__(
+        self, operation: ExchangeWeights, runner: Runner, settings: EngineSettings, rank: int
+    ) -> None:
+        self._operation = operation
+        self._network = runner.decoder
+        self._settings = settings
+        self._rank = rank
+        self._pairs: list[Pair] = []
+
+    def prepare(self, check: Callable[[], None]) -> None:
+        """Read this rank's new weights. Raises CheckpointError and ConfigError."""
+        served = named_tensors(self._network.weights)
+        check_memory(total_bytes(served.values()), "the new weights of a rank")
+        checkpoint = open_export(
+            self._settings, self._operation.checkpoint_dir, self._network.config
+        )
+        if (digest := file_digest(checkpoint.folder / MANIFEST)) != self._operation.manifest:
+            message = f"{checkpoint.folder / MANIFEST} is another one than rank 0 has"
+            raise CheckpointError(problem(message, got=digest, choices=[self._operation.manifest]))
+        tp_rank = self._settings.parallelism.tp_rank(self._rank)
+
+        def read(spec: WeightSpec, layer: int | None) -> Stored:
+            check()
+            return checkpoint.read_verified(spec, layer, tp_rank)
+
+        fresh = named_tensors(read_weights(self._settings, checkpoint, self._rank, HOST, read))
+        check_alike(served, fresh)
+        for name in served:
+            check()
+            # One after the other: the host has no room for two copies of all.
+            self._pairs.append((served[name], _pinned(fresh.pop(name), self._network.device)))
+
+    def apply(self) -> None:
+        """Let the device have the weights of the host, and the host those of the device."""
+        exchange(self._pairs)
+        self._network.weights_changed()
+
+    revert = apply
+
+
+def open_export(settings: EngineSettings, folder: Path, served: ModelConfig) -> FTCheckpoint:
+    """The export whose weights are to be served, by its small files; its weights are not read.
+
+    Raises ConfigError where it is not of the sizes that are served, with every name that differs,
+    and CheckpointError without a manifest or with files of a wrong size.
+    """
+    checkpoint = open_checkpoint(replace(settings, checkpoint_dir=folder), verify=False)
+    if checkpoint.manifest is None:
+        message = f"{folder} has no {MANIFEST}, so nothing can be verified; export it again"
+        raise CheckpointError(message)
+    problems = Problems(f"the weights of {folder} for the model that is served")
+    for field in fields(served):
+        present, got = getattr(served, field.name), getattr(checkpoint.config, field.name, None)
+        if got != present:
+            problems.add(f"{field.name} is another one", got=got, choices=[present])
+    problems.raise_if_any(ConfigError)
+    return checkpoint
+
+
+def check_memory(count: int, what: str) -> None:
+    """Raise ConfigError where the host has no memory for `count` bytes; what: it is for"""
+    free = available_memory(HOST, MEMORY_SHARE)
+    if count > free:
+        gigabytes = f"{count / 1e9:.2f} GB"
+        message = f"{what} need {gigabytes} of host memory, and {free / 1e9:.2f} GB are free"
+        raise ConfigError(message)
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def check_alike(served: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError with every tensor that only one of them has, or in another form."""
+    problems = Problems("the tensors of the new weights")
+    for name in sorted(served.keys() | fresh.keys()):
+        forms = [
+            f"{tensor.dtype} {list(tensor.shape)}" if tensor is not None else "nothing"
+            for tensor in (fresh.get(name), served.get(name))
+        ]
+        if forms[0] != forms[1]:
+            problems.add(f"{name} is another tensor", got=forms[0], choices=[forms[1]])
+    problems.raise_if_any(ConfigError)
+
+
+@torch.inference_mode()
+def exchange(pairs: Sequence[Pair]) -> None:
+    """Let the two tensors of each pair, on the device and on the host, have each other's values.
+
+    On CUDA the two directions go at the same time, and this returns before they are done.
+    """
+    if not pairs or not pairs[0][0].is_cuda:
+        for served, host in pairs:
+            saved = served.clone()
+            served.copy_(host)
+            host.copy_(saved)
+        return
+    incoming, outgoing = torch.cuda.current_stream(), torch.cuda.Stream()
+    under_way: deque[torch.cuda.Event] = deque()
+    for served, host in _chunks(pairs):
+        if len(under_way) == CHUNKS_UNDER_WAY:
+            incoming.wait_event(under_way.popleft())
+        saved = served.clone()
+        served.copy_(host, non_blocking=True)
+        outgoing.wait_event(incoming.record_event())  # the host's values have been read
+        with torch.cuda.stream(outgoing):
+            host.copy_(saved, non_blocking=True)
+        saved.record_stream(outgoing)
+        under_way.append(outgoing.record_event())
+    incoming.wait_stream(outgoing)
+
+
+def _chunks(pairs: Sequence[Pair]) -> list[Pair]:
+    """Views of the tensors' bytes, piece by piece; tensors with gaps stay whole."""
+    result: list[Pair] = []
+    for served, host in pairs:
+        if served.is_contiguous() and host.is_contiguous():
+            flat = (tensor.reshape(-1).view(torch.uint8) for tensor in (served, host))
+            result += zip(*(tensor.split(CHUNK_BYTES) for tensor in flat), strict=True)
+        else:
+            result.append((served, host))
+    return result
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor in memory that the device reads by itself."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

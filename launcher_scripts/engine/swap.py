@@ -1,0 +1,242 @@
+"""New weights in a running engine: read beside the steps, exchanged between two, probed, kept or put
+back.
+
+The probe's logits are compared with those of the same export by the plain path: loaded whole on the
+CPU, by one rank, without CUDA graphs or fused steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.verification import rebuilt
+from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.files import DigestChain
+from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
+from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.messages.message import ExchangeWeights
+from launcher_scripts.engine.model.weights import DTYPES, Stored
+from launcher_scripts.engine.ranks.operations import OperationError, Operations
+from launcher_scripts.engine.runner.loading import assemble_runner, read_weights
+from launcher_scripts.engine.runner.weight_exchange import HOST, check_memory, open_export
+from launcher_scripts.models import value_count
+from launcher_scripts.models.family import ModelConfig, WeightSpec
+
+# drain: requests that have begun end before, new ones wait;  mixed: they go on with new weights
+Mode = Literal["drain", "mixed"]
+MODES: tuple[Mode, ...] = ("drain", "mixed")
+DRAIN_SECONDS = 30.0
+PROBE_LENGTHS = (1, 8, 8)
+REFERENCE_TOKENS = 64  # of its cache
+# The largest difference of the probe's logits, relative to their size; by the compute type.
+MAX_DIFFERENCE = {"fp32": 2e-3, "fp16": 0.03, "bf16": 0.1}
+MAX_QUANTIZED_DIFFERENCE = 0.3  # of weights or keys and values in bytes
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """The result of an exchange of weights.
+
+    version:    how often they have been exchanged since the start
+    digests:    of the weights that are served now, see DigestChain.values
+    mixed_rows: rows that began with the weights before, and go on
+    difference: of the probe's logits from the reference, relative; max_difference: the limit
+    prepare_seconds:  from the call until all ranks could exchange
+    exchange_seconds: of the exchange alone;  pause_seconds: between two steps, with the probe
+    """
+
+    version: int
+    digests: dict[str, Any]
+    mode: Mode
+    mixed_rows: int
+    difference: float
+    max_difference: float
+    prepare_seconds: float
+    exchange_seconds: float
+    pause_seconds: float
+
+    def values(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class WeightSwaps:
+    """The weights that an engine serves, which can be exchanged.
+
+    version: how often they have been exchanged;  digests: of them, None without a manifest
+    folder:  the export that they are from
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.version = 0
+        self.folder = Path(engine.settings.checkpoint_dir)
+        self.digests = _digests(self.folder)
+
+    def swap(
+        self, folder: Path, mode: Mode = "drain", drain_seconds: float = DRAIN_SECONDS
+    ) -> SwapResult:
+        """Serve the weights of another export of the same sizes; the server goes on meanwhile.
+
+        Raises ConfigError or CheckpointError before anything is read, for another model or files
+        that are missing; OperationError for what ranks find while they read, and where the probe
+        disagrees; BusyError while another operation is done, or where requests have not ended in
+        `drain_seconds`: the weights before are served then. ServerError where a rank is lost.
+        """
+        engine, began = self._engine, time.perf_counter()
+        with engine.operations.exclusive() as operations:
+            checkpoint = open_export(engine.settings, folder, engine.config)
+            manifest = DigestChain.of(checkpoint.folder)
+            self._check_memory(checkpoint)
+            requests = probe_requests(engine.config)
+            references = reference_outputs(engine.settings, checkpoint, requests)
+            operations.prepare(ExchangeWeights(checkpoint.folder, manifest.manifest))
+            prepared = time.perf_counter()
+            try:
+                rows, difference, seconds, pause = engine.between_steps(
+                    lambda scheduler: self._exchange(
+                        scheduler, operations, requests, references, (folder, manifest)
+                    ),
+                    lambda scheduler: scheduler.make_room(engine.row(requests[-1])),
+                    drains=mode == "drain",
+                    seconds=drain_seconds,
+                )
+            finally:
+                operations.finish()
+        return SwapResult(
+            self.version,
+            manifest.values(),
+            mode,
+            rows,
+            difference,
+            max_difference(engine.settings),
+            prepared - began,
+            seconds,
+            pause,
+        )
+
+    def _exchange(
+        self,
+        scheduler: InterruptibleScheduler,
+        operations: Operations,
+        requests: Sequence[GenerateRequest],
+        references: Sequence[Tensor],
+        weights: tuple[Path, DigestChain],
+    ) -> tuple[int, float, float, float]:
+        """Exchange the weights, and put those before back where the probe disagrees."""
+        engine, began = self._engine, time.perf_counter()
+        seconds = operations.carry_out("apply")
+        limit = max_difference(engine.settings)
+        outputs = [engine.run_alone(scheduler, request) for request in requests]
+        difference = max(map(relative_difference, map(probed, outputs), references))
+        if not difference <= limit:
+            operations.carry_out("revert")
+            message = (
+                f"the logits of a probe with the weights of {weights[0]} are not those of the same "
+                "files on the CPU: the weights before are served again"
+            )
+            got, choices = f"a relative difference of {difference:.3g}", [f"at most {limit:g}"]
+            raise OperationError(problem(message, got=got, choices=choices))
+        self.version += 1
+        self.folder, self.digests = weights
+        rows = scheduler.exchanged_weights(self.version, engine.sessions)
+        return rows, difference, seconds, time.perf_counter() - began
+
+    def _check_memory(self, checkpoint: FTCheckpoint) -> None:
+        """Raise ConfigError where this node has no memory for what its ranks and the probe need,
+        one after the other.
+        """
+        settings = self._engine.settings
+        width = torch.finfo(DTYPES[settings.data_type]).bits // 8
+        model = value_count(checkpoint.config, 1) * width
+        ranks = model * settings.ranks_per_node // settings.parallelism.world_size
+        check_memory(max(model, ranks), f"the weights of {checkpoint.folder}")
+
+
+def probe_requests(config: ModelConfig) -> list[GenerateRequest]:
+    """Fixed prompts, whose ids are all over the vocabulary, with their logits or states."""
+    prompts = [
+        tuple(7919 * (number + 1) * (index + 3) % config.vocab_size for index in range(length))
+        for number, length in enumerate(PROBE_LENGTHS)
+    ]
+    if getattr(config, "encoder_only", False):
+        return [GenerateRequest(ids, output_len=0, return_hidden_state=True) for ids in prompts]
+    return [GenerateRequest(ids, output_len=0, return_context_logits=True) for ids in prompts]
+
+
+def probed(output: GenerateOutput) -> Tensor:
+    """The logits or states of a probe, float32 [N, width]."""
+    values = output.hidden_state if output.context_logits is None else output.context_logits
+    result: Tensor = values.float().cpu()
+    return result
+
+
+def relative_difference(values: Tensor, reference: Tensor) -> float:
+    """The largest distance of a row of values from the reference's, by the length of that one.
+
+    What all numbers of a row have in common does not count.
+    """
+    rows, expected = (item - item.mean(dim=-1, keepdim=True) for item in (values, reference))
+    distances = (rows - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-12)
+    return float(distances.max())
+
+
+def max_difference(settings: EngineSettings) -> float:
+    """The largest relative difference that rounding explains."""
+    in_bytes = settings.quantization is not None or settings.kv_cache_dtype == "fp8"
+    return MAX_QUANTIZED_DIFFERENCE if in_bytes else MAX_DIFFERENCE[settings.data_type]
+
+
+def reference_outputs(
+    settings: EngineSettings, checkpoint: FTCheckpoint, requests: Sequence[GenerateRequest]
+) -> list[Tensor]:
+    """The outputs of requests by the plain path, on the CPU of this rank.
+
+    Raises CheckpointError where the parts of the ranks do not make a whole tensor.
+    """
+
+    def read(spec: WeightSpec, layer: int | None) -> Stored:
+        values = rebuilt(checkpoint, spec, layer)
+        if values is None:
+            name = spec.tensor_name(layer)
+            raise CheckpointError(f"{checkpoint.folder}: the ranks' copies of {name} differ")
+        return values
+
+    plain = replace(
+        settings,
+        draft_checkpoint_dir=None,
+        parallelism=Parallelism(),
+        device="cpu",
+        max_batch_size=1,
+        max_tokens=REFERENCE_TOKENS,
+        kv_cache_dtype="auto",
+        enable_custom_all_reduce=False,
+        enable_prefix_caching=False,
+        nodes=1,
+    )
+    weights = read_weights(plain, checkpoint, 0, HOST, read)
+    engine = Engine.from_runner(
+        plain, lambda: assemble_runner(weights, plain, Communicator(), HOST)
+    )
+    try:
+        return [probed(engine.submit(request).result()) for request in requests]
+    finally:
+        engine.close()
+
+
+def _digests(folder: Path) -> DigestChain | None:
+    try:
+        return DigestChain.of(folder)
+    except (OSError, ValueError):
+        return None
