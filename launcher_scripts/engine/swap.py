@@ -1,5 +1,4 @@
-"""New weights in a running engine: read beside the steps, exchanged between two, probed, kept or put
-back.
+"""New weights in a running engine: read beside the steps, exchanged between two, and probed.
 
 The probe's logits are compared with those of the same export by the plain path: loaded whole on the
 CPU, by one rank, without CUDA graphs or fused steps.
