@@ -6,6 +6,8 @@
     launcher watch DIR [KEY=VALUE ...]         judge every checkpoint that a training writes into
                                                DIR
     launcher convert PATH OUT [KEY=VALUE ...]  write it as a transformers folder (Hugging Face)
+    launcher swap JOB CHECKPOINT [--mode mixed]
+                                               serve the weights of another export, without a pause
     launcher jobs COMMAND ...                  list, status, logs, info, wait, tunnel, stop ...
 
 PATH is any checkpoint: a Hugging Face folder, a GGUF or .nemo file, the folder of a training.
@@ -57,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launcher_scripts.common.command_line import with_open_output
 
         return with_open_output(lambda: print(__doc__))
-    if word == "jobs":
-        return _run(["-m", "launcher_scripts.jobs", *others])
+    if word in ("jobs", "swap"):
+        return _run(["-m", "launcher_scripts.jobs", *(["swap"] if word == "swap" else []), *others])
     needed = _PATHS.get(word, ())
     paths, overrides = others[: len(needed)], others[len(needed) :]
     if len(paths) < max(len(needed), 1) or any("=" in path for path in paths):

@@ -50,7 +50,9 @@ class GatewayOptions:
         None, "file with lines NAME=key, readable by its owner only", metavar="FILE"
     )
     admins: tuple[str, ...] = option(
-        (), "names of keys that see the use of all clients in /clients", metavar="NAME"
+        (),
+        "names of keys that see the use of all clients in /clients, and may exchange weights",
+        metavar="NAME",
     )
     chat_template: ConfigPath | None = option(
         None, "Jinja chat template, instead of the checkpoints' own", metavar="FILE"

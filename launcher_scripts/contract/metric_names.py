@@ -135,13 +135,23 @@ PREEMPTED = Metric(
     ("model",),
 )
 
+WEIGHTS_VERSION = Metric(
+    "launcher_weights_version", GAUGE, "How often the weights were exchanged since the start"
+)
+WEIGHTS_INFO = Metric(
+    "launcher_weights_info",
+    GAUGE,
+    "1 for the fingerprint of the weights that are served, 0 for those before",
+    ("model_name", "system_fingerprint"),
+)
+
 HISTOGRAMS = (FIRST_TOKEN, INTER_TOKEN, REQUEST, QUEUE, PREFILL, STEP_TOKENS)
 COUNTERS = (
     *(PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS, PREEMPTIONS),
     *(DRAFT_TOKENS, ACCEPTED_TOKENS, SUCCESS, FAILURE, PREEMPTED),
 )
-GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED)
-MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES)
+GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED, WEIGHTS_VERSION)
+MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES, WEIGHTS_INFO)
 
 GATEWAY_REQUESTS = Metric(
     "launcher_gateway_requests_total",

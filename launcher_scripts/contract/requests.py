@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 
 # Parameter of a request with which a gateway names its client.
 CLIENT_PARAMETER = "client"
+# Parameter of a request with which a gateway asks for an operation on the model's server, as JSON;
+# its reply is JSON, too: the bytes are the numbers of the tensor `news`, [1, 1, n].
+OPERATION_PARAMETER = "launcher_operation"
 # Inputs with one value per row -> field of SamplingParameters.
 SAMPLING_FIELDS = {
     "runtime_top_k": "top_k",
@@ -253,20 +256,46 @@ class SharedId(NamedTuple):
 
 
 class RowDelta(NamedTuple):
-    """New tokens of one row, and whether those were the last.
+    """New tokens of one row; finished: 0, or the EndCode's number where those were the last.
 
     num_cached_tokens: prompt tokens that were in the prefix cache, with the first tokens
     """
 
     number: int
     ids: Sequence[int]
-    finished: bool
+    finished: int
     num_cached_tokens: int = 0
 
 
 PlainDelta = tuple[
-    int, Sequence[int], bool, int
+    int, Sequence[int], int, int
 ]  # a RowNews, or a tuple like it, which is made faster
+
+
+class EndCode(NamedTuple):
+    """The number that says in `news` that a row has ended: 1, and more where its weights are not
+    those of the server's start.
+
+    version: of the weights, see GenerateOutput;  mixed: whether the row began with others
+    """
+
+    version: int = 0
+    mixed: bool = False
+
+    @classmethod
+    def of(cls, versions: tuple[int, int]) -> EndCode:
+        """Return the code of a row that has ended with such weights_versions."""
+        return cls(versions[1], versions[0] != versions[1])
+
+    @classmethod
+    def read(cls, number: int) -> EndCode:
+        """Return the code of a number other than 0."""
+        return cls((number - 1) // 2, (number - 1) % 2 == 1)
+
+    @property
+    def number(self) -> int:
+        """As it stands in `news`."""
+        return 1 + 2 * self.version + self.mixed
 
 
 def open_id(stream: str) -> str:
@@ -315,4 +344,4 @@ def unpack(packed: NDArray[np.int32]) -> Iterator[RowDelta]:
         if number < 0:
             cached[-1 - number] = ids[0]
             continue
-        yield RowDelta(number, ids, bool(finished), cached.pop(number, 0))
+        yield RowDelta(number, ids, finished, cached.pop(number, 0))

@@ -60,6 +60,7 @@ from launcher_scripts.gateway.schemas import (
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel
 from launcher_scripts.gateway.validation import parsed
+from launcher_scripts.gateway.weights import WeightsAdmin
 
 VERSION = "0.1.0"
 Parsed = TypeVar("Parsed", bound=StrictBody)
@@ -269,7 +270,7 @@ class Gateway:
 
     async def version(self, _: Request) -> Response:
         """GET /version: the gateway's, and the digests of the weights of every model."""
-        models = {model.name: model.digests and model.digests.values() for model in self.models.all}
+        models = {model.name: model.current_digests for model in self.models.all}
         return JSONResponse({"version": VERSION, "models": models})
 
     async def _body(self, request: Request, *kinds: type[Parsed]) -> Parsed:
@@ -295,6 +296,7 @@ class Gateway:
 
     def _routes(self) -> list[Route]:
         post, get = ["POST"], ["GET"]
+        weights = WeightsAdmin(self.models, self._replicas, self._admins, self._body)
         return [
             Route("/", show_page, methods=get),
             Route("/docs", show_docs, methods=get),
@@ -315,6 +317,7 @@ class Gateway:
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/tokenizer_info", self.tokenizer_info, methods=get),
+            Route("/admin/weights", weights.exchange, methods=post),
             Route("/health", self.health, methods=get),
             Route("/ping", self.health, methods=[*get, *post]),
             Route("/load", self.load, methods=get),

@@ -78,6 +78,16 @@ class TokenLogProb:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class RowWeights(NamedTuple):
+    """The weights of a row that has ended: their system_fingerprint, None where it is not known.
+
+    mixed: the row began with others, and went on with these
+    """
+
+    fingerprint: str | None
+    mixed: bool
+
+
 class Increment(NamedTuple):
     """New tokens of a row.
 
@@ -90,6 +100,8 @@ class Increment(NamedTuple):
     begins_again:     what has come so far does not count: another server begins the row again
     num_cached_tokens: prompt tokens that were in the server's prefix cache; in the first increment
     states:           of an encoder alone: float32 [prompt tokens, hidden]
+    weights:          in the last increment of a row that has others than those of the server's
+                      start
     """
 
     token_ids: tuple[int, ...] = ()
@@ -100,6 +112,7 @@ class Increment(NamedTuple):
     begins_again: bool = False
     num_cached_tokens: int = 0
     states: Any = None
+    weights: RowWeights | None = None
 
 
 class Backend(Protocol):
@@ -108,6 +121,15 @@ class Backend(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Return whether prompts that begin alike are computed once."""
+        ...
+
+    @property
+    def digests(self) -> Mapping[str, Any] | None:
+        """Return those of the weights, as DigestChain.values has them; None: those of the start."""
+        ...
+
+    async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        """Have an operation done by the model's server; its reply."""
         ...
 
     def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
@@ -317,6 +339,12 @@ class Replicas:
         """Return whether the servers compute prompts that begin alike once."""
         backends = (server.backends.get(self._model) for server in self._servers)
         return any(backend is not None and backend.shares_prefixes for backend in backends)
+
+    @property
+    def digests(self) -> Mapping[str, Any] | None:
+        """Return those of the weights that one of the servers got since its start."""
+        backends = [server.backends.get(self._model) for server in self._servers]
+        return next((item.digests for item in backends if item is not None and item.digests), None)
 
     def _choice(self, tried: set[Replica], digests: Sequence[bytes]) -> Replica | None:
         servers = [s for s in self._servers if s.takes(self._model) and s not in tried]

@@ -83,7 +83,7 @@ class Answering(ABC):
             "id": f"{self.prefix}-{generation.record.request_id}",
             "created": self.created,
             "model": model.name,
-            "system_fingerprint": model.digests and model.digests.fingerprint,
+            "system_fingerprint": model.fingerprint,
         }
         opening = to_json({**self._head, "object": self.chunk_kind})
         self._opening = b"data: " + opening[:-1] + b',"choices":'
@@ -103,13 +103,22 @@ class Answering(ABC):
         size *= 1 + (self.generation.options.log_probs or 0)
         choices = await self.generation.threads.run(lambda: self._choices(answers), size)
         usage = self.generation.record.usage()
-        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+        head = {**self._head, **self._weights(), "object": self.kind}
+        return {**head, "choices": choices, "usage": usage}
 
     def _choices(self, answers: Mapping[int, Piece]) -> list[dict[str, Any]]:
         return [
             {"index": index, **self.choice(answers[choice])}
             for index, choice in enumerate(self._best(answers))
         ]
+
+    def _weights(self) -> dict[str, Any]:
+        """Return the fields of an answer whose weights are not those of the server's start."""
+        weights = self.generation.record.weights
+        if weights is None:
+            return {}
+        result: dict[str, Any] = {"system_fingerprint": weights.fingerprint}
+        return {**result, "mixed_weights": True} if weights.mixed else result
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises ApiError before the first one or, as the last
@@ -143,6 +152,10 @@ class Answering(ABC):
                 raise
             yield self.failed(error)
         else:
+            weights = self._weights()
+            if weights.get("mixed_weights") or weights.items() - self._head.items():
+                last_words = {**self._head, **weights, "object": self.chunk_kind, "choices": []}
+                yield b"data: " + to_json(last_words) + b"\n\n"
             if counts:
                 yield self._event(b"[]", _usage(record.usage()))
             yield DONE

@@ -17,7 +17,7 @@ from launcher_scripts.common.tokenizer import TokenizationError
 from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 from launcher_scripts.gateway.admission import Admission, ClientThreads, QueuedRow
 from launcher_scripts.gateway.api_errors import ContextOverflow, bad_request, unsupported
-from launcher_scripts.gateway.backend import Increment, RowRequest, merged
+from launcher_scripts.gateway.backend import Increment, RowRequest, RowWeights, merged
 from launcher_scripts.gateway.reasoning import Reasoning, StopTexts
 from launcher_scripts.gateway.row_text import (
     LogProbEntry,
@@ -57,6 +57,7 @@ class Record:
     warnings: parts of the request without effect, for the header X-Warning
     cached_tokens: of the prompts, that the server had computed before
     cancelled: by a request of its client
+    weights: of its last row that has others than those of the server's start
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Record:
     body_size: int = 0
     warnings: list[str] = field(default_factory=list)
     cancelled: bool = False
+    weights: RowWeights | None = None
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's."""
@@ -294,6 +296,8 @@ class Generation:
                 async for increment in increments:
                     if increment.num_cached_tokens or increment.begins_again:
                         self._count_cached(number, increment.num_cached_tokens)
+                    if increment.weights is not None:
+                        self.record.weights = increment.weights
                     if increment.begins_again:
                         streamed = _StreamedText(self, request, self._prompt(number))
                         yield choice, Piece(begins_again=True)

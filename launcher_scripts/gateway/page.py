@@ -27,6 +27,7 @@ from launcher_scripts.gateway.schemas import (
     TokenizeBody,
     TokenizeChatBody,
 )
+from launcher_scripts.gateway.weights import WeightsBody
 
 _FILE = Path(__file__).with_name("page.html")
 _DOCS = Path(__file__).with_name("docs.html")
@@ -63,6 +64,7 @@ _BODIES: dict[str, tuple[type[StrictBody], ...]] = {
     "/v1/embeddings": (EmbeddingsBody,),
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
+    "/admin/weights": (WeightsBody,),
 }
 
 

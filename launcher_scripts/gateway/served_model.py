@@ -181,6 +181,17 @@ class ServedModel:
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Return the system_fingerprint of the weights that the servers have now."""
+        current = self.current_digests
+        return current and str(current["system_fingerprint"])
+
+    @property
+    def current_digests(self) -> Mapping[str, Any] | None:
+        """Return the values of the DigestChain of the weights that the servers have now."""
+        return self.backend.digests or (self.digests and self.digests.values())
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Raises ApiError."""
         try:

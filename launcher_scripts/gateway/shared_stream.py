@@ -39,7 +39,7 @@ class _RowBuffer:
     def __init__(self, number: int) -> None:
         self._number = number
         self._ids: list[int] = []
-        self._finished = False
+        self._finished = 0
         self._num_cached_tokens = 0
         self._sent = asyncio.get_running_loop().create_future()
         self.started = False

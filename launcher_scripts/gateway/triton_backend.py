@@ -8,6 +8,7 @@ The tokens of plain rows come in a stream that they share; see shared_stream.py.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -19,7 +20,13 @@ import numpy as np
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
 from launcher_scripts.clients.connection import NUMPY_TYPES, is_decoupled
 from launcher_scripts.clients.remote import parameter
-from launcher_scripts.contract.requests import CLIENT_PARAMETER, PROMPT_LOG_PROBS, TOKEN_LOG_PROBS
+from launcher_scripts.contract.requests import (
+    CLIENT_PARAMETER,
+    OPERATION_PARAMETER,
+    PROMPT_LOG_PROBS,
+    TOKEN_LOG_PROBS,
+    EndCode,
+)
 from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
 from launcher_scripts.gateway.api_errors import (
     ApiError,
@@ -29,7 +36,7 @@ from launcher_scripts.gateway.api_errors import (
     timed_out,
     unsupported,
 )
-from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import Increment, RowRequest, RowWeights, TokenLogProb
 from launcher_scripts.gateway.shared_stream import (
     FAILURES,
     OUTPUTS,
@@ -92,6 +99,8 @@ class TritonBackend:
         self._counts_cached = self.shares_prefixes and NUM_CACHED_TOKENS.name in outputs
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
+        self.digests: Mapping[str, Any] | None = None
+        self._fingerprints: dict[int, str | None] = {}  # by the version of the weights
         self._types = {
             spec["name"]: NUMPY_TYPES[spec["data_type"].removeprefix("TYPE_")]
             for spec in config["input"]
@@ -112,9 +121,9 @@ class TritonBackend:
         self._running += 1
         try:
             if not self._streams:
-                yield row.increment(
-                    await self._server.infer(self._name, tensors, row.outputs, **more)
-                )
+                arrays = await self._server.infer(self._name, tensors, row.outputs, **more)
+                increment = row.increment(arrays)
+                yield increment._replace(weights=await self._weights(row.end_code))
                 return
             # A lone row has nobody to share with.
             if row.is_plain and self._running > 1 and self._shared.is_open():
@@ -123,8 +132,9 @@ class TritonBackend:
                         async for delta in result:
                             yield Increment(
                                 tuple(delta.ids),
-                                finished=delta.finished,
+                                finished=bool(delta.finished),
                                 num_cached_tokens=delta.num_cached_tokens,
+                                weights=await self._weights(delta.finished),
                             )
                     return
             async with aclosing(
@@ -140,6 +150,7 @@ class TritonBackend:
                         with contextlib.suppress(*FAILURES):
                             async for _ in responses:
                                 pass
+                        increment = increment._replace(weights=await self._weights(row.end_code))
                     yield increment
         except StreamLost as error:
             raise ServerLost(f"the server gave the request up: {error}") from error
@@ -149,6 +160,45 @@ class TritonBackend:
             self._running -= 1
         if not row.finished:
             raise ApiError(502, "the server ended the answer too early", code="incomplete")
+
+    async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        """Have an operation done by the model's server; its reply, with an `error` if it failed.
+
+        Raises ApiError where the server is lost, or knows of no operations.
+        """
+        parameters = {OPERATION_PARAMETER: json.dumps(operation)}
+        reply: dict[str, Any] = {}
+        try:
+            if self._streams:
+                stream = self._server.stream(
+                    self._name, self._tensors(_OPENING), OUTPUTS, parameters=parameters
+                )
+                async with aclosing(stream) as responses:
+                    async for arrays in responses:
+                        if arrays:
+                            reply = _reply(arrays)
+            else:
+                arrays = await self._server.infer(
+                    self._name, self._tensors(_OPENING), OUTPUTS, parameters=parameters
+                )
+                reply = _reply(arrays)
+        except FAILURES as error:
+            raise self._failure(error, _OPENING) from error
+        if "digests" in reply:
+            self.digests = reply["digests"] if reply["version"] else None
+            fingerprint = reply["digests"] and reply["digests"]["system_fingerprint"]
+            self._fingerprints[int(reply["version"])] = fingerprint
+        return reply
+
+    async def _weights(self, code: int) -> RowWeights | None:
+        """Return the weights of a row that ended with this code."""
+        if code <= 1:
+            return None
+        version, mixed = EndCode.read(code)
+        if version not in self._fingerprints:
+            with contextlib.suppress(ApiError):
+                await self.operate({"operation": "weights"})
+        return RowWeights(self._fingerprints.get(version), mixed)
 
     async def _encode(self, request: RowRequest, more: Mapping[str, Any]) -> Increment:
         """Return the states of an encoder. Raises ApiError."""
@@ -253,6 +303,7 @@ class _Row:
     def __init__(self, request: RowRequest, counts_cached: bool) -> None:
         """counts_cached: whether the model has the output num_cached_tokens"""
         self.finished = False
+        self.end_code = 0
         self._request = request
         self._has_prompt = request.prompt_log_probs is None
         self.outputs = [
@@ -268,7 +319,8 @@ class _Row:
         """Return the increment of a response. `news` is [1, beam, 4 + n]; see
         contract/tensors.py."""
         delta = arrays["news"][0]
-        self.finished = bool(delta[0, 3])
+        self.end_code = int(delta[0, 3])
+        self.finished = self.end_code > 0
         prompt = self._prompt_log_probs(arrays)
         counts = arrays.get(NUM_CACHED_TOKENS.name)
         cached = 0 if counts is None else int(counts[0, 0])
@@ -362,6 +414,12 @@ def _new_ids(packed: Any) -> tuple[int, ...]:
     total, prompt, offset = (int(number) for number in packed[:3])
     ids = packed[_DELTA_HEAD : _DELTA_HEAD + total - offset]
     return tuple(ids[max(0, prompt - offset) :].tolist())
+
+
+def _reply(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply to an operation; see OPERATION_PARAMETER."""
+    content: dict[str, Any] = json.loads(bytes(arrays["news"].reshape(-1).tolist()))
+    return content
 
 
 def _entries(

@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         ("resume", "1", "run the command line of a job again, which continues where it stopped"),
         ("wait", "+", "until jobs have ended, or servers are ready"),
         ("tunnel", "1", "the ssh command by which a laptop reaches a ready server"),
+        ("swap", "1", "serve the weights of another export of the same sizes, without a restart"),
         ("stop", "+", "end in order: servers finish their requests"),
         ("cancel", "+", "end at once"),
     ):
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="base_results_dir of the jobs (all of yours; first ./results, the checkout's)",
         )
-        if name not in ("logs", "resume", "tunnel"):
+        if name not in ("logs", "resume", "swap", "tunnel"):
             command.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
         if names:
             about = "folder, id, name, name/run or model"
@@ -137,6 +138,23 @@ def _add_specific(command: argparse.ArgumentParser, name: str) -> None:
             "-n", "--lines", type=_count, metavar="N", help="only the last N lines"
         )
         command.add_argument("--stage", metavar="STAGE", help="only of this stage's jobs")
+    elif name == "swap":
+        command.add_argument(
+            "checkpoint", type=Path, metavar="CHECKPOINT", help="a model repository, or its shards"
+        )
+        command.add_argument(
+            "--mode",
+            choices=("drain", "mixed"),
+            default="drain",
+            help="requests that run end before, or go on with the new weights (%(default)s)",
+        )
+        command.add_argument(
+            "--drain-timeout",
+            type=_seconds,
+            default=30.0,
+            metavar="SECONDS",
+            help="that requests have to end; then nothing is exchanged (%(default)s)",
+        )
     elif name == "tunnel":
         command.add_argument(
             "--via", metavar="USER@HOST", help="login node of the cluster (you on this machine)"

@@ -24,6 +24,7 @@ from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, read_jobs
 from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
 from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status
 from launcher_scripts.jobs.status import statuses as look
+from launcher_scripts.jobs.swap import exchange_weights
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -119,6 +120,9 @@ class Request:
     via: str | None = None
     port: int | None = None
     open: bool = False
+    checkpoint: Path = Path()
+    mode: str = ""
+    drain_timeout: float = 0.0
 
     def chosen(self) -> list[Job]:
         jobs = choose_jobs(self.results, self.jobs)
@@ -271,6 +275,17 @@ def tunnel(request: Request) -> int:
         raise ClusterError(f"cannot run ssh: {error}") from error
 
 
+def swap(request: Request) -> int:
+    """Have a server serve the weights of another export."""
+    return exchange_weights(
+        request.results,
+        request.jobs[0],
+        request.checkpoint,
+        request.mode,
+        request.drain_timeout,
+    )
+
+
 def stop(request: Request) -> int:
     """Let the jobs end in order: servers finish their requests. Returns when they have ended."""
     return _end(request, lambda kind: kind.stop)
@@ -289,6 +304,7 @@ COMMANDS: dict[str, Callable[[Request], int]] = {
     "resume": resume,
     "wait": wait,
     "tunnel": tunnel,
+    "swap": swap,
     "stop": stop,
     "cancel": cancel,
 }

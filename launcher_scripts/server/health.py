@@ -192,6 +192,7 @@ PATHS = (
     ("GET", "/servers/metrics"),
     ("GET", "/clients"),
     ("GET", "/tokenizer_info"),
+    ("POST", "/admin/weights"),
     ("POST", "/tokenize"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),

@@ -221,6 +221,7 @@ class Protection:
 STATUS_DIR_VARIABLE = "LAUNCHER_STATUS_DIR"
 DEVICE_VARIABLE = "LAUNCHER_DEVICE"
 MAX_WAITING_VARIABLE = "LAUNCHER_MAX_WAITING_ROWS"
+CLOSED_VARIABLE = "LAUNCHER_CLOSED_SERVER"  # nobody reaches it without its start's credentials
 CREDENTIALS_VARIABLE = "TRITON_CLOUD_CREDENTIAL_PATH"
 TAIL_LINES = 60
 _POLL_SECONDS = 0.05
@@ -271,6 +272,8 @@ class ServerProcess:
         secrets = protection.environment
         variables = {STATUS_DIR_VARIABLE: str(self.status_dir), DEVICE_VARIABLE: settings.device}
         variables[MAX_WAITING_VARIABLE] = str(settings.max_waiting_rows)
+        if settings.is_closed:
+            variables[CLOSED_VARIABLE] = "1"
         if settings.cloud_credentials is not None:
             variables[CREDENTIALS_VARIABLE] = settings.cloud_credentials
         print(self._hide("starting " + " ".join(arguments)), flush=True)

@@ -174,7 +174,7 @@ def test_prefixes_and_sessions_of_the_weights_before_are_dropped(served):
 
 
 def test_other_sizes_are_refused_by_name_before_anything_is_read(served, tmp_path, monkeypatch):
-    engine, swaps, _, _ = served
+    _, swaps, _, _ = served
     wider = replace(GPT2, ffn_size=64, norm_eps=1e-3)
     other = write_checkpoint(tmp_path / "other" / "1-gpu", wider, random_tensors(wider), 1)
     monkeypatch.setattr(FTCheckpoint, "read", lambda *_: pytest.fail("a weight was read"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,8 +55,15 @@ class FakeBackend:
     at_once: int = 1
     cached: Callable[[RowRequest], int] = lambda _: 0
     shares_prefixes: bool = False
+    digests: Mapping[str, Any] | None = None
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    operations: list[Mapping[str, Any]] = field(default_factory=list)
     requests: list[RowRequest] = field(default_factory=list)
     running: int = 0
+
+    async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        self.operations.append(operation)
+        return dict(self.reply)
 
     async def generate(self, request: RowRequest) -> AsyncIterator[Increment]:
         self.requests.append(request)

@@ -28,7 +28,12 @@ from launcher_scripts.backends.older_servers import FINAL, failure
 from launcher_scripts.backends.text_parameters import ParameterError
 from launcher_scripts.common.errors import BusyError, RequestError, ServerError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REJECTED
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
+from launcher_scripts.contract.requests import (
+    EndCode,
+    GenerateOutput,
+    GenerateRequest,
+    ModelLogProbs,
+)
 from launcher_scripts.contract.tensors import NUM_CACHED_TOKENS
 from launcher_scripts.engine.core.row import Snapshot, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
@@ -279,7 +284,7 @@ class Answer:
             tensors.update(self._progress(outputs, tensors))
         if reports_progress and "news" in self._requested:
             tensors["news"] = news(
-                self._prompts, outputs, self._before(outputs), self._finished(outputs)
+                self._prompts, outputs, self._before(outputs), self._end_codes(outputs)
             )
         if self._in_session:
             tensors = {name: tensor[None] for name, tensor in tensors.items()}
@@ -312,6 +317,11 @@ class Answer:
     def _finished(self, outputs: Sequence[GenerateOutput]) -> list[bool]:
         """Return for each row whether it has finished."""
         return [output is last for output, last in zip(outputs, self._last, strict=True)]
+
+    def _end_codes(self, outputs: Sequence[GenerateOutput]) -> list[int]:
+        """Return for each row the number of its EndCode; 0 where it has not finished."""
+        pairs = zip(outputs, self._finished(outputs), strict=True)
+        return [end and EndCode.of(output.weights_versions).number for output, end in pairs]
 
     def _progress(
         self, outputs: Sequence[GenerateOutput], tensors: Mapping[str, torch.Tensor]

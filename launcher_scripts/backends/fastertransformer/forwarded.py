@@ -177,17 +177,18 @@ def news(
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[GenerateOutput],
     before: Sequence[int],
-    finished: Sequence[bool],
+    finished: Sequence[int],
 ) -> torch.Tensor:
     """The tensor `news` of a response: INT32 [B, beam, 4 + n].
 
     Of every beam: how many tokens it has, how many of them are the prompt, the place of the first
-    id that follows here, 1 where no more will come; then the ids from that place on, then zeros.
+    id that follows here, the EndCode where no more will come, else 0; then the ids from that place
+    on, then zeros.
     A beam whose tokens are all news begins with its prompt; one that a row does not have has none.
 
     prompts: of each row, what its output_ids begin with
     before:  of each row, how many generated tokens the earlier responses held
-    ended:   of each row, whether no more tokens will come
+    finished: of each row, the EndCode's number where no more tokens will come, else 0
     """
     rows = []
     for prompt, output, count, end in zip(prompts, outputs, before, finished, strict=True):
@@ -198,7 +199,7 @@ def news(
                     len(prompt) + len(beam.output_ids),
                     len(prompt),
                     start,
-                    int(end),
+                    end,
                     *(() if count else prompt),
                     *beam.output_ids[count:],
                 )

@@ -47,6 +47,10 @@ from launcher_scripts.backends.fastertransformer.server import (
     model_type,
     node_group,
 )
+from launcher_scripts.backends.fastertransformer.server_operations import (
+    ServerOperations,
+    operation_of,
+)
 from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
 from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
@@ -128,7 +132,9 @@ class TritonPythonModel:
         self._guidance = Guidance(settings.checkpoint_dir, self._engine.config)
         self._guided = GuidedRows(self._guidance, self._engine.submit, self._engine.together)
         self._sessions = None if idle is None else Sessions(self._engine, idle)
-        self._metrics = ModelMetrics(args["model_name"], self._engine)
+        self._operations = ServerOperations(args["model_name"], self._engine)
+        weights = self._operations.weights
+        self._metrics = ModelMetrics(args["model_name"], self._engine, weights)
         self._answers = Answers(self._metrics.count_failure)
         self._channels = Channels()
         self._shared = SharedStreams(self._answers)
@@ -144,6 +150,9 @@ class TritonPythonModel:
             sender = StreamSender(local_sender) if self._streams else local_sender
             kind: Kind = Answer
             try:
+                if (operation := operation_of(request)) is not None:
+                    self._operations.begin(operation, local_sender)
+                    continue
                 if self._streams and (shared := shared_id(request.request_id())) is not None:
                     if shared.number is None:
                         self._shared.open(shared.stream, sender)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -27,9 +28,15 @@ _SECONDS = 1.0
 class ModelMetrics:
     """One model's metrics, brought up to date every second."""
 
-    def __init__(self, model: str, engine: Engine) -> None:
-        """Start from the engine's counters, so that its warm-up is left out."""
-        self._model, self._engine = model, engine
+    def __init__(
+        self, model: str, engine: Engine, weights: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Start from the engine's counters, so that its warm-up is left out.
+
+        weights: gives the version and the digests of those that are served
+        """
+        self._model, self._engine, self._weights = model, engine, weights
+        self._fingerprints: dict[str, Any] = {}
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._gauges = {metric.name: self._add(metric, metric.name) for metric in names.GAUGES}
@@ -87,6 +94,7 @@ class ModelMetrics:
                 failures, self._unsent = self._unsent, Counter()
             for reason, count in failures.items():
                 self._failures[reason].increment(count)
+            self._show_weights()
             for name, value in self._levels().items():
                 if self._reported.get(name) != value:
                     self._reported[name] = value
@@ -101,6 +109,22 @@ class ModelMetrics:
             self._recorded[key] = sample.value
             self._metrics[key].increment(more)
 
+    def _show_weights(self) -> None:
+        """Let the fingerprint of the weights that are served have the value 1, others 0."""
+        digests = self._weights()["digests"]
+        current = digests["system_fingerprint"] if digests else "unknown"
+        if self._reported.get(current):
+            return
+        for fingerprint, metric in self._fingerprints.items():
+            self._reported[fingerprint] = 0
+            metric.set(0)
+        if current not in self._fingerprints:
+            labels = (("system_fingerprint", current),)
+            name = names.WEIGHTS_INFO.name
+            self._fingerprints[current] = self._add(names.WEIGHTS_INFO, name, labels)
+        self._reported[current] = 1
+        self._fingerprints[current].set(1)
+
     def _levels(self) -> dict[str, float]:
         """The gauges' values now."""
         engine = self._engine
@@ -114,4 +138,5 @@ class ModelMetrics:
             names.BATCH.name: rows / steps if steps else 0.0,
             names.CACHE_TOKENS.name: capacity,
             names.CACHE_USED.name: used,
+            names.WEIGHTS_VERSION.name: self._weights()["version"],
         }

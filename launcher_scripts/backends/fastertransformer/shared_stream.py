@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import Answer, Answers, Submit, send_last
 from launcher_scripts.common.errors import RequestError, problem
-from launcher_scripts.contract.requests import NO_STREAM, PlainDelta, pack
+from launcher_scripts.contract.requests import NO_STREAM, EndCode, PlainDelta, pack
 from launcher_scripts.engine.core.session import Session
 
 # A stream without rows ends after this time, so that it does not hold up a server that stops.
@@ -130,12 +130,13 @@ class SharedAnswer(Answer):
         if last is None:
             snapshot = self._snapshots[0]
             ids: Sequence[int] = snapshot.row.tokens[self._sent : snapshot.tokens]
-            cached = snapshot.row.num_cached_tokens or 0
+            cached, code = snapshot.row.num_cached_tokens or 0, 0
         else:
             ids, cached = last.output_ids[self._sent :], last.num_cached_tokens
+            code = EndCode.of(last.weights_versions).number
         if not ids and last is None:
             return None
-        deltas = self._number, ids, last is not None, 0 if self._sent else cached
+        deltas = self._number, ids, code, 0 if self._sent else cached
         self._sent += len(ids)
         return deltas
 
