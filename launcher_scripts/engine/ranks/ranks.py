@@ -174,8 +174,11 @@ class WorkerGroup:
         self._sent += 1
 
     def request(self, request: OperationRequest) -> None:
-        """Tell every rank an action of an operation that is beside its steps."""
-        self._tell(request)
+        """Tell every rank an action of an operation that is beside its steps; those that are lost
+        are noticed otherwise.
+        """
+        for rank in self._ranks.values():
+            rank.try_send(request)
 
     def label(self, rank: int) -> str:
         """Return the name of a rank for messages."""

@@ -1,0 +1,106 @@
+"""New weights through the gateway: who may ask for it, and what clients see of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from launcher_scripts.gateway.backend import Increment, Replica, RowWeights
+from tests.gateway.fakes import FakeBackend, client_of, served
+
+KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
+BODY = {"checkpoint": "/exports/new", "mode": "mixed"}
+DIGESTS = {"system_fingerprint": "fp_new", "manifest": "00", "source": {}}
+DONE = {"version": 1, "digests": DIGESTS}
+
+
+def post(client, body=BODY, key: str | None = "sk-alice-0123"):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return client.post("/admin/weights", json=body, headers=headers)
+
+
+def admin_client(*backends: FakeBackend):
+    replicas = [
+        Replica(f"node{number}:8001#secret", {"tiny": backend}, healthy=True)
+        for number, backend in enumerate(backends)
+    ]
+    return client_of(
+        served(backends[0]), keys=KEYS, admins=("alice",), api_keys="k", replicas=replicas
+    )
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("sk-bob-4567", 403), ("wrong", 401)])
+def test_the_keys_of_others_than_admins_are_refused(key, status):
+    backend = FakeBackend(reply=DONE)
+    assert post(admin_client(backend), key=key).status_code == status
+    assert backend.operations == []
+
+
+def test_without_keys_nobody_may():
+    backend = FakeBackend(reply=DONE)
+    response = post(client_of(served(backend)), key=None)
+    assert response.status_code == 403
+    assert "deploy.gateway.api_keys" in response.json()["error"]["message"]
+    assert backend.operations == []
+
+
+def test_every_server_of_the_model_gets_the_weights():
+    backends = [FakeBackend(reply=DONE), FakeBackend(reply=DONE)]
+    response = post(admin_client(*backends))
+    assert response.status_code == 200
+    servers = response.json()["servers"]
+    assert [server["server"] for server in servers] == ["node0:8001", "node1:8001"]
+    operation = {**BODY, "operation": "swap", "drain_timeout": 30.0}
+    assert [backend.operations for backend in backends] == [[operation]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ConfigError", 400), ("OperationError", 409), ("ServerError", 500)]
+)
+def test_an_error_says_which_servers_have_them(kind, status):
+    failing = FakeBackend(reply={"error": "ffn_size is another one", "kind": kind})
+    response = post(admin_client(FakeBackend(reply=DONE), failing, FakeBackend(reply=DONE)))
+    assert response.status_code == status
+    message = response.json()["error"]["message"]
+    assert "node1:8001" in message
+    assert "ffn_size is another one" in message
+    assert message.endswith("these have the new weights already: node0:8001")
+
+
+def test_wrong_bodies_are_refused():
+    client = admin_client(FakeBackend(reply=DONE))
+    assert post(client, {"checkpoint": "/new", "mode": "now"}).status_code == 400
+    assert post(client, {"mode": "mixed"}).status_code == 400
+    assert post(client, {**BODY, "model": "other"}).status_code == 404
+
+
+class Swapped(FakeBackend):
+    """Its rows end with other weights than they began with."""
+
+    async def generate(self, request):
+        async for increment in super().generate(request):
+            weights = RowWeights("fp_new", mixed=True) if increment.finished else None
+            yield Increment(*increment)._replace(weights=weights)
+
+
+def test_answers_name_the_weights():
+    client = client_of(served(Swapped()))
+    body = {"prompt": "Hello", "max_tokens": 5}
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["system_fingerprint"] == "fp_new"
+    assert answer["mixed_weights"] is True
+    text = client.post("/v1/completions", json={**body, "stream": True}).text
+    *_, last, done = text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    last_words = json.loads(last.removeprefix("data: "))
+    assert (last_words["system_fingerprint"], last_words["mixed_weights"]) == ("fp_new", True)
+    assert last_words["choices"] == []
+
+
+def test_the_version_and_later_answers_name_the_digests():
+    client = client_of(served(FakeBackend(digests=DIGESTS)))
+    assert client.get("/version").json()["models"] == {"tiny": DIGESTS}
+    answer = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 5}).json()
+    assert answer["system_fingerprint"] == "fp_new"
+    assert "mixed_weights" not in answer
