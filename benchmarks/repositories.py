@@ -28,6 +28,7 @@ class RandomModel:
     linked: every layer's files are links to those of the first, which takes a fraction of the disk
             and of the time; in the GPU's memory each layer has its own copy all the same
     decoupled: it streams
+    seed: other weights of the same sizes have another one
     """
 
     name: str
@@ -37,13 +38,14 @@ class RandomModel:
     linked: bool = True
     decoupled: bool = False
     prefix_caching: bool = False
+    seed: int = 0
 
     def write(self, root: Path) -> None:
         """Make the repository at `root`, or add the model to the one that is there."""
         # No end token, so that every row generates all that it was asked for.
         config = replace(self.config, end_id=self.config.vocab_size)
         folder = root / self.name / "1" / f"{self.tp_size}-gpu"
-        small, gains = random_bits(0.0), random_bits(1.0)
+        small, gains = random_bits(0.0, self.seed), random_bits(1.0, self.seed)
         writer = LinkingWriter(folder, config, self.tp_size, "bf16")
         with writer:
             first: dict[tuple[str, int], WeightFile] = {}
@@ -84,7 +86,7 @@ class LinkingWriter(FTWriter):
         self.add(replace(self._entries[content.name], name=file.name))
 
 
-def random_bits(mean: float) -> np.ndarray:
+def random_bits(mean: float, seed: int = 0) -> np.ndarray:
     """BLOCK bfloat16 numbers around `mean`, of a size that keeps activations in range."""
-    values = np.random.default_rng(0).normal(mean, 0.02, BLOCK).astype(np.float32)
+    values = np.random.default_rng(seed).normal(mean, 0.02, BLOCK).astype(np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
