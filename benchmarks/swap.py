@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.repositories import RandomModel
-from benchmarks.shapes import SHAPES, TINY
+from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
@@ -67,7 +68,7 @@ class Clients:
             with self.lock:
                 self.answered += 1
                 self.mixed += versions[0] != versions[1]
-                self.gaps += [(b, b - a) for a, b in zip(times, times[1:], strict=False)]
+                self.gaps += [(end, end - start) for start, end in pairwise(times)]
 
     def longest_gap(self, start: float, end: float) -> float:
         """The longest time between two tokens of a stream that ended in this time."""
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
-    parser.add_argument("--shape", choices=(*SHAPES, *TINY), default="1.3b")
+    parser.add_argument("--shape", choices=(*CONFIGS, *TINY), default="1.3b")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--requests", type=int, default=10_000)
@@ -88,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
-    config = TINY[arguments.shape] if arguments.shape in TINY else SHAPES[arguments.shape].config()
+    config = CONFIGS[arguments.shape] if arguments.shape in CONFIGS else TINY[arguments.shape]
     model = RandomModel("swap", config, arguments.clients, arguments.tp)
     folders = []
     for seed in (1, 2):
