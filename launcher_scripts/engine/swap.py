@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.verification import rebuilt
-from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.errors import CheckpointError, RequestError, problem
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
@@ -136,14 +138,18 @@ class WeightSwaps:
         """Exchange the weights, and put those before back where the probe disagrees."""
         engine, began = self._engine, time.perf_counter()
         seconds = operations.carry_out("apply")
-        limit = max_difference(engine.settings)
-        outputs = [engine.run_alone(scheduler, request) for request in requests]
-        difference = max(map(relative_difference, map(probed, outputs), references))
+        limit, reason = max_difference(engine.settings), ""
+        try:
+            outputs = [engine.run_alone(scheduler, request) for request in requests]
+        except (RequestError, futures.TimeoutError) as error:
+            difference, reason = inf, f"; the probe failed: {error}"
+        else:
+            difference = max(map(relative_difference, map(probed, outputs), references))
         if not difference <= limit:
             operations.carry_out("revert")
             message = (
                 f"the logits of a probe with the weights of {weights[0]} are not those of the same "
-                "files on the CPU: the weights before are served again"
+                f"files on the CPU: the weights before are served again{reason}"
             )
             got, choices = f"a relative difference of {difference:.3g}", [f"at most {limit:g}"]
             raise OperationError(problem(message, got=got, choices=choices))

@@ -44,9 +44,10 @@ class InterruptibleScheduler(Scheduler):
 
     @contextmanager
     def alone(self, row: Row) -> Iterator[None]:
-        """Inside, the row is the only one: the others go on afterwards where they were.
+        """Inside, the row is the only one: the others go on afterwards where they were. A row that
+        has not ended by then is cancelled.
 
-        No step may be in flight, at the beginning and at the end. The row has to end inside.
+        No step may be in flight, at the beginning and at the end.
         """
         others: tuple[dict[int, Row], dict[int, Row], deque[Row]] = (
             dict(self._running),
@@ -60,6 +61,7 @@ class InterruptibleScheduler(Scheduler):
         try:
             yield
         finally:
+            row.future.cancel()
             self._running.update(others[0])
             self._reading.update(others[1])
             self._waiting.extend(others[2])

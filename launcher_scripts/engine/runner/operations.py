@@ -83,6 +83,8 @@ class RankOperations:
         elif request.action == "finish":
             self._cancelled.set()
             self._current = None
+            if self._runner.device.type == "cuda":
+                threading.Thread(target=_release_pinned_memory, daemon=True).start()
         else:
             progress = self._runner.communicator.progress
             if self._rank:
@@ -139,3 +141,10 @@ class RankOperations:
             self._reply(OperationReply(request.number, request.action, reason))
         except OSError:
             return  # rank 0 is gone, which the thread that steps notices
+
+
+def _release_pinned_memory() -> None:
+    """Give back what torch keeps of pinned memory that nobody uses; it may take seconds."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:
+        release()
