@@ -142,10 +142,11 @@ class WeightSwaps:
         try:
             outputs = [engine.run_alone(scheduler, request) for request in requests]
         except (RequestError, futures.TimeoutError) as error:
-            difference, reason = inf, f"; the probe failed: {error}"
+            differences, reason = [inf], f"; the probe failed: {error}"
         else:
-            difference = max(map(relative_difference, map(probed, outputs), references))
-        if not difference <= limit:
+            differences = list(map(relative_difference, map(probed, outputs), references))
+        difference = max(differences)
+        if not all(item <= limit for item in differences):  # also where one is no number
             operations.carry_out("revert")
             message = (
                 f"the logits of a probe with the weights of {weights[0]} are not those of the same "
