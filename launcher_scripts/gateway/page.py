@@ -26,8 +26,8 @@ from launcher_scripts.gateway.schemas import (
     StrictBody,
     TokenizeBody,
     TokenizeChatBody,
+    WeightsBody,
 )
-from launcher_scripts.gateway.weights import WeightsBody
 
 _FILE = Path(__file__).with_name("page.html")
 _DOCS = Path(__file__).with_name("docs.html")

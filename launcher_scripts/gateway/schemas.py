@@ -426,6 +426,19 @@ def _prompts(value: Any) -> list[Prompt]:
     return value  # type: ignore[no-any-return]
 
 
+class WeightsBody(StrictBody):
+    """The request: the weights of this export come in place of the present ones.
+
+    checkpoint: as the servers' nodes see it: a model repository, or the folder of its shards
+    drain_timeout: seconds in which requests that have begun may end
+    """
+
+    checkpoint: str
+    model: str | None = None
+    mode: Literal["drain", "mixed"] = "drain"
+    drain_timeout: float = Field(default=30.0, ge=0, le=3600)
+
+
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 

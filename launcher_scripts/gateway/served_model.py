@@ -185,12 +185,13 @@ class ServedModel:
     def fingerprint(self) -> str | None:
         """Return the system_fingerprint of the weights that the servers have now."""
         current = self.current_digests
-        return current and str(current["system_fingerprint"])
+        return None if current is None else str(current["system_fingerprint"])
 
     @property
     def current_digests(self) -> Mapping[str, Any] | None:
         """Return the values of the DigestChain of the weights that the servers have now."""
-        return self.backend.digests or (self.digests and self.digests.values())
+        of_start = None if self.digests is None else self.digests.values()
+        return self.backend.digests or of_start
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Raises ApiError."""

@@ -114,7 +114,7 @@ class SharedStream:
         try:
             while not finished:
                 delta = await inbox.take()
-                finished = delta.finished
+                finished = bool(delta.finished)
                 yield delta
         except Exception as error:
             if not inbox.started and NO_STREAM in str(error):

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailable
 from launcher_scripts.gateway.backend import Replica
-from launcher_scripts.gateway.schemas import StrictBody
+from launcher_scripts.gateway.schemas import WeightsBody
 from launcher_scripts.gateway.served_model import Models
 
 # Kinds of errors of a server's operation -> status; any other one is the server's.
 _STATUSES = {"ConfigError": 400, "CheckpointError": 400, "OperationError": 409, "BusyError": 409}
-
-
-class WeightsBody(StrictBody):
-    """The request: the weights of this export come in place of the present ones.
-
-    checkpoint: as the servers' nodes see it: a model repository, or the folder of its shards
-    drain_timeout: seconds in which requests that have begun may end
-    """
-
-    checkpoint: str
-    model: str | None = None
-    mode: Literal["drain", "mixed"] = "drain"
-    drain_timeout: float = Field(default=30.0, ge=0, le=3600)
 
 
 class WeightsAdmin:
