@@ -345,6 +345,7 @@ class LoadSettings:
 
 
 NEWEST, OLDEST = ORDERS = ("newest", "oldest")
+NEVER, AFTER_GO = SWAPS = ("never", "after_go")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +366,10 @@ class WatchOptions:
     keep_exports: int | None = option(
         None, "number of evaluated checkpoints whose export stays, besides the latest GO's", lower=1
     )
+    swap: str = option(NEVER, "when swap_server gets the weights of a checkpoint", choices=SWAPS)
+    swap_server: str | None = option(
+        None, "ready file or job of a running server of the same sizes"
+    )
     max_checkpoints: int | None = option(None, "end after this many evaluations", lower=1)
     idle_timeout: float | None = option(
         None, "end after this many seconds without a new checkpoint", lower=0
@@ -373,6 +378,9 @@ class WatchOptions:
     def __post_init__(self) -> None:
         problems = Problems("the watch settings")
         check_options(self, problems, "watch.{}".format)
+        if self.swap == AFTER_GO and self.swap_server is None:
+            message = f"swap={AFTER_GO} needs the server that gets the weights"
+            problems.add(message, change="watch.swap_server")
         for name in ("level", "max_drop"):
             if not 0 < getattr(self, name) < 1:
                 problems.add(

@@ -50,6 +50,7 @@ class Entry:
     reason:   why it failed or was skipped
     earlier:  the version that was evaluated before. It counts again if this one goes before its
               evaluation, as a checkpoint does that the training deletes file by file
+    swap:     what came of serving its weights; "": it was not tried
     """
 
     name: str
@@ -66,6 +67,7 @@ class Entry:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     reason: str = ""
     earlier: Entry | None = None
+    swap: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -210,6 +212,8 @@ class Series:
             self.evaluations += 1
             for key in ("number", "verdict", "measured", "regressions", "metrics"):
                 setattr(entry, key, line[key])
+        elif event == "swapped":
+            entry.swap = line["reason"] or "served"
         elif event == "retry":
             entry.state, entry.reason, entry.attempts = WAITING, line["reason"], line["attempts"]
         elif event == SKIPPED and entry.earlier is not None:

@@ -85,6 +85,7 @@ def _values(series: Series, entry: Entry) -> dict[str, Any]:
         "regressions": entry.regressions,
         "figures": entry.metrics,
         "reason": entry.reason,
+        "swap": entry.swap,
         "report": os.path.relpath(report, series.folder) if report.exists() else None,
     }
 

@@ -19,8 +19,8 @@ from typing import Any
 from launcher_scripts.common.command_line import hydra_value
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.exit_codes import ERROR, VERDICT_FILE, VERDICTS
-from launcher_scripts.common.processes import signal_when_parent_dies
-from launcher_scripts.config.evaluation import WatchSettings
+from launcher_scripts.common.processes import signal_when_parent_dies, this_environment
+from launcher_scripts.config.evaluation import AFTER_GO, WatchSettings
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.evaluation.checks import TaskSection, tasks_of
 from launcher_scripts.evaluation.report_content import read_content
@@ -44,6 +44,7 @@ LOG = "watch.log"
 _STOP_TIMEOUT = 120.0
 _STATUS_TIMEOUT = 60.0
 _REASON = 300  # characters
+_REPOSITORY = "*/export_*/model_repo"  # below a checkpoint's results
 _POLL_SECONDS = 0.5
 _CODES = {verdict: code for code, verdict in VERDICTS.items()}
 # The earliest first look after which a checkpoint that did not change counts as complete.
@@ -123,6 +124,28 @@ class Runs:
             return Outcome(None, "its evaluation wrote no verdict")
         return Outcome(None, "the watch ended before the evaluation did", interrupted=True)
 
+    def swap(self, entry: Entry) -> str:
+        """Have the running server serve an entry's export; returns the reason of a failure."""
+        folder = self._series.results_of(entry)
+        repositories = sorted(folder.glob(_REPOSITORY))
+        if len(repositories) != 1:
+            return f"{folder} has {len(repositories)} model repositories"
+        command = [sys.executable, "-m", "launcher_scripts.jobs", "swap"]
+        command += [str(self._settings.swap_server), str(repositories[0])]
+        result = subprocess.run(
+            command,
+            cwd=self._settings.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=this_environment(),
+        )
+        with (folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(result.stdout + result.stderr)
+        lines = result.stderr.splitlines() or [f"exit code {result.returncode}"]
+        return lines[-1].removeprefix("error: ")[:_REASON] if result.returncode else ""
+
     def _verdict(self, entry: Entry) -> str | None:
         """The verdict in an entry's file, which an evaluation removes before it measures."""
         path = self._series.evaluation_of(entry) / VERDICT_FILE
@@ -197,6 +220,8 @@ class Watcher:
             folder = self._series.results_of(entry)
             print(f"{entry.name}: evaluation starts, log in {folder}", flush=True)
             self._runs.start(entry)
+        if self._settings.swap == AFTER_GO:
+            self._swap_latest()
         if self._written != self._series.last_event:
             self._remove_exports()
             write_trend(self._series, self._settings)
@@ -320,6 +345,18 @@ class Watcher:
         if latest is not None:
             result[f"the last GO, {latest.name}"] = self._tasks(latest)
         return result
+
+    def _swap_latest(self) -> None:
+        """Have the running server serve the newest GO, once; a failure is noted and changes
+        nothing.
+        """
+        entry = self._series.latest_go()
+        if entry is None or entry.swap:
+            return
+        reason = self._runs.swap(entry)
+        self._series.note("swapped", entry.name, reason=reason)
+        result = f"not served: {reason}" if reason else "its weights are served"
+        print(f"{entry.name}: {result} by {self._settings.swap_server}", flush=True)
 
     def _tasks(self, entry: Entry) -> Tasks:
         return _tasks_in(self._series.evaluation_of(entry))

@@ -22,6 +22,7 @@ from launcher_scripts.watch.training import SavedCheckpoint
 from launcher_scripts.watch.watcher import Runs, Watcher
 from tests.browser import browser
 from tests.evaluation.test_page import emulate, needs_browser
+from tests.jobs.fake_gateway import fake_gateway
 from tests.processes import wait_for
 
 # Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.
@@ -137,6 +138,30 @@ def test_the_same_command_again_evaluates_nothing_twice(settings: Settings, save
     assert watch(chosen) == 2
     assert watch(chosen) == 2
     assert [calls(chosen, step) for step in (10, 20)] == [1, 1]
+
+
+@pytest.mark.parametrize("error", ["", "the probe disagrees"])
+def test_a_server_gets_the_weights_of_the_newest_go(
+    settings: Settings, save: Save, tmp_path: Path, error: str
+) -> None:
+    save(10, right=50)
+    save(20, right=50, verdict="NO-GO")
+    with fake_gateway(tmp_path, error) as (ready, bodies):
+        chosen = settings(swap="after_go", swap_server=str(ready))
+        results = Path(chosen.results_dir) / "checkpoints" / "iter_0000010"
+        repository = results / "tiny" / "export_1" / "model_repo"
+        repository.mkdir(parents=True)
+        assert watch(chosen) == 1
+        assert watch(chosen) == 1
+    assert [body["checkpoint"] for body in bodies] == [str(repository)]
+    swaps = {step: entry["swap"] for step, entry in trend(chosen)["checkpoints"].items()}
+    assert swaps[20] == ""
+    assert swaps[10] == (f"the weights were not exchanged: {error}" if error else "served")
+
+
+def test_swaps_need_a_server(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="swap_server"):
+        settings(swap="after_go")
 
 
 def test_newest_first_and_only_so_many(settings: Settings, save: Save) -> None:
