@@ -55,7 +55,7 @@ def test_a_running_server_gets_the_weights_of_another_export(tmp_path: Path, cap
         for thread in threads:
             thread.start()
         ready_file = str(step.settings.ready_file)
-        assert main(["swap", ready_file, second, "--mode", "mixed"]) == 0
+        assert main(["swap", ready_file, str(second), "--mode", "mixed"]) == 0
         ended.set()
         for thread in threads:
             thread.join()
@@ -76,10 +76,10 @@ def test_a_running_server_gets_the_weights_of_another_export(tmp_path: Path, cap
         assert status == 200
         assert f'system_fingerprint="{digests.fingerprint}"' in text
         narrow = export(tmp_path / "narrow", text_config(max_positions=512)).model_repository
-        assert main(["swap", ready_file, narrow]) == 1
+        assert main(["swap", ready_file, str(narrow)]) == 1
         assert "max_positions is another one" in capsys.readouterr().err
         assert ask(openai, "/v1/completions", BODY)[1]["choices"] == after["choices"]
-        body = json.dumps({"checkpoint": second})
+        body = json.dumps({"checkpoint": str(second)})
         assert "admins" in str(ask_as("sk-of-clients", openai, body))
         assert step.stop() == 0, step.err
 
