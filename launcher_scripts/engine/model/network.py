@@ -61,7 +61,6 @@ from launcher_scripts.engine.model.weights import (
     MLPWeights,
     ModelWeights,
     SublayerWeights,
-    named_tensors,
     token_tasks,
 )
 from launcher_scripts.kernels.operands import (
@@ -252,9 +251,11 @@ class Network:
         linears = [item for stack in stacks for part in stack.sublayers for item in _linears(part)]
         linears += [] if self.step is None else _linears(self.step)
         for linear in linears:
-            if linear.folded is not None:
-                fresh = self.kernels.prepare(linear).folded
-                for name, tensor in named_tensors(linear.folded).items():
+            if linear.folded is None:
+                continue
+            fresh = self.kernels.prepare(linear).folded
+            for name in ("sums", "offsets"):
+                if (tensor := getattr(linear.folded, name)) is not None:
                     tensor.copy_(getattr(fresh, name))
 
     def settle_drafts(self, counts: Tensor) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -268,36 +268,6 @@ class ModelWeights:
 def sublayers_of(layers: Iterable[LayerWeights]) -> Iterator[SublayerWeights]:
     """The sublayers of all layers."""
     return (sublayer for layer in layers for sublayer in layer.sublayers)
-
-
-def named_tensors(weights: object) -> dict[str, Tensor]:
-    """The tensors of a rank's weights by their names in it: `decoder.layers.0.branches...`.
-
-    A tensor that several parts share has the first of its names. The same names for every rank of
-    the same part of models of the same config.
-    """
-    result: dict[str, Tensor] = {}
-    shared: set[tuple[int, int]] = set()
-
-    def visit(value: object, name: str) -> None:
-        if isinstance(value, Tensor):
-            storage = (value.data_ptr(), value.numel())
-            if value.numel() and storage not in shared:
-                shared.add(storage)
-                result[name] = value
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                visit(item, f"{name}.{key}")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                visit(item, f"{name}.{index}")
-        elif is_dataclass(value):
-            for field in fields(value):
-                if field.name != "config":
-                    visit(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
-
-    visit(weights, "")
-    return result
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from launcher_scripts.common.errors import CheckpointError, ConfigError, Problem
 from launcher_scripts.common.files import MANIFEST, file_digest
 from launcher_scripts.engine.messages.message import ExchangeWeights
 from launcher_scripts.engine.model.kv_cache import available_memory
-from launcher_scripts.engine.model.weights import Stored, named_tensors
+from launcher_scripts.engine.model.weights import Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -74,6 +74,36 @@ class WeightExchange:
         self._network.weights_changed()
 
     revert = apply
+
+
+def named_tensors(weights: object) -> dict[str, Tensor]:
+    """The tensors of a rank's weights by their names in it: `decoder.layers.0.branches...`.
+
+    A tensor that several parts share has the first of its names. The same names for every rank of
+    the same part of models of the same config.
+    """
+    result: dict[str, Tensor] = {}
+    shared: set[tuple[int, int]] = set()
+
+    def visit(value: object, name: str) -> None:
+        if isinstance(value, Tensor):
+            storage = (value.data_ptr(), value.numel())
+            if value.numel() and storage not in shared:
+                shared.add(storage)
+                result[name] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(item, f"{name}.{key}")
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                visit(item, f"{name}.{index}")
+        elif is_dataclass(value):
+            for field in fields(value):
+                if field.name != "config":
+                    visit(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+
+    visit(weights, "")
+    return result
 
 
 def open_export(settings: EngineSettings, folder: Path, served: ModelConfig) -> FTCheckpoint:
