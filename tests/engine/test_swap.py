@@ -37,6 +37,7 @@ from tests.engine.small_models import (
     small_config,
     write_checkpoint,
 )
+from tests.engine.small_t5 import SOURCE, VARIANTS, t5_config, t5_tensors
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
 GPT2 = small_config(num_layers=2, end_id=67, max_positions=512)
@@ -89,6 +90,27 @@ def test_logits_are_those_of_a_fresh_start(tmp_path: Path, config, tp, pp, more)
     swaps.swap(first, "mixed")
     assert torch.equal(context_logits(engine, IDS), before)
     engine.close()
+
+
+@pytest.mark.parametrize("model_type", ["T5", "T5-Encoder"])
+def test_an_encoder_decoder_and_its_encoder(tmp_path: Path, model_type):
+    config = t5_config(**VARIANTS["nemo"])
+    first, second = (
+        write_checkpoint(tmp_path / name / "1-gpu", config, t5_tensors(config, seed), 1)
+        for name, seed in (("first", 0), ("second", 1))
+    )
+    request = GenerateRequest(SOURCE, output_len=0, return_hidden_state=True)
+    states = []
+    for folder in (first, second):
+        engine = load_engine(folder.parent, config, {}, 1, 1, model_type=model_type)
+        states.append(engine.submit(request).result(60).hidden_state)
+        if folder == first:
+            WeightSwaps(engine).swap(second)
+            states.append(engine.submit(request).result(60).hidden_state)
+        engine.close()
+    before, after, expected = states
+    assert torch.equal(after, expected)
+    assert not torch.equal(before, after)
 
 
 @pytest.fixture(name="served")
