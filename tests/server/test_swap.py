@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,8 +86,8 @@ def test_a_running_server_gets_the_weights_of_another_export(tmp_path: Path, cap
 
 
 def ask_as(key: str, openai: str, body: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(openai).netloc, timeout=60)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    connection.request("POST", "/admin/weights", body, headers)
-    response = connection.getresponse()
-    return response.status, response.read().decode()
+    with closing(http.client.HTTPConnection(urlsplit(openai).netloc, timeout=60)) as connection:
+        connection.request("POST", "/admin/weights", body, headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
