@@ -84,6 +84,16 @@ def test_logits_are_the_cores(fixture: Path, tp: int, pp: int, tmp_path: Path) -
     ]
 
 
+@DIVISIONS
+def test_latent_attention_of_the_core(shared_dir: Path, tp: int, pp: int, tmp_path: Path) -> None:
+    """Saved by core 0.20, whose common state lies among the tensors."""
+    fixture = shared_dir / "fixtures" / "families" / "mcore_mla_a"
+    folder = export_folder(fixture / "ckpt", tmp_path, tp, processes=1)
+    got, want = logits_of(folder, fixture / "reference.npz", tp, pp)
+    assert (got - want).abs().max() <= TOLERANCE
+    assert read_config(folder).config.kv_lora_rank == 24
+
+
 def test_every_fixture_is_listed(shared_dir: Path, data_dir: Path) -> None:
     places = (shared_dir / "fixtures" / "core", data_dir / "core")
     folders = {path.name for place in places for path in place.iterdir() if path.is_dir()}

@@ -172,8 +172,11 @@ def pattern_of(options: TrainingOptions, names: Iterable[str]) -> str | None:
     names: of the tensors, which show the layers of a training that said ratios of them
     """
     pattern = next((options.get(key) for key in _PATTERNS if options.get(key)), None)
-    if pattern is None and not options.flag("is_hybrid_model", False):
+    hybrid = options.flag("is_hybrid_model", False)
+    if pattern is None and not hybrid:
         return None
+    for key in ("hybrid_attention_ratio", "hybrid_mlp_ratio", "mtp_hybrid_override_pattern"):
+        options.get(key)
     letters = str(pattern or _letters_of(names)).split("/", 1)[0].replace("|", "")
     others = sorted({*letters} - _LETTERS.keys())
     if others or not letters:
