@@ -15,7 +15,7 @@ import yaml
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.checkpoint.sources.core_layers import pattern_of
-from launcher_scripts.checkpoint.sources.core_options import of_bridge, read_gpt
+from launcher_scripts.checkpoint.sources.core_options import of_bridge, of_nemo2, read_gpt
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
@@ -84,6 +84,40 @@ def test_the_layers_of_ratios_are_read_off_the_tensors(nemotron: Any) -> None:
     ratios = {"is_hybrid_model": True, "hybrid_attention_ratio": 0.2, "hybrid_mlp_ratio": 0.4}
     assert pattern_of(of_bridge(options | ratios, ""), names) == pattern
     assert pattern_of(of_bridge({"_target_": "GPTModelProvider"}, ""), names) is None
+
+
+@pytest.mark.parametrize(
+    ("of", "provider"),
+    [
+        (of_bridge, "megatron.bridge.models.mamba.mamba_provider.MambaModelProvider"),
+        (
+            of_bridge,
+            "megatron.bridge.models.nemotronh.nemotron_h_provider.NemotronHModelProvider8B",
+        ),
+        (of_nemo2, "nemo.collections.llm.gpt.model.ssm.NemotronHConfig8B"),
+    ],
+)
+def test_what_a_provider_does_not_say(of: Any, provider: str) -> None:
+    """Its values are the class's; nothing of a hybrid is noted as not read."""
+    raw = {
+        "_target_": provider,
+        "hybrid_override_pattern": "M-*",
+        "hybrid_attention_ratio": 0.1,
+        "is_hybrid_model": True,
+        "mtp_hybrid_override_pattern": "*E",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "mamba_head_dim": 16,
+        "mamba_num_groups": 2,
+    }
+    options = of(raw, "it")
+    config = read_gpt(options).config(8)
+    assert config.layer_branches == "mamba2,mlp,attention"
+    assert (config.mamba_num_heads, config.mamba_state_size, config.conv_kernel) == (8, 128, 4)
+    assert (config.position_embedding, config.normalization) == ("none", "rmsnorm")
+    assert (config.tied_embeddings, config.mlp_bias, config.mixer_norm_eps) == (False, False, 1e-5)
+    assert options.check_keys() == ()
 
 
 def of_rank(tensors: State, rank: int, count: int) -> State:
