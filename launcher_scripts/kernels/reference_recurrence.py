@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+KEY_CHUNK = 16  # where every key has decays of its own, [tokens, tokens, keys]
 
 
 def conv_scan(
@@ -104,8 +105,8 @@ def delta_scan(
     """The gated delta rule over one row's tokens: float32 [N, H, V], and the state behind them.
 
     query, key: float32 [N, Hk, K], normalized; each is of H / Hk heads
-    value: [N, H, V];  decay: float32 [N, H], logarithms, at most 0;  beta: [N, H]
-    state: [H, K, V]
+    value: [N, H, V];  beta: [N, H];  state: [H, K, V]
+    decay: float32 [N, H], logarithms, at most 0; or [N, H, K], each key's own
     """
     heads = value.shape[1]
     query, key = _of_heads(query, heads), _of_heads(key, heads)
@@ -113,22 +114,23 @@ def delta_scan(
     if count is not None:
         decay, beta = _counted(decay, count), _counted(beta, count)
     outputs = []
-    for first in range(0, value.shape[0], CHUNK):
-        local = slice(first, first + CHUNK)
+    size = CHUNK if decay.dim() == 2 else KEY_CHUNK
+    for first in range(0, value.shape[0], size):
+        local = slice(first, first + size)
         q, k, v = (part[local].transpose(0, 1) for part in (query, key, value))  # [H, Q, ...]
         b = beta[local].t()[..., None]  # [H, Q, 1]
         full = decay[local].cumsum(0)
-        decays, grown = _decays(full), full.t().exp()[..., None]
+        grown = _by_head(full).exp()
         tokens = q.shape[1]
-        lower = (b * (k @ k.transpose(1, 2)) * decays).tril(-1)
+        lower = (b * _decayed(k, k, full)).tril(-1)
         eye = torch.eye(tokens, device=q.device)
         right = torch.cat([b * v, b * grown * k], dim=-1)
         solved = torch.linalg.solve_triangular(eye + lower, right, upper=False, unitriangular=True)
         u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
         new = u - w @ state
-        y = (q * grown) @ state + (q @ k.transpose(1, 2) * decays) @ new
-        remaining = (full[-1] - full).exp().t()[..., None]
-        state = state * full[-1].exp()[:, None, None] + (k * remaining).transpose(1, 2) @ new
+        y = (q * grown) @ state + _decayed(q, k, full) @ new
+        remaining = _by_head(full[-1] - full).exp()
+        state = state * grown[:, -1, :, None] + (k * remaining).transpose(1, 2) @ new
         outputs.append(y.transpose(0, 1))
     return torch.cat(outputs), state
 
@@ -139,7 +141,7 @@ def delta_step(
     """The same of one token of each row: float32 [B, H, V].  states: [B, H, K, V]"""
     heads = value.shape[1]
     query, key = _of_heads(query, heads), _of_heads(key, heads)
-    states = states * decay.exp()[..., None, None]
+    states = states * (decay[..., None] if decay.dim() == 2 else decay).exp()[..., None]
     supported = torch.einsum("bhkv,bhk->bhv", states, key)
     new = beta[..., None] * (value.float() - supported)
     states = states + key[..., None] * new[:, :, None]
@@ -154,7 +156,25 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 def _counted(x: Tensor, count: Tensor) -> Tensor:
     """x [N, H] with zeros from `count` on."""
     present = torch.arange(x.shape[0], device=x.device) < count
-    return x * present[:, None]
+    return x * present.view(-1, *[1] * (x.dim() - 1))
+
+
+def _by_head(decay: Tensor) -> Tensor:
+    """Decays [Q, H], or [Q, H, K], as [H, Q, 1 or K]."""
+    return (decay[..., None] if decay.dim() == 2 else decay).transpose(0, 1)
+
+
+def _decayed(query: Tensor, key: Tensor, full: Tensor) -> Tensor:
+    """Products of query and key [H, Q, K], of what cumulated logarithms leave of a key by the time
+    of a query: [H, Q, Q].
+    """
+    if full.dim() == 2:
+        return query @ key.transpose(1, 2) * _decays(full)
+    logarithms = full.transpose(0, 1)
+    difference = logarithms[:, :, None] - logarithms[:, None]  # [H, Q, Q, K]
+    later = torch.ones_like(difference[0, ..., 0], dtype=torch.bool).triu(1)
+    left = difference.masked_fill(later[..., None], -torch.inf).exp()
+    return torch.einsum("hqk,hsk,hqsk->hqs", query, key, left)
 
 
 def _decays(full: Tensor) -> Tensor:

@@ -37,10 +37,10 @@ LAYER_VALUES = (
 Number = TypeVar("Number", int, float)
 Sizes = TypeVar("Sizes", bound="ModelConfig")
 # The kinds of a layer's residual branches: those that mix tokens, and those of each token alone.
-MIXERS = ("attention", "mamba2", "gated_delta", "short_conv", "linear")
+MIXERS = ("attention", "mamba2", "gated_delta", "kimi_delta", "short_conv", "linear")
 BRANCHES = (*MIXERS, "mlp", "moe", "linear_mlp")
 # Of these, the kinds that keep a state of each row which does not grow.
-RECURRENT_KINDS = ("mamba2", "gated_delta", "short_conv")
+RECURRENT_KINDS = ("mamba2", "gated_delta", "kimi_delta", "short_conv")
 _SIZES = ("vocab_size", "num_layers", "hidden_size", "num_heads", "ffn_size")
 
 

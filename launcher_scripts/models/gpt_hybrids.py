@@ -119,6 +119,32 @@ LFM2 = {
     "layers.*.short_conv.conv": Source(("layers.*.conv.conv",), "conv_taps"),
     "layers.*.short_conv.out_proj": Source(("layers.*.conv.out_proj",), "transposed"),
 }
+_KIMI = "layers.*.self_attn"
+_SPARSE = "layers.*.block_sparse_moe"
+_EXPERT = {"dense_h_to_4h": "w1", "dense_h_to_4h_2": "w3", "dense_4h_to_h": "w2"}
+KIMI_LINEAR = {
+    "layers.*.kimi_delta.in_proj": Source(
+        tuple(f"{_KIMI}.{part}_proj" for part in "qkvb"), "transposed_columns"
+    ),
+    "layers.*.kimi_delta.conv": Source(
+        tuple(f"{_KIMI}.{part}_conv1d" for part in "qkv"), "conv_taps_side_by_side"
+    ),
+    **{
+        f"layers.*.kimi_delta.{name}_{side}": Source((f"{_KIMI}.{key}_proj",), "transposed")
+        for name, letter in (("decay", "f"), ("gate", "g"))
+        for side, key in (("down", f"{letter}_a"), ("up", f"{letter}_b"))
+    },
+    "layers.*.kimi_delta.dt_bias": Source((f"{_KIMI}.dt_bias",), "summands"),
+    "layers.*.kimi_delta.A_log": Source((f"{_KIMI}.A_log",), "summands"),
+    "layers.*.kimi_delta.norm": Source((f"{_KIMI}.o_norm",)),
+    "layers.*.kimi_delta.out_proj": Source((f"{_KIMI}.o_proj",), "transposed"),
+    "layers.*.mlp.router": Source((f"{_SPARSE}.gate",), "transposed"),
+    _EXPERT_BIAS: Source((f"{_SPARSE}.gate.e_score_correction_bias",), "summands"),
+    **_mlp("shared_expert.", f"{_SPARSE}.shared_experts", **_GATED),
+    **_mlp("experts.#.", f"{_SPARSE}.experts.#", **_EXPERT),
+}
+# transformers saves the MLPs of layers without experts by the name of the others.
+KIMI_LINEAR_SAVED = _mlp("", _SPARSE, **_GATED)
 DIALECTS: dict[str, dict[str, Source]] = {
     "nemotron_h": NEMOTRON_H,
     "bamba": BAMBA,
@@ -127,4 +153,6 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "lfm2": LFM2,
+    "kimi_linear": KIMI_LINEAR,
+    "kimi_linear_saved": KIMI_LINEAR_SAVED,
 }

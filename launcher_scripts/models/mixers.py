@@ -31,7 +31,8 @@ class MixerSizes:
     group, with mixer_norm_eps where it is not norm_eps; mamba_bias is of both projections.
 
     delta_num_heads heads of delta_value_head_size share delta_num_key_heads queries and keys of
-    delta_key_head_size.
+    delta_key_head_size. Of kimi_delta (arXiv:2510.26692), whose keys decay each at a rate of its
+    own, all these are as many and of one size.
 
     The scales multiply what their projections make: of queries, keys and values; of what attention
     adds; of z, x, B, C and dt; of what Mamba adds; of an MLP's gate, and of what it adds.
@@ -93,6 +94,10 @@ class MixerSizes:
         return self.delta_conv_size + self.delta_value_size + 2 * (self.delta_num_heads or 0)
 
     @property
+    def kimi_in_size(self) -> int:
+        return self.delta_conv_size + (self.delta_num_heads or 0)
+
+    @property
     def short_conv_in_size(self) -> int:
         return 3 * int(getattr(self, "hidden_size", 0))
 
@@ -106,6 +111,7 @@ DELTA_IN = (
     *("delta_key_size", "delta_key_size", "delta_value_size", "delta_value_size"),
     *("delta_num_heads", "delta_num_heads"),
 )
+KIMI_IN = (*DELTA_IN[:3], "delta_num_heads")
 SHORT_CONV_IN = ("hidden_size", "hidden_size", "hidden_size")
 # A split axis that is made of others -> those.
 _SUMS = {
@@ -113,6 +119,7 @@ _SUMS = {
     "mamba_in_size": MAMBA_IN,
     "delta_conv_size": DELTA_IN[:3],
     "delta_in_size": DELTA_IN,
+    "kimi_in_size": KIMI_IN,
     "short_conv_in_size": SHORT_CONV_IN,
 }
 # A split axis whose units are copied to ranks that outnumber them -> how many units it has, and the
@@ -161,6 +168,7 @@ _NEEDED = {
     ),
     "short_conv": ("conv_kernel",),
 }
+_NEEDED["kimi_delta"] = _NEEDED["gated_delta"]
 SCALES = {"query_key_value_scales": 3, "mamba_input_scales": 5}
 
 
@@ -200,11 +208,8 @@ class Linears(Protocol):
 
 def weights(config: Any, kind: str, linear: Linears, spec: Any) -> list[Any]:
     """The rows of a branch's weights."""
-    if kind == "mamba2":
-        return _mamba2(config, linear, spec)
-    return (
-        _gated_delta(linear, spec) if kind == "gated_delta" else _short_conv(config, linear, spec)
-    )
+    rows = {"mamba2": _mamba2, "gated_delta": _gated_delta, "kimi_delta": _kimi_delta}
+    return rows.get(kind, _short_conv)(config, linear, spec)
 
 
 def _mamba2(config: Any, linear: Linears, spec: Any) -> list[Any]:
@@ -233,7 +238,7 @@ def _mamba2(config: Any, linear: Linears, spec: Any) -> list[Any]:
     )
 
 
-def _gated_delta(linear: Linears, spec: Any) -> list[Any]:
+def _gated_delta(_config: Any, linear: Linears, spec: Any) -> list[Any]:
     stem, column = "layers.*.delta", Partition.COLUMN_PARALLEL
     value, heads, conv = "delta_value_size", "delta_num_heads", DELTA_IN[:3]
     specs = linear(
@@ -246,6 +251,26 @@ def _gated_delta(linear: Linears, spec: Any) -> list[Any]:
     shape = ("conv_kernel", "delta_conv_size")
     specs += linear(f"{stem}.conv", shape, column, bias=False, blocks=conv)
     specs += [spec(f"{stem}.{name}", (SUMMANDS, heads), column) for name in ("dt_bias", "A_log")]
+    specs.append(spec(f"{stem}.norm.weight", ("delta_value_head_size",)))
+    return specs + linear(
+        f"{stem}.out_proj", (value, "hidden_size"), Partition.ROW_PARALLEL, bias=False
+    )
+
+
+def _kimi_delta(_config: Any, linear: Linears, spec: Any) -> list[Any]:
+    """Decays and gates come of two projections each, through as many numbers as a head has."""
+    stem, column = "layers.*.kimi_delta", Partition.COLUMN_PARALLEL
+    key, value, size = "delta_key_size", "delta_value_size", "delta_key_head_size"
+    shape = ("hidden_size", "kimi_in_size")
+    specs = linear(f"{stem}.in_proj", shape, column, bias=False, blocks=KIMI_IN)
+    shape = ("conv_kernel", "delta_conv_size")
+    specs += linear(f"{stem}.conv", shape, column, bias=False, blocks=DELTA_IN[:3])
+    for name, width in (("decay", key), ("gate", value)):
+        down = ("hidden_size", size)
+        specs += linear(f"{stem}.{name}_down", down, Partition.REPLICATED, bias=False)
+        specs += linear(f"{stem}.{name}_up", (size, width), column, bias=False)
+    specs.append(spec(f"{stem}.dt_bias", (SUMMANDS, key), column))
+    specs.append(spec(f"{stem}.A_log", (SUMMANDS, "delta_num_heads"), column))
     specs.append(spec(f"{stem}.norm.weight", ("delta_value_head_size",)))
     return specs + linear(
         f"{stem}.out_proj", (value, "hidden_size"), Partition.ROW_PARALLEL, bias=False

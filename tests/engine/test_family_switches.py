@@ -3,7 +3,9 @@ transformers, and a switch that is not supported is refused by its name."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, refused_export
 from tests.engine.test_hybrids import check, text
 
 NO_END = 97
@@ -90,6 +93,7 @@ def nemotron(fields: Fields, draw: random.Random) -> Fields:
     if "linear_attention" not in chosen and draw.random() < 0.8:
         chosen[0] = "linear_attention"
     groups = draw.choice((1, 2, 4, 8))
+    fields["mlp_bias"] = "moe" not in chosen and draw.random() < 0.5
     return {**grouped(fields, draw), "layers_block_type": chosen, "n_groups": groups}
 
 
@@ -120,6 +124,10 @@ def both(*steps: Callable[[Fields, random.Random], Fields]) -> Callable[..., Fie
         return fields
 
     return fitted
+
+
+def kimi(fields: Fields, _draw: random.Random) -> Fields:
+    return {**fields, "num_experts": fields.pop("n_routed_experts")}
 
 
 def deepseek_v2(fields: Fields, draw: random.Random) -> Fields:
@@ -248,7 +256,6 @@ FAMILIES: dict[str, Family] = {
             "chunk_size": (16, 64),
             "conv_kernel": (2, 3, 4),
             "mlp_hidden_act": ("relu2", "silu", "gelu"),
-            "mlp_bias": YES_NO,
             "use_bias": YES_NO,
             "use_conv_bias": YES_NO,
             "num_experts_per_tok": (1, 2, 4),
@@ -367,6 +374,20 @@ FAMILIES: dict[str, Family] = {
         {},
         {**PLAIN, **LATENT, **ROUTED, "rope_interleave": YES_NO},
         both(sparse_layers, grouped),
+    ),
+    "kimi_linear": Family(
+        "KimiLinear",
+        {},
+        {
+            **RECURRENT,
+            **{key: values for key, values in LATENT.items() if key != "rope_parameters"},
+            **ROUTED,
+            "num_hidden_layers": (2, 3, 4),
+            "linear_head_dim": (6, 8),
+            "linear_num_heads": (2, 4),
+            "linear_conv_kernel_dim": (2, 3, 4),
+        },
+        both(kinds("linear_attention", "full_attention"), sparse_layers, grouped, kimi),
     ),
     "youtu": Family("Youtu", {}, {**PLAIN, **LATENT, "rope_interleave": YES_NO}),
     "minicpm3": Family(
@@ -616,6 +637,10 @@ def compare(model: PreTrainedModel, folder: Path, length: int = 90, count: int =
     """The largest difference of the prompt's logits; checks them, and the tokens of the answer."""
     model.save_pretrained(folder / "hf")
     exported = export_folder(folder / "hf", folder, processes=1)
+    return compare_exported(model, exported, length, count)
+
+
+def compare_exported(model: PreTrainedModel, exported: Path, length: int, count: int) -> float:
     engine = Engine.load(EngineSettings(exported, device="cpu", max_batch_size=2))
     try:
         prompt = text(length)
@@ -631,6 +656,122 @@ def compare(model: PreTrainedModel, folder: Path, length: int = 90, count: int =
     assert difference <= 2e-4, difference
     check(model, prompt, answer.output_ids)
     return difference
+
+
+# A family, its fields, and the words that refuse them.
+REFUSED: tuple[tuple[str, Fields, str], ...] = (
+    ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is not supported"),
+    ("nemotron_h", {"attention_bias": True}, "attention_bias is not supported"),
+    ("nemotron_h", {"sliding_window": 7}, "sliding_window is not supported"),
+    (
+        "nemotron_h",
+        {"mlp_bias": True, "layers_block_type": ["moe", "linear_attention"]},
+        "shared experts with biases are not supported",
+    ),
+    ("bamba", {"hidden_act": "gelu"}, "hidden_act is not supported"),
+    ("granitemoehybrid", {"hidden_act": "gelu"}, "hidden_act is not supported"),
+    ("qwen3_5_text", {"hidden_act": "gelu"}, "hidden_act is not supported"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob is not supported"),
+    ("falcon_h1", {"projectors_bias": True}, "projectors_bias is not supported"),
+    ("falcon_h1", {"mlp_bias": True}, "mlp_bias is not supported"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is not supported"),
+    ("hy_v3", {"mlp_bias": True}, "shared experts with biases are not supported"),
+    ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok is not supported"),
+    ("afmoe", {"attention_bias": True}, "attention_bias is not supported"),
+    (
+        "granite_swa",
+        {"rope_parameters": YARN, "layer_rope_theta": [50.0, 0], "num_hidden_layers": 2},
+        "rope_type is not supported with layer_rope_theta",
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "fields", "words"), REFUSED)
+def test_what_is_not_computed_is_refused_by_its_name(
+    name: str, fields: Fields, words: str, tmp_path: Path
+) -> None:
+    more = {**drawn(name, 0), **fields}
+    if "layer_types" in more and len(more["layer_types"]) != more.get("num_hidden_layers", 0):
+        more["layer_types"] = ["full_attention"] * more["num_hidden_layers"]
+    made(name, more).save_pretrained(tmp_path / "hf")
+    refused_export(tmp_path / "hf", tmp_path, words)
+
+
+# Values that have once been read otherwise.
+PINNED: tuple[tuple[str, Fields], ...] = (
+    (
+        "nemotron_h",
+        {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "n_shared_experts": 2}
+        | {"layers_block_type": ["moe", "linear_attention"], "mlp_bias": False},
+    ),
+    ("qwen3_next", {"mlp_only_layers": [0, 1], "num_hidden_layers": 2}),
+    ("deepseek_v2", {"n_shared_experts": 0}),
+    ("afmoe", {"num_shared_experts": 0, "num_dense_layers": 0}),
+    ("hunyuan_v1_dense", {"rope_parameters": YARN}),
+    ("nanochat", {"rope_parameters": YARN, "final_logit_softcapping": None}),
+    ("llama4_text", {"rope_parameters": YARN, "use_qk_norm": True}),
+    ("cohere2_moe", {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": None}),
+    ("granite_swa", {"rope_parameters": YARN, "layer_rope_theta": None}),
+    ("mimo_v2_flash", {"attention_value_scale": None}),
+)
+
+
+@pytest.mark.parametrize(("name", "fields"), PINNED)
+def test_values_mean_what_they_mean_to_transformers(
+    name: str, fields: Fields, tmp_path: Path
+) -> None:
+    more = {**drawn(name, 0), **fields}
+    if "layer_types" in more:
+        more["layer_types"] = (more["layer_types"] * 4)[: more["num_hidden_layers"]]
+    compare(made(name, more), tmp_path, 40, 16)
+
+
+def test_a_kimi_linear_as_it_was_published(tmp_path: Path) -> None:
+    """Layers count from 1, and MLPs without experts have a name of their own."""
+    fields = {
+        **drawn("kimi_linear", 0),
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    }
+    model, folder = made("kimi_linear", fields), tmp_path / "hf"
+    model.save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    own = ("layer_types", "mlp_layer_types", "qk_head_dim")
+    config = {
+        key: value
+        for key, value in said.items()
+        if key not in own and not key.startswith("linear_")
+    }
+    linear = {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "head_dim": fields["linear_head_dim"],
+        "num_heads": fields["linear_num_heads"],
+        "short_conv_kernel_size": fields["linear_conv_kernel_dim"],
+    }
+    published = {
+        **config,
+        "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "linear_attn_config": linear,
+        "mla_use_nope": True,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "use_grouped_topk": True,
+    }
+    (folder / "config.json").write_text(json.dumps(published))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): values
+        for name, values in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors")
+    compare_exported(model, export_folder(folder, tmp_path, processes=1), 40, 16)
 
 
 @pytest.mark.slow

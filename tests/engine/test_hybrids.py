@@ -165,6 +165,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_text": ("Qwen3_5Text", {**DELTA, "linear_num_key_heads": 4}),
     "qwen3_5_moe_text": ("Qwen3_5MoeText", {**DELTA, **EXPERTS}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "intermediate_size": 40,
+            "moe_intermediate_size": 24,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "num_expert_group": 2,
+            "linear_head_dim": 6,
+            "linear_num_heads": 4,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

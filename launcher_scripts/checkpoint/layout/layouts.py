@@ -200,6 +200,11 @@ def conv_taps(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     return tensor if tensor.ndim == 1 else tensor.reshape(tensor.shape[0], tensor.shape[2]).T
 
 
+def conv_taps_side_by_side(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
+    """As conv_taps, of queries, keys and values with weights of their own."""
+    return [[conv_taps((tensor,), config)] for tensor in tensors]
+
+
 def _in_units(rows: NDArray[Any], size: int) -> list[NDArray[Any]]:
     """Rows as columns, in units of `size`."""
     return [rows[first : first + size].T for first in range(0, len(rows), size)]
@@ -484,6 +489,7 @@ LAYOUTS: dict[str, Layout] = {
         rows=lambda config: (2 * config.q_size, config.kv_size, config.kv_size),
     ),
     "conv_taps": Layout(conv_taps, inverse=channels_of_taps),
+    "conv_taps_side_by_side": Layout(conv_taps_side_by_side),
     "delta_side_by_side": Layout(
         delta_side_by_side,
         rows=lambda config: (

@@ -176,6 +176,11 @@ def _dense_granite(raw: RawConfig) -> list[str]:
     return [] if raw.raw.get("num_local_experts") else ["_dense", *_in_memory(raw)]
 
 
+def _saved_mlps(raw: RawConfig) -> list[str]:
+    ending = "block_sparse_moe.gate_proj.weight"
+    return ["_saved"] if any(name.endswith(ending) for name in raw.keys) else []
+
+
 @dataclass(frozen=True)
 class Obeyed:
     """A row of OBEYED.
@@ -213,7 +218,7 @@ OBEYED = {
             *("qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
-            *("nanochat", "phimoe", *_LATENT),
+            *("nanochat", "phimoe", "kimi_linear", *_LATENT),
         ),
     ),
     "mlp_bias": Obeyed(
@@ -225,7 +230,7 @@ OBEYED = {
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
-    "first_k_dense_replace": Obeyed(0, (*_LATENT[:3], *_FIRST_DENSE)),
+    "first_k_dense_replace": Obeyed(0, (*_LATENT[:3], "kimi_linear", *_FIRST_DENSE)),
 }
 
 
@@ -396,6 +401,7 @@ ARCHITECTURES = {
     "qwen3_5_text": _hybrid(hybrids.qwen3_5, "qwen3_5"),
     "qwen3_5_moe_text": _hybrid(hybrids.qwen3_5_moe, "qwen3_5", inherits=("qwen_moe",)),
     "lfm2": _hybrid(hybrids.lfm2, "lfm2", ties=True),
+    "kimi_linear": _hybrid(hybrids.kimi_linear, "kimi_linear", _saved_mlps, inherits=("deepseek",)),
     "apertus": _llama(decoders.apertus, "apertus"),
     "hunyuan_v1_dense": _llama(decoders.hunyuan, "hunyuan"),
     "hunyuan_v1_moe": _llama(experts.hunyuan_moe, "hunyuan_moe"),

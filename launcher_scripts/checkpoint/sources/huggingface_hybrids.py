@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, granite, head_size_of
-from launcher_scripts.checkpoint.sources.huggingface_experts import qwen_experts
+from launcher_scripts.checkpoint.sources.huggingface_experts import biased_experts, qwen_experts
+from launcher_scripts.checkpoint.sources.huggingface_latent import latent
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
 from launcher_scripts.common.errors import Problems
@@ -27,6 +28,7 @@ _KINDS = {
     "moe": "moe",
     "mlp": "mlp",
 }
+_INITIAL_STEPS = ("time_step_min", "time_step_max", "time_step_floor")
 _LETTERS = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -85,6 +87,7 @@ def _mamba(raw: RawConfig, inner: int) -> Fields:
         )
         size = 1
     raw.only(hidden_act="silu")  # of the convolution, too
+    raw.unused(*_INITIAL_STEPS, "use_mamba_kernels")
     return {
         "conv_kernel": raw.size("mamba_d_conv", default=4),
         "conv_bias": raw.flag("mamba_conv_bias", True),
@@ -102,12 +105,14 @@ def nemotron_h(raw: RawConfig) -> GPTConfig:
     kinds = _nemotron_kinds(raw)
     _nemotron_unused(raw)
     raw.defaults(pad_token_id=0, head_dim=128, num_hidden_layers=len(kinds))
+    epsilon = raw.real("layer_norm_epsilon", 1e-5)
+    raw.only(norm_eps=epsilon, rms_norm_eps=epsilon)  # other names of it
     return decoder(
         raw,
         num_layers=len(kinds),
         head_size=raw.size("head_dim", "attention_head_dim"),
         position_embedding="none",
-        norm_eps=raw.real("layer_norm_epsilon", 1e-5),
+        norm_eps=epsilon,
         activation=raw.activation("mlp_hidden_act", "relu2"),
         gated=False,
         attention_bias=False,
@@ -141,7 +146,7 @@ def _nemotron_unused(raw: RawConfig) -> None:
     raw.only(mamba_ssm_cache_dtype="float32")
     raw.unused("n_shared_experts")  # moe_shared_expert_intermediate_size is all of them
     raw.unused("expand", "mamba_expand", "chunk_size", "mamba_chunk_size", "mamba_proj_bias")
-    raw.unused("time_step_min", "time_step_max", "time_step_floor", "mamba_dt_min", "mamba_dt_max")
+    raw.unused(*_INITIAL_STEPS, "mamba_dt_min", "mamba_dt_max")
     raw.unused("mamba_dt_init_floor", "rescale_prenorm_residual", "residual_in_fp32")
     raw.unused("num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap")
     raw.unused("mtp_layers_block_type", "mtp_hybrid_override_pattern", "partial_rotary_factor")
@@ -180,6 +185,7 @@ def bamba(raw: RawConfig) -> GPTConfig:
     mixers = ["attention" if layer in full else "mamba2" for layer in range(layers)]
     raw.unused("num_logits_to_keep", "z_loss_coefficient", "layers_block_type", "layer_types")
     raw.unused("partial_rotary_factor")
+    raw.only(attn_rotary_emb=head_size_of(raw) // 2)
     raw.defaults(partial_rotary_factor=0.5, pad_token_id=0, rms_norm_eps=1e-5)
     inner = raw.size("mamba_expand", default=2) * raw.size("hidden_size")
     return decoder(
@@ -325,6 +331,59 @@ def qwen3_5(raw: RawConfig) -> GPTConfig:
 def qwen3_5_moe(raw: RawConfig) -> GPTConfig:
     raw.only(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
     return qwen3_next(raw)
+
+
+def kimi_linear(raw: RawConfig) -> GPTConfig:
+    """Kimi Linear: delta nets whose keys decay each at a rate of its own, and latent attention that
+    does not turn.
+    """
+    layers = raw.layers("num_hidden_layers")
+    section = raw.section("linear_attn_config")
+    full, delta = (section(f"{name}_layers", default=None) for name in ("full_attn", "kda"))
+    default: Any = [
+        "full_attention" if n and n % 4 == 0 else "linear_attention" for n in range(layers)
+    ]
+    if isinstance(full, list) and isinstance(delta, list):  # which count from 1
+        named = {
+            **dict.fromkeys(delta, "linear_attention"),
+            **dict.fromkeys(full, "full_attention"),
+        }
+        default = [named.get(layer + 1) for layer in range(layers)]
+    supported = {"full_attention": "attention", "linear_attention": "kimi_delta"}
+    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
+    raw.only(hidden_act="silu", mla_use_nope=True, moe_router_activation_func="sigmoid")
+    raw.only(use_grouped_topk=True)
+    raw.unused("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
+    raw.defaults(rms_norm_eps=1e-5, first_k_dense_replace=1, routed_scaling_factor=2.446)
+    for name, other, value in (
+        ("max_position_embeddings", "model_max_length", 1048576),
+        ("norm_topk_prob", "moe_renormalize", True),
+        ("n_group", "num_expert_group", 1),
+        ("num_experts_per_tok", "num_experts_per_token", 8),
+    ):
+        raw.defaults(**{name: raw(name, other, default=value)})
+    fields = biased_experts(raw)
+    dense = (fields.pop("dense_layers", None) or "").split(",")
+    then = ["mlp" if str(layer) in dense else "moe" for layer in range(layers)]
+    if "moe" not in then:
+        fields = {}
+    heads = raw.size("linear_num_heads", default=section.size("num_heads", default=32))
+    size = raw.size("linear_head_dim", default=section.size("head_dim", default=128))
+    taps = section.size("short_conv_kernel_size", default=4)
+    return latent(
+        raw,
+        position_embedding="none",
+        mlp_bias=False,
+        layer_branches=",".join(
+            f"{mixer}/{other}" for mixer, other in zip(mixers, then, strict=True)
+        ),
+        conv_kernel=raw.size("linear_conv_kernel_dim", default=taps),
+        delta_num_heads=heads,
+        delta_num_key_heads=heads,
+        delta_key_head_size=size,
+        delta_value_head_size=size,
+        **fields,
+    )
 
 
 def lfm2(raw: RawConfig) -> GPTConfig:

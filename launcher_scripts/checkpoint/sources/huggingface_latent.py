@@ -30,7 +30,8 @@ def latent(raw: RawConfig, **fields: Any) -> GPTConfig:
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     still, turning = raw.size("qk_nope_head_dim"), raw.size("qk_rope_head_dim")
     raw.only(num_key_value_heads=heads, qk_head_dim=still + turning)
-    raw.only(head_dim=turning)
+    if raw.raw["model_type"] != "kimi_linear":  # which has it of neither
+        raw.only(head_dim=turning)
     section = raw.section("rope_parameters", "rope_scaling")
     values: Fields = {
         **rope_of(raw, section, turning),

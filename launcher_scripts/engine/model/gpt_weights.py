@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.model.latent_attention import LatentAttentionWeights
-from launcher_scripts.engine.model.recurrent import DeltaWeights, Mamba2Weights, RecurrentWeights
+from launcher_scripts.engine.model.recurrent import (
+    DeltaWeights,
+    KimiDeltaWeights,
+    Mamba2Weights,
+    RecurrentWeights,
+)
 from launcher_scripts.engine.model.rotary import relative_bias
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
@@ -96,6 +101,7 @@ class GPTWeightLoader(WeightLoader):
             "moe": self._experts,
             "mamba2": self._mamba2,
             "gated_delta": self._gated_delta,
+            "kimi_delta": self._kimi_delta,
             "short_conv": self._short_conv,
         }
         return readers[kind](layer)
@@ -173,6 +179,22 @@ class GPTWeightLoader(WeightLoader):
             conv_bias=self._conv_bias(stem, layer),
             rates=-self._summed(f"{stem}.A_log", layer).exp(),
             step_bias=self._summed(f"{stem}.dt_bias", layer),
+            norm_weight=self._tensor(f"{stem}.norm.weight", torch.float32, layer),
+        )
+
+    def _kimi_delta(self, layer: int) -> KimiDeltaWeights:
+        stem = "layers.*.kimi_delta"
+        norm, _ = self._norms("input_layernorm", layer)
+        rates = -self._summed(f"{stem}.A_log", layer).exp()
+        parts = [f"{stem}.{name}" for name in ("in_proj", "decay_down", "gate_down")]
+        return KimiDeltaWeights(
+            in_proj=self._joined(parts, layer, norm),
+            out_proj=self._linear(f"{stem}.out_proj", layer),
+            decay_up=self._linear(f"{stem}.decay_up", layer),
+            gate_up=self._linear(f"{stem}.gate_up", layer),
+            conv=self._taps(stem, layer),
+            rates=rates[:, None],
+            step_bias=self._summed(f"{stem}.dt_bias", layer).view(len(rates), -1),
             norm_weight=self._tensor(f"{stem}.norm.weight", torch.float32, layer),
         )
 

@@ -5,6 +5,7 @@ short convolutions. Each has a scan over tokens of one row, and a step of one to
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Input, Sublayer
 from launcher_scripts.engine.model.states import RowState
 from launcher_scripts.engine.model.weights import SublayerWeights
+from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -40,6 +42,18 @@ class DeltaWeights(RecurrentWeights):
     rates: Tensor
     step_bias: Tensor
     norm_weight: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaWeights(DeltaWeights):
+    """A delta net whose keys decay each at a rate of its own; in_proj makes queries, keys, values
+    and b, and what decay_up and gate_up read.
+
+    rates: [heads, 1];  step_bias: [heads, key size]
+    """
+
+    decay_up: Linear
+    gate_up: Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +249,7 @@ class GatedDelta(RecurrentBranch):
     """See kernels/reference_recurrence.py; its states are the heads' and the convolution's."""
 
     weights: DeltaWeights
+    opened: Callable[[Tensor], Tensor] = staticmethod(functional.silu)
 
     def scan(
         self, projected: Tensor, states: States, count: Tensor | None = None
@@ -267,13 +282,37 @@ class GatedDelta(RecurrentBranch):
         return query * keys**-0.5, key, value.unflatten(1, (heads, values))
 
     def _decay(self, raw: Tensor) -> Tensor:
-        """Logarithms, float32 [N, heads]."""
+        """Logarithms, float32 [N, heads], or of every key [N, heads, size]."""
         return self.weights.rates * functional.softplus(raw.float() + self.weights.step_bias)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         mean = y.square().mean(-1, keepdim=True)
         y = y * torch.rsqrt(mean + self.recurrence.norm_eps) * self.weights.norm_weight
-        return y.flatten(1) * functional.silu(gate.float())
+        return y.flatten(1) * self.opened(gate.float())
+
+
+class KimiDelta(GatedDelta):
+    """See GatedDelta; decays are of every key."""
+
+    weights: KimiDeltaWeights
+    opened = staticmethod(torch.sigmoid)
+
+    def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
+        w, projected = self.weights, self.project(x, context.lora_adapters)
+        decay, gate = w.decay_up.weight.shape[1], w.gate_up.weight.shape[1]
+        mixed, *inner = projected.split([projected.shape[1] - decay - gate, decay, gate], dim=1)
+        ups = [
+            self.kernels.project(part.contiguous(), up)
+            for part, up in zip(inner, (w.decay_up, w.gate_up), strict=True)
+        ]
+        expanded = torch.cat([mixed, *ups], dim=1)
+        return context.recur(expanded, self).to(self.out_proj.dtype)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        heads, keys, values = self.states[0].shape[1:]
+        widths = [self.weights.conv.shape[0], heads, heads * keys, heads * values]
+        mixed, beta, decay, gate = projected.split(widths, dim=1)
+        return mixed, gate, beta, decay.unflatten(1, (heads, keys))
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -302,6 +341,7 @@ class ShortConv(RecurrentBranch):
 # The branch of each kind of weights, the most special first.
 RECURRENT: dict[type[RecurrentWeights], type[RecurrentBranch]] = {
     Mamba2Weights: Mamba2,
+    KimiDeltaWeights: KimiDelta,
     DeltaWeights: GatedDelta,
     RecurrentWeights: ShortConv,
 }
