@@ -39,6 +39,7 @@ attend_spans = reference_attention.attend_spans
 context_attention = reference_attention.context_attention
 decode_attention = reference_attention.decode_attention
 norm_heads = reference_attention.norm_heads
+norm_values = reference_attention.norm_values
 apply_rotary = reference_attention.apply_rotary
 rotary_table = reference_attention.rotary_table
 prompt_attention = reference_attention.prompt_attention

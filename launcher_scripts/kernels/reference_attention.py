@@ -43,6 +43,16 @@ def norm_heads(
     return torch.cat((query, key, value), 1).flatten(1)
 
 
+def norm_values(
+    qkv: Tensor, heads: Heads, weights: Norm, norm: Callable[[Tensor, Norm, torch.dtype], Tensor]
+) -> Tensor:
+    """The same with every head's values normalized."""
+    width = heads.num_kv_heads * heads.head_size
+    values = qkv[:, -width:].reshape(-1, heads.head_size)
+    normed = norm(values, weights, qkv.dtype).view(-1, width)
+    return torch.cat([qkv[:, :-width], normed], dim=1)
+
+
 def rotary_table(positions: Tensor, frequencies: Tensor) -> RotaryTable:
     """The table of positions [N], by the speeds of rotary_size / 2 pairs."""
     angles = positions.float()[:, None] * frequencies

@@ -31,7 +31,7 @@ LAYER_LISTS = (
 LAYER_VALUES = (
     "rotary_layer_bases",
     "layer_branches",
-    "layer_num_kv_heads",
+    *("layer_num_kv_heads", "layer_head_sizes"),
     "layer_ffn_sizes",
 )  # one for each layer
 Number = TypeVar("Number", int, float)

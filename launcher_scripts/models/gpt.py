@@ -87,7 +87,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     projection. layer_branches names the branches of every layer, with commas between the layers:
     MIXERS and BRANCHES have their kinds, / stands between those that come one after the other, +
     between those that read the same, and none for a layer without any.
-    layer_num_kv_heads and layer_ffn_sizes are every layer's, with commas between.
+    layer_num_kv_heads, layer_head_sizes and layer_ffn_sizes are every layer's, with commas between.
+    With value_norm every head's values are normalized, by an RMS norm without weights; with
+    layer_scale what a layer makes of hidden states is multiplied by a number of its own.
 
     With experts_scale_input the weights multiply what experts read, not what they add; what a
     shared expert adds is multiplied by shared_expert_scale.
@@ -144,6 +146,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
     mlp_bias: bool = True
     parallel_residual: bool | None = None
     zero_centered_norm: bool | None = None
+    value_norm: bool | None = None
+    layer_scale: bool | None = None
     embedding_scale: float | None = None
     softmax_scale: float | None = None
     logits_scale: float | None = None
@@ -170,6 +174,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
     dense_layers: str | None = None
     dense_ffn_size: int | None = None
     layer_num_kv_heads: str | None = None
+    layer_head_sizes: str | None = None
     layer_ffn_sizes: str | None = None
     shared_expert_size: int | None = None
     shared_expert_gate: bool | None = None
@@ -350,7 +355,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
                 got=self.num_kv_heads,
                 choices=(self.num_heads,),
             )
-        for name in ("qk_norm", "attention_sinks", "attention_softcap"):
+        for name in ("qk_norm", "value_norm", "attention_sinks", "attention_softcap"):
             if getattr(self, name):
                 problems.add(f"{name} of latent attention is not supported")
         if self.parts.ia3_num_tasks:
@@ -416,12 +421,12 @@ class GPTConfig(AdapterSizes, MixerSizes):
     def layer_kind(self, layer: int) -> tuple[Any, ...]:
         """See ModelConfig."""
         local = self.of_layer(layer)
-        sizes = local.num_kv_heads, local.ffn_size
+        sizes = local.num_kv_heads, local.head_size, local.ffn_size
         return (*super().layer_kind(layer), self.layer_base(layer) or 0.0, *sizes)
 
     def of_layer(self, layer: int | None) -> GPTConfig:
         """See ModelConfig."""
-        if layer is None or (self.layer_num_kv_heads is None and self.layer_ffn_sizes is None):
+        if layer is None or not self._layer_sizes:
             return self
         local = copy(self)
         for name, sizes in self._layer_sizes.items():
@@ -432,11 +437,16 @@ class GPTConfig(AdapterSizes, MixerSizes):
     @cached_property
     def _layer_sizes(self) -> dict[str, list[int]]:
         """Fields of one size, and every layer's; 0 for a layer that has none."""
-        texts = {"num_kv_heads": self.layer_num_kv_heads, "ffn_size": self.layer_ffn_sizes}
+        texts = {
+            "num_kv_heads": self.layer_num_kv_heads,
+            "head_size": self.layer_head_sizes,
+            "ffn_size": self.layer_ffn_sizes,
+        }
         return {name: [*map(int, text.split(","))] for name, text in texts.items() if text}
 
     def _check_layer_sizes(self, problems: Problems) -> None:
-        for name, full in (("layer_num_kv_heads", self.num_heads), ("layer_ffn_sizes", 0)):
+        names = ("layer_num_kv_heads", "layer_head_sizes", "layer_ffn_sizes")
+        for name, full in zip(names, (self.num_heads, 0, 0), strict=True):
             sizes = numbers_in(problems, name, getattr(self, name), int)
             if sizes and (
                 len(sizes) != self.num_layers

@@ -47,6 +47,8 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     if config.norm_placement in ("sandwich", "branch"):
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
+    if config.layer_scale:
+        specs.append(_spec("layers.*.scale", ("1",)))
     if config.activation == XIELU:
         specs.append(_spec("layers.*.mlp.activation", ("4",)))
     for kind, name in (("linear", "attention.linear"), ("linear_mlp", "mlp.linear")):

@@ -69,6 +69,12 @@ EXPERTS = {
 QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
+    "gemma4": (
+        "Gemma4",
+        "Gemma4ForConditionalGeneration",
+        {**WIDE, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "sliding_window": 4},
+        {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
     "idefics3": (
         "Idefics3",
         "Idefics3ForConditionalGeneration",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -520,6 +521,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": (4, 6),
             "num_experts_per_tok": (1, 2),
             "interleave_moe_layer_step": (1, 2, 3),
+            "rms_norm_eps": (1e-6,),  # of norms after a rotation that scales
             "use_qk_norm": YES_NO,
             "no_rope_layer_interval": (2, 3, 4),
             "attention_chunk_size": (300,),
@@ -580,6 +582,35 @@ FAMILIES: dict[str, Family] = {
             "num_hidden_layers": (2, 3, 5),
         },
     ),
+    "gemma4_text": Family(
+        "Gemma4Text",
+        {"hidden_size_per_layer_input": 0},
+        {
+            **{key: values for key, values in PLAIN.items() if key != "hidden_act"},
+            "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+            "head_dim": (8, 12),
+            "global_head_dim": (8, 16, 24),
+            "num_global_key_value_heads": (None, 1, 2),
+            "attention_k_eq_v": YES_NO,
+            "attention_bias": YES_NO,
+            "sliding_window": (7,),
+            "final_logit_softcapping": (None, 3.0),
+            "use_bidirectional_attention": (None, "vision"),
+            "rope_parameters": (
+                None,
+                {"full_attention": DEFAULT, "sliding_attention": DEFAULT},
+                {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 500.0,
+                        "partial_rotary_factor": 0.5,
+                    },
+                    "sliding_attention": DEFAULT,
+                },
+            ),
+        },
+        WINDOWS,
+    ),
     "nanochat": Family(
         "NanoChat",
         {},
@@ -620,7 +651,10 @@ def made(name: str, fields: Fields) -> PreTrainedModel:
     family = FAMILIES[name]
     torch.manual_seed(len(str(fields)))
     config = getattr(transformers, f"{family.config}Config")(**fields)
-    model = getattr(transformers, f"{family.config.removesuffix('Text')}ForCausalLM")(config).eval()
+    kind = getattr(transformers, f"{family.config.removesuffix('Text')}ForCausalLM")
+    with warnings.catch_warnings():  # of shared experts without a width
+        warnings.simplefilter("ignore")
+        model: PreTrainedModel = kind(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith(NORMS) or parameter.dim() < 2:
@@ -628,6 +662,8 @@ def made(name: str, fields: Fields) -> PreTrainedModel:
             else:
                 parameter.normal_(0, 0.15)
         for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
             if buffer_name.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
     return model
@@ -679,6 +715,11 @@ REFUSED: tuple[tuple[str, Fields, str], ...] = (
     ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok is not supported"),
     ("afmoe", {"attention_bias": True}, "attention_bias is not supported"),
     (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 8},
+        "hidden_size_per_layer_input is not supported",
+    ),
+    (
         "granite_swa",
         {"rope_parameters": YARN, "layer_rope_theta": [50.0, 0], "num_hidden_layers": 2},
         "rope_type is not supported with layer_rope_theta",
@@ -709,7 +750,7 @@ PINNED: tuple[tuple[str, Fields], ...] = (
     ("afmoe", {"num_shared_experts": 0, "num_dense_layers": 0}),
     ("hunyuan_v1_dense", {"rope_parameters": YARN}),
     ("nanochat", {"rope_parameters": YARN, "final_logit_softcapping": None}),
-    ("llama4_text", {"rope_parameters": YARN, "use_qk_norm": True}),
+    ("llama4_text", {"rope_parameters": YARN, "use_qk_norm": True, "rms_norm_eps": 1e-6}),
     ("cohere2_moe", {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": None}),
     ("granite_swa", {"rope_parameters": YARN, "layer_rope_theta": None}),
     ("mimo_v2_flash", {"attention_value_scale": None}),

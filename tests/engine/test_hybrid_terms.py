@@ -261,4 +261,4 @@ def test_weights_in_bytes_stay_near(name: str, quantization: Any, tmp_path: Path
     folder = export_folder(tmp_path / "hf", tmp_path, processes=1)
     found = context_logits(folder, prompt, quantization=quantization)
     error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
-    assert 1e-5 < float(error) < (0.1 if quantization == "int8" else 0.35)
+    assert 1e-5 < float(error) < (0.15 if quantization == "int8" else 0.35)

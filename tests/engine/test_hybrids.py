@@ -316,7 +316,7 @@ def test_drafts_change_nothing(served: Served) -> None:
 def test_beams_are_those_of_transformers(served: Served) -> None:
     pair = Pair(served.model, served.engine, NO_END - 1)
     prompt = text(13, 10)
-    sampling = SamplingParameters(beam_width=3)
+    sampling = SamplingParameters(beam_width=3, len_penalty=1.0)
     request = GenerateRequest(prompt, 12, end_id=pair.end, sampling=sampling)
     output = served.engine.submit(request).result(120)
     texts, _ = pair.theirs(prompt, 3, 12)

@@ -260,6 +260,7 @@ class HuggingFaceCheckpoint(FullTensors):
         tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
         widened = _widened(tensors, raw, archive)
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
+        _share_values(tensors, raw)
         tensors, predicts = _without_predictors(tensors, raw)
         if hints.encoder_only:
             tensors = {
@@ -382,6 +383,14 @@ def _widened(
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
     return [scheme.note for scheme in schemes if scheme.note]
+
+
+def _share_values(tensors: dict[str, SourceTensor], raw: Mapping[str, Any]) -> None:
+    """Give layers whose values are made of their keys' projection one of values."""
+    if raw["model_type"] != "gemma4_text" or not raw.get("attention_k_eq_v"):
+        return
+    for name in [name for name in tensors if ".self_attn.k_proj." in name]:
+        tensors.setdefault(name.replace("k_proj", "v_proj"), tensors[name])
 
 
 def _without_predictors(

@@ -14,6 +14,7 @@ from typing import Any
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_experts as experts
+from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
 from launcher_scripts.checkpoint.sources import huggingface_hybrids as hybrids
 from launcher_scripts.checkpoint.sources import huggingface_latent as latent
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
@@ -148,9 +149,9 @@ def _interleaved(
     return _llama(read, dialect, ties=ties, may_be=lambda _: False)
 
 
-def _rope_pairs(raw: RawConfig) -> list[str]:
-    """In latent attention neighbours turn together unless config.json says otherwise."""
-    return ["_interleaved"] if raw.flag("rope_interleave", True) else []
+def _latent(read: Callable[[RawConfig], ModelConfig], *, ties: bool = False) -> Architecture:
+    """The row of a model with latent attention."""
+    return _llama(read, "deepseek", latent.rope_pairs, ties=ties, may_be=latent.is_latent)
 
 
 def _cohere(read: Callable[[RawConfig], ModelConfig], dialect: str = "cohere") -> Architecture:
@@ -176,11 +177,6 @@ def _dense_granite(raw: RawConfig) -> list[str]:
     return [] if raw.raw.get("num_local_experts") else ["_dense", *_in_memory(raw)]
 
 
-def _saved_mlps(raw: RawConfig) -> list[str]:
-    ending = "block_sparse_moe.gate_proj.weight"
-    return ["_saved"] if any(name.endswith(ending) for name in raw.keys) else []
-
-
 @dataclass(frozen=True)
 class Obeyed:
     """A row of OBEYED.
@@ -203,7 +199,7 @@ OBEYED = {
         (
             *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
             *("solar_open", "stablelm", "bamba", "qwen3_next", "qwen3_5_text"),
-            *("qwen3_5_moe_text", "laguna", "mimo_v2_flash"),
+            *("qwen3_5_moe_text", "laguna", "mimo_v2_flash", "gemma4_text"),
         ),
     ),
     "attention_bias": Obeyed(
@@ -218,7 +214,7 @@ OBEYED = {
             *("qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
-            *("nanochat", "phimoe", "kimi_linear", *_LATENT),
+            *("nanochat", "phimoe", "gemma4_text", "kimi_linear", *_LATENT),
         ),
     ),
     "mlp_bias": Obeyed(
@@ -341,9 +337,10 @@ ARCHITECTURES = {
     "mistral": _llama(decoders.mistral),
     "qwen2": _llama(decoders.qwen2),
     "qwen3": _llama(decoders.qwen3),
-    "gemma": _llama(decoders.gemma, ties=True),
-    "gemma2": _llama(decoders.gemma2, "gemma2", ties=True),
-    "gemma3_text": _llama(decoders.gemma3, "gemma2", ties=True),
+    "gemma": _llama(gemma.gemma, ties=True),
+    "gemma2": _llama(gemma.gemma2, "gemma2", ties=True),
+    "gemma3_text": _llama(gemma.gemma3, "gemma2", ties=True),
+    "gemma4_text": _hybrid(gemma.gemma4, "gemma4", inherits=("gemma2",), ties=True),
     "phi": _llama(decoders.phi, "phi"),
     "phi3": _llama(decoders.phi3, "phi3"),
     "smollm3": _llama(decoders.smollm3, ties=True),
@@ -365,7 +362,7 @@ ARCHITECTURES = {
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
     "seed_oss": _llama(decoders.seed_oss),
-    "vaultgemma": _llama(decoders.vaultgemma, "vaultgemma", ties=True),
+    "vaultgemma": _llama(gemma.vaultgemma, "vaultgemma", ties=True),
     "jais2": _llama(decoders.jais2, "nemotron"),
     "internlm3": _llama(decoders.internlm3),
     "iquestcoder": _llama(decoders.iquestcoder),
@@ -377,10 +374,10 @@ ARCHITECTURES = {
     "qwen3_moe": _llama(experts.qwen3_moe, "qwen_moe"),
     "olmoe": _llama(experts.olmoe, "qwen_moe"),
     "glm4_moe": _llama(experts.glm4_moe, "biased_moe"),
-    "deepseek_v2": _llama(latent.deepseek_v2, "deepseek", _rope_pairs, may_be=latent.is_latent),
-    "deepseek_v3": _llama(latent.deepseek_v3, "deepseek", _rope_pairs, may_be=latent.is_latent),
-    "glm4_moe_lite": _llama(latent.glm4_moe_lite, "deepseek", _rope_pairs, may_be=latent.is_latent),
-    "youtu": _llama(latent.youtu, "deepseek", _rope_pairs, ties=True, may_be=latent.is_latent),
+    "deepseek_v2": _latent(latent.deepseek_v2),
+    "deepseek_v3": _latent(latent.deepseek_v3),
+    "glm4_moe_lite": _latent(latent.glm4_moe_lite),
+    "youtu": _latent(latent.youtu, ties=True),
     "minicpm3": _llama(latent.minicpm3, "deepseek", ties=True, may_be=latent.is_latent),
     "dots1": _llama(experts.dots1, "biased_moe"),
     "solar_open": _llama(experts.solar_open, "biased_moe"),
@@ -401,10 +398,12 @@ ARCHITECTURES = {
     "qwen3_5_text": _hybrid(hybrids.qwen3_5, "qwen3_5"),
     "qwen3_5_moe_text": _hybrid(hybrids.qwen3_5_moe, "qwen3_5", inherits=("qwen_moe",)),
     "lfm2": _hybrid(hybrids.lfm2, "lfm2", ties=True),
-    "kimi_linear": _hybrid(hybrids.kimi_linear, "kimi_linear", _saved_mlps, inherits=("deepseek",)),
+    "kimi_linear": _hybrid(
+        latent.kimi_linear, "kimi_linear", latent.saved_mlps, inherits=("deepseek",)
+    ),
     "apertus": _llama(decoders.apertus, "apertus"),
     "hunyuan_v1_dense": _llama(decoders.hunyuan, "hunyuan"),
-    "hunyuan_v1_moe": _llama(experts.hunyuan_moe, "hunyuan_moe"),
+    "hunyuan_v1_moe": _llama(decoders.hunyuan_moe, "hunyuan_moe"),
     "hy_v3": _llama(experts.hy_v3, "hy_v3"),
     "nanochat": _llama(decoders.nanochat, "nanochat", may_be=lambda _: False),
     "granite_swa": _llama(decoders.granite_swa, "sinks", ties=True),
@@ -460,13 +459,8 @@ def architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     """The row for a raw config.json. Agm calls itself bart."""
     name = "agm" if is_agm(raw) else raw.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(
-            problem(
-                f"{path}: unknown model_type",
-                got=name,
-                choices=sorted({*ARCHITECTURES, *MULTIMODAL}),
-            )
-        )
+        choices = sorted({*ARCHITECTURES, *MULTIMODAL})
+        raise CheckpointError(problem(f"{path}: unknown model_type", got=name, choices=choices))
     return ARCHITECTURES[name]
 
 

@@ -6,7 +6,6 @@ config classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +346,35 @@ def hunyuan(raw: RawConfig, **fields: Any) -> GPTConfig:
     return decoder(raw, qk_norm=True, qk_norm_after_rope=True, mlp_bias=False, **turns, **fields)
 
 
+def hunyuan_moe(raw: RawConfig) -> GPTConfig:
+    """Hunyuan-A13B; numbers may be lists of one for each layer, which must be the same."""
+    size = raw.size("intermediate_size")
+    raw.only(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, norm_topk_prob=True)
+    raw.only(moe_drop_tokens=False, moe_random_routing_dropped_token=False)
+    _of_all_layers(raw, "num_shared_expert", 1, choices=(1,))
+    _of_all_layers(raw, "moe_intermediate_size", size, choices=(size,))
+    return hunyuan(
+        raw,
+        num_experts=_of_all_layers(raw, "num_experts", 1),
+        experts_per_token=_of_all_layers(raw, "moe_topk", 1),
+        normalized_experts=True,
+        shared_expert_size=size,
+        shared_expert_gate=False,
+    )
+
+
+def _of_all_layers(raw: RawConfig, name: str, default: int, choices: tuple[int, ...] = ()) -> int:
+    """A size that may be a list of the same one for each layer."""
+    value = raw(name, default=default)
+    values = {*value} if isinstance(value, list) else {value}
+    if len(values) == 1 and all(type(size) is int for size in values):
+        (size,) = values
+        if not choices or size in choices:
+            return int(size)
+    raw.problems.add(f"{name} is not supported", got=value, choices=choices or ("one size",))
+    return default
+
+
 def nanochat(raw: RawConfig) -> GPTConfig:
     """NanoChat, whose norms have no weights: so those of heads may come before they turn."""
     raw.defaults(hidden_act="relu2", bos_token_id=0, eos_token_id=1, pad_token_id=1)
@@ -452,56 +480,3 @@ def gpt_neox(raw: RawConfig) -> GPTConfig:
         mlp_bias=True,
         **rope(raw, head_size),
     )
-
-
-def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """Gemma 1; its MLP is the tanh form of GELU whatever the older key `hidden_act` says."""
-    raw.only(use_bidirectional_attention=False)
-    raw.defaults(head_dim=256)
-    old = raw.text("hidden_act", "gelu_pytorch_tanh")
-    activation = raw.activation("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
-    return decoder(
-        raw,
-        zero_centered_norm=True,
-        embedding_scale=math.sqrt(raw.size("hidden_size")),
-        activation=activation,
-        **fields,
-    )
-
-
-def gemma2(raw: RawConfig) -> GPTConfig:
-    return gemma(raw, **_gemma2(raw), **windows(raw, lambda layer: layer % 2 == 1))
-
-
-def gemma3(raw: RawConfig) -> GPTConfig:
-    """Gemma 3's text model: layers with a window turn by a base of their own."""
-    raw.defaults(head_dim=256, rope_theta=1e6)
-    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
-    if local_base is None:
-        local_base = raw.real("rope_local_base_freq", 10000.0)
-    pattern = raw.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    return gemma(
-        raw,
-        qk_norm=True,
-        rotary_local_base=local_base,
-        **turns,
-        **_gemma2(raw),
-        **windows(raw, lambda layer: (layer + 1) % pattern == 0),
-    )
-
-
-def vaultgemma(raw: RawConfig) -> GPTConfig:
-    """A Gemma 2 without the norms of what its branches add."""
-    fields = {**_gemma2(raw), "norm_placement": "pre"}
-    return gemma(raw, **fields, **windows(raw, lambda layer: layer % 2 == 1))
-
-
-def _gemma2(raw: RawConfig) -> Fields:
-    """Read the fields that Gemma 2 and 3 have beyond Gemma 1."""
-    raw.unused("sliding_window_size")  # the first name of sliding_window, which transformers reads
-    return {
-        "norm_placement": "sandwich",
-        "softmax_scale": raw.size("query_pre_attn_scalar", default=256) ** -0.5,
-        "attention_softcap": raw.real("attn_logit_softcapping", 0.0) or None,
-        "logits_softcap": raw.real("final_logit_softcapping", 0.0) or None,
-    }

@@ -14,7 +14,6 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     granite,
     granite_attention,
     head_size_of,
-    hunyuan,
     olmo2,
     qwen_windows,
     turning_layers,
@@ -294,35 +293,6 @@ def hy_v3(raw: RawConfig) -> GPTConfig:
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=11158840.0)
     raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=scale)
     return decoder(raw, qk_norm=True, **biased_experts(raw))
-
-
-def hunyuan_moe(raw: RawConfig) -> GPTConfig:
-    """Hunyuan-A13B; numbers may be lists of one for each layer, which must be the same."""
-    size = raw.size("intermediate_size")
-    raw.only(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, norm_topk_prob=True)
-    raw.only(moe_drop_tokens=False, moe_random_routing_dropped_token=False)
-    _of_all_layers(raw, "num_shared_expert", 1, choices=(1,))
-    _of_all_layers(raw, "moe_intermediate_size", size, choices=(size,))
-    return hunyuan(
-        raw,
-        num_experts=_of_all_layers(raw, "num_experts", 1),
-        experts_per_token=_of_all_layers(raw, "moe_topk", 1),
-        normalized_experts=True,
-        shared_expert_size=size,
-        shared_expert_gate=False,
-    )
-
-
-def _of_all_layers(raw: RawConfig, name: str, default: int, choices: tuple[int, ...] = ()) -> int:
-    """A size that may be a list of the same one for each layer."""
-    value = raw(name, default=default)
-    values = {*value} if isinstance(value, list) else {value}
-    if len(values) == 1 and all(type(size) is int for size in values):
-        (size,) = values
-        if not choices or size in choices:
-            return int(size)
-    raw.problems.add(f"{name} is not supported", got=value, choices=choices or ("one size",))
-    return default
 
 
 def flex_olmo(raw: RawConfig) -> GPTConfig:

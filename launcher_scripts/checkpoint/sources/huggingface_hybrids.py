@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, granite, head_size_of
-from launcher_scripts.checkpoint.sources.huggingface_experts import biased_experts, qwen_experts
-from launcher_scripts.checkpoint.sources.huggingface_latent import latent
+from launcher_scripts.checkpoint.sources.huggingface_experts import qwen_experts
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
 from launcher_scripts.common.errors import Problems
@@ -32,7 +31,7 @@ _INITIAL_STEPS = ("time_step_min", "time_step_max", "time_step_floor")
 _LETTERS = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def _kinds(
+def kinds_of(
     raw: RawConfig, layers: int, result: Any, names: str, supported: Mapping[str, str]
 ) -> list[str]:
     """The branches that a list of the layers' kinds names."""
@@ -102,7 +101,7 @@ def _mamba(raw: RawConfig, inner: int) -> Fields:
 
 def nemotron_h(raw: RawConfig) -> GPTConfig:
     """Nemotron-H, Nano 2 and Nemotron 3: one branch a layer; attention does not turn."""
-    kinds = _nemotron_kinds(raw)
+    kinds = _nemotronkinds_of(raw)
     _nemotron_unused(raw)
     raw.defaults(pad_token_id=0, head_dim=128, num_hidden_layers=len(kinds))
     epsilon = raw.real("layer_norm_epsilon", 1e-5)
@@ -129,7 +128,7 @@ def nemotron_h(raw: RawConfig) -> GPTConfig:
     )
 
 
-def _nemotron_kinds(raw: RawConfig) -> list[str]:
+def _nemotronkinds_of(raw: RawConfig) -> list[str]:
     """The layers' branches, as words or as letters."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     result, pattern = raw(*names[:2], default=None), raw(names[2], default=None)
@@ -137,7 +136,7 @@ def _nemotron_kinds(raw: RawConfig) -> list[str]:
     layers = len(values) if isinstance(values, (list, str)) and values else 1
     raw.only(num_hidden_layers=layers)
     supported = _KINDS if result is not None else _LETTERS
-    return _kinds(raw, layers, values, " or ".join(names), supported)
+    return kinds_of(raw, layers, values, " or ".join(names), supported)
 
 
 def _nemotron_unused(raw: RawConfig) -> None:
@@ -241,7 +240,7 @@ def granitemoehybrid(raw: RawConfig) -> GPTConfig:
     """Granite 4: experts and a shared MLP behind Mamba-2 or attention, or that MLP alone."""
     layers = raw.layers("num_hidden_layers")
     values = raw("layer_types", "layers_block_type", default=["mamba"] * layers)
-    mixers = _kinds(raw, layers, values, "layer_types", _KINDS)
+    mixers = kinds_of(raw, layers, values, "layer_types", _KINDS)
     turns = raw("position_embedding_type", default=None)
     fields: Fields = {}
     if turns != "rope":
@@ -287,7 +286,7 @@ def _qwen(raw: RawConfig, then: Sequence[str], **fields: Any) -> GPTConfig:
         for layer in range(layers)
     ]
     supported = {"full_attention": "attention", "linear_attention": "gated_delta"}
-    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
+    mixers = kinds_of(raw, layers, raw("layer_types", default=default), "layer_types", supported)
     raw.only(hidden_act="silu")  # of the convolution, too
     raw.defaults(partial_rotary_factor=0.25, head_dim=256)
     raw.unused("partial_rotary_factor", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
@@ -333,59 +332,6 @@ def qwen3_5_moe(raw: RawConfig) -> GPTConfig:
     return qwen3_next(raw)
 
 
-def kimi_linear(raw: RawConfig) -> GPTConfig:
-    """Kimi Linear: delta nets whose keys decay each at a rate of its own, and latent attention that
-    does not turn.
-    """
-    layers = raw.layers("num_hidden_layers")
-    section = raw.section("linear_attn_config")
-    full, delta = (section(f"{name}_layers", default=None) for name in ("full_attn", "kda"))
-    default: Any = [
-        "full_attention" if n and n % 4 == 0 else "linear_attention" for n in range(layers)
-    ]
-    if isinstance(full, list) and isinstance(delta, list):  # which count from 1
-        named = {
-            **dict.fromkeys(delta, "linear_attention"),
-            **dict.fromkeys(full, "full_attention"),
-        }
-        default = [named.get(layer + 1) for layer in range(layers)]
-    supported = {"full_attention": "attention", "linear_attention": "kimi_delta"}
-    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
-    raw.only(hidden_act="silu", mla_use_nope=True, moe_router_activation_func="sigmoid")
-    raw.only(use_grouped_topk=True)
-    raw.unused("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
-    raw.defaults(rms_norm_eps=1e-5, first_k_dense_replace=1, routed_scaling_factor=2.446)
-    for name, other, value in (
-        ("max_position_embeddings", "model_max_length", 1048576),
-        ("norm_topk_prob", "moe_renormalize", True),
-        ("n_group", "num_expert_group", 1),
-        ("num_experts_per_tok", "num_experts_per_token", 8),
-    ):
-        raw.defaults(**{name: raw(name, other, default=value)})
-    fields = biased_experts(raw)
-    dense = (fields.pop("dense_layers", None) or "").split(",")
-    then = ["mlp" if str(layer) in dense else "moe" for layer in range(layers)]
-    if "moe" not in then:
-        fields = {}
-    heads = raw.size("linear_num_heads", default=section.size("num_heads", default=32))
-    size = raw.size("linear_head_dim", default=section.size("head_dim", default=128))
-    taps = section.size("short_conv_kernel_size", default=4)
-    return latent(
-        raw,
-        position_embedding="none",
-        mlp_bias=False,
-        layer_branches=",".join(
-            f"{mixer}/{other}" for mixer, other in zip(mixers, then, strict=True)
-        ),
-        conv_kernel=raw.size("linear_conv_kernel_dim", default=taps),
-        delta_num_heads=heads,
-        delta_num_key_heads=heads,
-        delta_key_head_size=size,
-        delta_value_head_size=size,
-        **fields,
-    )
-
-
 def lfm2(raw: RawConfig) -> GPTConfig:
     """LFM2: gated short convolutions, and attention."""
     layers = raw.layers("num_hidden_layers")
@@ -395,7 +341,7 @@ def lfm2(raw: RawConfig) -> GPTConfig:
         for layer in range(layers)
     ]
     supported = {"full_attention": "attention", "conv": "short_conv"}
-    mixers = _kinds(raw, layers, raw("layer_types", default=default), "layer_types", supported)
+    mixers = kinds_of(raw, layers, raw("layer_types", default=default), "layer_types", supported)
     raw.unused("block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_dim")
     raw.unused("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out")
     raw.unused("conv_use_xavier_init", "num_heads", "use_pos_enc", "tie_embedding", "conv_L_cache")

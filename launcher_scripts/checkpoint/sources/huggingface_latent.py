@@ -12,6 +12,7 @@ from launcher_scripts.checkpoint.sources.huggingface_experts import (
     experts_of,
     shared_experts,
 )
+from launcher_scripts.checkpoint.sources.huggingface_hybrids import kinds_of
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, mscale_of, rope_of
 from launcher_scripts.models.gpt import GPTConfig, expert_groups
@@ -125,3 +126,67 @@ def minicpm3(raw: RawConfig) -> GPTConfig:
         norm_eps=raw.real("rms_norm_eps", 1e-5) / residual**2,
         logits_scale=raw.size("dim_model_base", default=base) / hidden,
     )
+
+
+def kimi_linear(raw: RawConfig) -> GPTConfig:
+    """Kimi Linear: delta nets whose keys decay each at a rate of its own, and latent attention that
+    does not turn.
+    """
+    layers = raw.layers("num_hidden_layers")
+    section = raw.section("linear_attn_config")
+    full, delta = (section(f"{name}_layers", default=None) for name in ("full_attn", "kda"))
+    default: Any = [
+        "full_attention" if n and n % 4 == 0 else "linear_attention" for n in range(layers)
+    ]
+    if isinstance(full, list) and isinstance(delta, list):  # which count from 1
+        named = {
+            **dict.fromkeys(delta, "linear_attention"),
+            **dict.fromkeys(full, "full_attention"),
+        }
+        default = [named.get(layer + 1) for layer in range(layers)]
+    supported = {"full_attention": "attention", "linear_attention": "kimi_delta"}
+    mixers = kinds_of(raw, layers, raw("layer_types", default=default), "layer_types", supported)
+    raw.only(hidden_act="silu", mla_use_nope=True, moe_router_activation_func="sigmoid")
+    raw.only(use_grouped_topk=True)
+    raw.unused("rope_theta", "rope_scaling", "rope_parameters", "head_dim")
+    raw.defaults(rms_norm_eps=1e-5, first_k_dense_replace=1, routed_scaling_factor=2.446)
+    for name, other, value in (
+        ("max_position_embeddings", "model_max_length", 1048576),
+        ("norm_topk_prob", "moe_renormalize", True),
+        ("n_group", "num_expert_group", 1),
+        ("num_experts_per_tok", "num_experts_per_token", 8),
+    ):
+        raw.defaults(**{name: raw(name, other, default=value)})
+    fields = biased_experts(raw)
+    dense = (fields.pop("dense_layers", None) or "").split(",")
+    then = ["mlp" if str(layer) in dense else "moe" for layer in range(layers)]
+    if "moe" not in then:
+        fields = {}
+    heads = raw.size("linear_num_heads", default=section.size("num_heads", default=32))
+    size = raw.size("linear_head_dim", default=section.size("head_dim", default=128))
+    taps = section.size("short_conv_kernel_size", default=4)
+    return latent(
+        raw,
+        position_embedding="none",
+        mlp_bias=False,
+        layer_branches=",".join(
+            f"{mixer}/{other}" for mixer, other in zip(mixers, then, strict=True)
+        ),
+        conv_kernel=raw.size("linear_conv_kernel_dim", default=taps),
+        delta_num_heads=heads,
+        delta_num_key_heads=heads,
+        delta_key_head_size=size,
+        delta_value_head_size=size,
+        **fields,
+    )
+
+
+def saved_mlps(raw: RawConfig) -> list[str]:
+    """The variant of names by which transformers saves the MLPs of layers without experts."""
+    ending = "block_sparse_moe.gate_proj.weight"
+    return ["_saved"] if any(name.endswith(ending) for name in raw.keys) else []
+
+
+def rope_pairs(raw: RawConfig) -> list[str]:
+    """The variant of names: neighbours turn together unless config.json says otherwise."""
+    return ["_interleaved"] if raw.flag("rope_interleave", True) else []

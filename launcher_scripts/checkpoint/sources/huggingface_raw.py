@@ -386,6 +386,7 @@ MULTIMODAL = {
             "max_position_embeddings": 131072,
         },
     ),
+    "gemma4": Multimodal("gemma4_text"),
     "idefics3": Multimodal(),
     "internvl": Multimodal(),
     "llama4": Multimodal("llama4_text"),
@@ -408,6 +409,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")
 _PREFIXES = ("language_model.model.", "language_model.", "text_model.")
 _IMAGE_TENSORS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
 )
 NOTE = "the model's tensors for images are left out: it is served for text"
 

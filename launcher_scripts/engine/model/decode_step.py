@@ -214,6 +214,8 @@ def unsupported_reasons(
             result.append("rotary positions depend on a row's length")
         if config.kv_lora_rank is not None:
             result.append("attention is latent")
+        if config.value_norm or config.layer_scale or config.layer_head_sizes:
+            result.append("layers have heads of their own sizes, normalized values or a scale")
         if config.has_row_states:
             recurrent = ", ".join(sorted(config.branch_kinds & {*RECURRENT_KINDS}))
             result.append(f"layers keep a state of each row ({recurrent})")

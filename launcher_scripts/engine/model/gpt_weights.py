@@ -86,10 +86,13 @@ class GPTWeightLoader(WeightLoader):
         return Linear(table, bias, norm)
 
     def _layer(self, layer: int) -> LayerWeights:
-        branches = self.config.branches(layer)
-        return LayerWeights(
-            tuple(tuple(self._branch(kind, layer) for kind in both) for both in branches)
-        )
+        branches = [
+            [self._branch(kind, layer) for kind in both] for both in self.config.branches(layer)
+        ]
+        if self.config.layer_scale and branches:
+            scale = float(self._tensor("layers.*.scale", torch.float32, layer))
+            branches[-1] = [replace(weights, scale=scale) for weights in branches[-1]]
+        return LayerWeights(tuple(map(tuple, branches)))
 
     def _branch(self, kind: str, layer: int) -> SublayerWeights:
         """A branch of a kind of BRANCHES."""
@@ -270,10 +273,17 @@ class GPTWeightLoader(WeightLoader):
             head_norms=norms,
             query_scale=query_scale,
             sinks=self._sinks(stem, layer),
+            value_norm=self._value_norm(config.head_size),
             lora_gate=self._lora("attention.gate", layer),
             lora_in=scaled_lora(self._lora("attention.query_key_value", layer), *scales),
             **shared,
         )
+
+    def _value_norm(self, size: int) -> Norm | None:
+        if not self.config.value_norm:
+            return None
+        ones = torch.ones(size, device=self.device)
+        return Norm("rmsnorm", ones, None, self.config.norm_eps)
 
     def _latent_attention(
         self, layer: int, input_norm: Norm | None, **shared: Any

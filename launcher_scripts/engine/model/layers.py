@@ -37,7 +37,7 @@ from launcher_scripts.kernels.operands import (
     Norm,
 )
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.kernels.reference import norm_heads, xielu
+from launcher_scripts.kernels.reference import norm_heads, norm_values, xielu
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,14 @@ class Sublayer(ABC):
 
     window = 0
     fused = True
+    gate: Linear | None = None
 
     def __init__(self, weights: SublayerWeights, kernels: Ops, communicator: Communicator) -> None:
         self.in_proj = weights.in_proj
         self.out_proj = weights.out_proj
         self.output_norm = weights.output_norm
         self.norm = weights.norm
+        self.scale = weights.scale
         self.adapter = weights.adapter
         self.ia3 = weights.ia3
         self.lora_in = weights.lora_in
@@ -169,6 +171,7 @@ class Sublayer(ABC):
     def prepare(self) -> None:
         """Make what fused steps want to know of the weights beforehand."""
         self.in_proj = self.kernels.prepare(self.in_proj)
+        self.gate = self.gate and self.kernels.prepare(self.gate)
 
     @abstractmethod
     def branch(self, x: Input, context: ForwardContext[Input], /) -> Tensor:
@@ -192,7 +195,9 @@ class Sublayer(ABC):
 
     def project(self, x: Tensor | Hidden, adapters: Tensor | None = None) -> Tensor:
         """input_projection of the normalized x: [N, out]."""
-        linear = self.input_projection(adapters)
+        return self._projected(x, self.input_projection(adapters))
+
+    def _projected(self, x: Tensor | Hidden, linear: Linear) -> Tensor:
         if isinstance(x, Hidden):
             return self.kernels.project_hidden(x, linear)
         return self.kernels.project(x, linear)
@@ -213,7 +218,8 @@ class Sublayer(ABC):
         else:
             part = self.kernels.project(inner, replace(linear, bias=None))
             x = self._add(self.communicator.tp_sum(part), residual)
-        return x if self.norm is None else self.kernels.norm(x, self.norm, torch.float32)
+        x = x if self.norm is None else self.kernels.norm(x, self.norm, torch.float32)
+        return x if self.scale is None else x * self.scale
 
     def _add(self, out: Tensor, residual: Tensor) -> Tensor:
         """residual plus what the branch adds, of out_proj(inner) without its bias."""
@@ -294,24 +300,17 @@ class SelfAttention(Attention):
         self.head_norms = weights.head_norms
         self.gate = weights.gate
         self.lora_gate = weights.lora_gate
+        self.value_norm = weights.value_norm
         self.scores = replace(self.scores, sinks=weights.sinks)
         self.window = window
         self.table = table
         self.query_scale = weights.query_scale
 
-    def prepare(self) -> None:
-        super().prepare()
-        self.gate = self.gate and self.kernels.prepare(self.gate)
-
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         attended = context.attend(x, self)
         if self.gate is None:
             return attended
-        linear = self.gate.with_lora(self.lora_gate, context.lora_adapters)
-        if isinstance(x, Hidden):
-            gate = self.kernels.project_hidden(x, linear)
-        else:
-            gate = self.kernels.project(x, linear)
+        gate = self._projected(x, self.gate.with_lora(self.lora_gate, context.lora_adapters))
         return (attended.float() * gate.float().sigmoid()).to(attended.dtype)
 
     def store(self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Any]) -> Tensor:
@@ -320,6 +319,8 @@ class SelfAttention(Attention):
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
         heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.table]
+        if self.value_norm is not None:
+            qkv = norm_values(qkv, heads, self.value_norm, kernels.norm)
         if norms is not None and norms.joint and self.communicator.tp_size > 1:
             qkv, norms = norm_heads(qkv, heads, norms, self._norm_over_ranks), None
         query = kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
@@ -373,10 +374,6 @@ class MLP(Sublayer):
         self.gate = weights.gate
         self.curve = weights.curve
         self.activation = activation
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.gate = self.gate and self.kernels.prepare(self.gate)
 
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         if self.curve is not None:

@@ -300,12 +300,10 @@ class KimiDelta(GatedDelta):
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         w, projected = self.weights, self.project(x, context.lora_adapters)
         decay, gate = w.decay_up.weight.shape[1], w.gate_up.weight.shape[1]
-        mixed, *inner = projected.split([projected.shape[1] - decay - gate, decay, gate], dim=1)
-        ups = [
-            self.kernels.project(part.contiguous(), up)
-            for part, up in zip(inner, (w.decay_up, w.gate_up), strict=True)
-        ]
-        expanded = torch.cat([mixed, *ups], dim=1)
+        widths = [projected.shape[1] - decay - gate, decay, gate]
+        mixed, of_decay, of_gate = (part.contiguous() for part in projected.split(widths, dim=1))
+        decays = self.kernels.project(of_decay, w.decay_up)
+        expanded = torch.cat([mixed, decays, self.kernels.project(of_gate, w.gate_up)], dim=1)
         return context.recur(expanded, self).to(self.out_proj.dtype)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:

@@ -119,7 +119,9 @@ def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, ...]:
         return *(_gpt_rotary(model, device) for model in models), None
     local = None
     if config.rotary_local_base is not None:
-        local = Rotary(plain_frequencies(config.rotary_size, config.rotary_local_base), device)
+        windowed = [layer for layer in range(config.num_layers) if config.window(layer)]
+        size = config.of_layer(windowed[0] if windowed else None).rotary_size
+        local = Rotary(plain_frequencies(size, config.rotary_local_base), device)
     return _gpt_rotary(config, device), local, None
 
 

@@ -87,6 +87,7 @@ class SublayerWeights:
     out_proj adds to them.
 
     output_norm: of what the branch adds, where there is such;  norm: one that comes after the sum
+    scale:       of what the sum is then, where it is multiplied
     adapter:     is given what the branch adds, and adds its own
     ia3:         factors of IA3 by task, [tasks + 1, width] (Liu et al. 2022)
     lora_in, lora_out: what adapters add to the two projections; of a gated MLP, lora_in also what
@@ -97,6 +98,7 @@ class SublayerWeights:
     out_proj: Linear
     output_norm: Norm | None = None
     norm: Norm | None = None
+    scale: float | None = None
     adapter: Adapter | None = None
     ia3: Tensor | None = None
     lora_in: LoRA | None = None
@@ -119,6 +121,7 @@ class AttentionWeights(SublayerWeights):
     ia3:        of queries (ones), keys and values
     gate:       reads what in_proj does; its sigmoid multiplies what attention gives
     lora_gate:  what adapters add to it
+    value_norm: of every head's values, where there is one
     """
 
     head_norms: HeadNorms | None = None
@@ -127,6 +130,7 @@ class AttentionWeights(SublayerWeights):
     relative: RelativeBias | None = None
     gate: Linear | None = None
     lora_gate: LoRA | None = None
+    value_norm: Norm | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
