@@ -8,6 +8,7 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -130,7 +131,7 @@ def test_t5gemma_names_its_layers_without_a_window_where_it_has_any(
     assert config_ini.read_config(tmp_path).config == config
 
 
-@pytest.mark.parametrize("read", [decoders.gemma, decoders.gemma2, decoders.gemma3])
+@pytest.mark.parametrize("read", [gemma.gemma, gemma.gemma2, gemma.gemma3])
 def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
     sizes = {"vocab_size": 67, "intermediate_size": 8, "max_position_embeddings": 32}
     said = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 6, **sizes}
@@ -144,8 +145,8 @@ def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
         (configs.gpt2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),
         (configs.bloom, {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         (decoders.llama, {"rope_scaling": {"rope_type": "ntk"}}, "rope_type"),
-        (decoders.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
-        (decoders.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
+        (gemma.gemma2, {"layer_types": ["chunked_attention"]}, "layer_types"),
+        (gemma.gemma2, {"use_bidirectional_attention": True}, "bidirectional"),
         (configs.falcon, {"new_decoder_architecture": True, "parallel_attn": False}, "parallel"),
         (decoders.llama, {"sliding_window": 4096}, "sliding_window"),
         (configs.agm, {"use_alibi_position_embedding": True}, "alibi"),

@@ -110,7 +110,7 @@ def _gemma4_heads(raw: RawConfig, full: Sequence[str]) -> tuple[int, list[int], 
     sizes, counts, kinds = [], [], set()
     for layer in map(str, range(raw.layers("num_hidden_layers"))):
         local = RawConfig(others if layer in full else {}, (), raw.problems)
-        if overrides.raw:
+        if "per_layer_config" in raw.raw:  # which rules, also where it is empty
             local = overrides.section(layer)
         sizes.append(local.size("head_dim", default=size))
         counts.append(local.size("num_key_value_heads", default=groups))
