@@ -168,7 +168,13 @@ def target_tensors(
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
             parts.setdefault(name, []).append(Part(task, index, layout))
-    return {name: _tensor(name, local, problems) for name, local in parts.items()}
+    result = {}
+    for name, members in parts.items():
+        try:
+            result[name] = _tensor(name, members, problems)
+        except ValueError:  # an inverse that these sizes do not fit, such as an odd rotary size
+            problems.append(f"{name} has another shape")
+    return result
 
 
 def _is_computed(task: Task, layout: Layout) -> bool:
