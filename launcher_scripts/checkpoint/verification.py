@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import DTYPES, FTCheckpoint, WeightFile
 from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, DIGESTS, file_digest
-from launcher_scripts.checkpoint.formats.dtypes import Workspace
+from launcher_scripts.checkpoint.formats.dtypes import Workspace, float32
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.layouts import rank_columns
 from launcher_scripts.checkpoint.layout.streaming import strips
@@ -128,6 +128,85 @@ def altered_files(
         if result != right:
             altered.append((file, owners.get(result)))
     return altered
+
+
+def altered_tensors(
+    checkpoint: FTCheckpoint, tasks: Sequence[Task], files: Iterable[WeightFile]
+) -> dict[str, str]:
+    """The tensors that the altered `files` are of, with what distinguishes each from the source's
+    (tensor_kind).
+    """
+    names = {file.spec.tensor_name(file.layer) for file in files}
+    workspace, kinds = Workspace(), {}
+    for task in tasks:
+        name = task.spec.tensor_name(task.layer)
+        if name not in names:
+            continue
+        values = rebuilt(checkpoint, task.spec, task.layer)
+        if values is None:
+            kinds[name] = "different copies of a head"
+            continue
+        columns = [unit for block in task.blocks(workspace) for unit in block]
+        pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)
+        expected = np.concatenate([np.array(strip).reshape(-1) for strip in pieces])
+        expected = expected.view(values.dtype).reshape(values.shape)
+        kinds[name] = tensor_kind(float32(values), float32(expected))
+    return kinds
+
+
+def tensor_kind(values: NDArray[Any], expected: NDArray[Any]) -> str:
+    """What distinguishes a stored tensor from the one that it should be, in a few words."""
+    one, other = (np.asarray(each, dtype=np.float64) for each in (values, expected))
+    if not np.isfinite(one).all():
+        return "not numbers"
+    if not one.any():
+        return "zero"
+    if one.ndim == 2:
+        if one.shape[0] == one.shape[1] and np.array_equal(one, other.T):
+            return "transposed"
+        if np.array_equal(one.ravel(), other.T.ravel()):
+            return "transposed in memory"
+        for axis, label in ((0, "rows"), (1, "columns")):
+            if _same_lines(one, other, axis):
+                return f"{label} in another order"
+    if np.array_equal(np.sort(one, axis=None), np.sort(other, axis=None)):
+        return "values in another order"
+    different = one != other
+    if different.mean() < 0.5:
+        return _partial(different)
+    scale = float((one * other).sum() / max(float((other * other).sum()), 1e-300))
+    size = max(_rms(other), 1e-30)
+    if np.abs(one - scale * other).max() < 1e-3 * size * max(abs(scale), 1e-3):
+        return "of the other sign" if abs(scale + 1) < 1e-3 else f"multiplied by {scale:.4g}"
+    shift = float(np.mean(one - other))
+    if np.abs(one - other - shift).max() < 1e-3 * size:
+        return f"shifted by {shift:.4g}"
+    error = _rms(one - other) / size
+    return f"rounded (error {error:.2g})" if error < 0.02 else f"other values (error {error:.2g})"
+
+
+def _rms(values: NDArray[Any]) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+
+
+def _same_lines(one: NDArray[Any], other: NDArray[Any], axis: int) -> bool:
+    lines, expected = (
+        np.sort(np.moveaxis(each, axis, 0) @ _weights(each, axis)) for each in (one, other)
+    )
+    return bool(np.allclose(lines, expected, rtol=1e-9, atol=1e-12))
+
+
+def _weights(values: NDArray[Any], axis: int) -> NDArray[Any]:
+    """Numbers that tell the lines along `axis` apart by their sums."""
+    return np.random.default_rng(0).normal(size=values.shape[1 - axis])
+
+
+def _partial(different: NDArray[np.bool_]) -> str:
+    if different.ndim != 2:
+        positions = np.flatnonzero(different)
+        return f"other values from {positions[0]} to {positions[-1]}"
+    rows, columns = (np.flatnonzero(different.any(axis=axis)) for axis in (1, 0))
+    return f"other values in rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
 
 
 def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any] | None:

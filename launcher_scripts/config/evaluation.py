@@ -10,6 +10,7 @@ from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.options import ConfigPath, SecretPath, check_options, option
+from launcher_scripts.config.security import SigningKey
 
 TASK_NAMES = ("lambada", "squad", "boolq_generate", "summarization", "translation", "encode")
 # The name of a task in earlier configurations and reports -> its name.
@@ -196,6 +197,10 @@ class ReferenceSettings:
     runner:     transformers, core (Megatron-LM core), nemo, or engine, this project's own in
                 float32; auto: the code of the checkpoint's maker where it is installed, else engine
     data_file:  JSON lines with a "text"; None: the LAMBADA items that come with the launcher
+    margin:     largest mean difference of log-probabilities that counts as none, in nats a token
+    alpha:      level of each of the two one-sided tests
+    layers:     compare the hidden states of the exported layers with the original's, on the CPU
+    sign:       the key that signs the certificate
     """
 
     checkpoint: ConfigPath | None = None
@@ -205,10 +210,20 @@ class ReferenceSettings:
     max_tokens: int = option(128, "tokens of each text that are compared", lower=2)
     continuation: int = option(16, "tokens generated after a text", lower=0)
     batch_size: int = option(8, "texts in flight", lower=1)
+    margin: float = 0.01
+    alpha: float = 0.05
+    layers: bool = True
+    sign: SigningKey | None = None
 
     def __post_init__(self) -> None:
         problems = Problems("the twin of the evaluation")
         check_options(self, problems, "evaluate.twin.{}".format)
+        if not 0 < self.margin < float("inf"):
+            message = "margin must be above 0"
+            problems.add(message, got=self.margin, change="evaluate.twin.margin")
+        if not 0 < self.alpha < 0.5:
+            message = "alpha must be above 0 and below 0.5"
+            problems.add(message, got=self.alpha, change="evaluate.twin.alpha")
         problems.raise_if_any(ConfigError)
 
 

@@ -6,7 +6,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.repository.signature import sign_repository
 from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.evaluation.certificate import SIGNED_KEY, certificate, lines, write
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
 from launcher_scripts.evaluation.served.client import Client, connect
@@ -46,6 +49,7 @@ from launcher_scripts.steps.references import (
     KEY,
     Original,
     chat_render,
+    compare_layers,
     free_memory,
     opened_reference,
     served_checkpoint,
@@ -53,7 +57,7 @@ from launcher_scripts.steps.references import (
 
 FAMILIES = ("gpt", "t5", "bart")
 # Of the twin's settings: no answer depends on these.
-_LOCATIONS = ("checkpoint", "data_file", "batch_size")
+_LOCATIONS = ("checkpoint", "data_file", "batch_size", "margin", "alpha", "layers", "sign")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,8 +97,17 @@ def measure(settings: EvaluateSettings) -> None:
             inspection=_inspection(original, served, reference),
             continued=journal.continued,
         )
+        sources = {"source": original.format, "num_attention_heads": original.num_heads}
+        trace = partial(compare_layers, original, served, reference, sources) if served else None
+        if trace is not None and block.layers:
+            comparison = replace(comparison, trace=trace)
         result = compare_models(block, comparison, texts, str(original.path), log_progress("twin"))
     report.add_twin(block, result, journal.measured_on)
+    content = certificate(settings.model_name, report.content["twin"])
+    issued = write(report.results_dir, content)
+    if block.sign is not None:
+        sign_repository(issued, block.sign, SIGNED_KEY)
+    print("\n".join(["", *lines(content), f"certificate: {issued}", ""]))
     print("\n".join([reference_table(result), "", f"report: {report.html_file}"]))
 
 

@@ -7,6 +7,7 @@ Both the twin of an export and that of an evaluation take their reference from h
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.repository.text_models import TRANSFORMERS
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
-from launcher_scripts.checkpoint.verification import altered_files
+from launcher_scripts.checkpoint.verification import altered_files, altered_tensors
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
@@ -37,9 +38,10 @@ from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.core_model import CoreModel
 from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
-from launcher_scripts.evaluation.tasks.task import NoReferenceError, Reference
+from launcher_scripts.evaluation.tasks.task import HiddenStates, NoReferenceError, Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel, TransformersText
 from launcher_scripts.evaluation.twin.diagnosis import AlteredFile
+from launcher_scripts.evaluation.twin.faults import LayerComparison, LayerTrace
 from launcher_scripts.evaluation.twin.texts import Render, TextSide
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.loading import local_chat_template
@@ -49,7 +51,22 @@ from launcher_scripts.models.repository import FILE_NAME
 
 ENGINE = "engine"
 SECONDS = 3600.0
+PROMPT_TOKENS = 16
+DECODER_TOKENS = 8
+# Of the largest logit. Both sides hold the weights rounded to weight_data_type and compute in
+# float32, so they differ by the order of sums: some 1e-7 for two layers, more for deep models.
+TOLERANCE = 1e-4
+# Tables that the export scales or multiplies before it rounds them differ by that rounding: two
+# and a half times the half types' 2**-11 and 2**-8. These are the dialects that have such tables.
+ROUNDED_TOLERANCES = {"fp32": TOLERANCE, "fp16": 1.25e-3, "bf16": 1e-2}
+COMBINING = re.compile("_scaled|_projected")
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def tolerance(dialects: Iterable[str], weight_data_type: str) -> float:
+    """The difference that a good export may have, as a part of the largest logit."""
+    combined = any(COMBINING.search(dialect) for dialect in dialects)
+    return ROUNDED_TOLERANCES[weight_data_type] if combined else TOLERANCE
 
 
 class EngineModel(Reference):
@@ -143,6 +160,98 @@ def missing_packages(runner: str) -> list[str]:
     return [name for name in RUNNERS[runner].packages if find_spec(name) is None]
 
 
+class EngineStates:
+    """The hidden states of an original that the engine runs: of an export of its tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        from launcher_scripts.engine.runner.tracing import TracedModel
+
+        self._model = TracedModel(FTCheckpoint.open(folder, verify=False))
+        self.name = "this project's engine, on the original's tensors"
+
+    def hidden_states(
+        self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
+    ) -> HiddenStates:
+        """See TransformersModel.hidden_states."""
+        model, layers, source = self._model, {}, None
+        if model.stacks != stacks:
+            raise NoReferenceError(f"the original has {model.stacks}, the export {stacks} layers")
+        states = np.empty(0, np.float32)
+        for stack, count in stacks.items():
+            of_decoder = len(stacks) > 1 and stack == "decoder"
+            states = model.embed(stack, decoder_ids if of_decoder else ids)
+            pairs = []
+            for layer in range(count):
+                after = model.layer(stack, layer, states, source)[-1].values
+                pairs.append((states, after))
+                states = after
+            layers[stack] = pairs
+            if stack == "encoder":
+                source = model.encoder_norm(states)
+        return HiddenStates(layers, source, *model.head(states))
+
+    def intermediates(
+        self,
+        ids: Sequence[int],
+        decoder_ids: Sequence[int],
+        layer: tuple[str, int],
+        stacks: Mapping[str, int],
+    ) -> list[NDArray[np.float32]]:
+        """See TransformersModel.intermediates."""
+        states, (stack, number) = self.hidden_states(ids, decoder_ids, stacks), layer
+        source = states.source if stack == "decoder" else None
+        before, _ = states.layers[stack][number]
+        return [step.values for step in self._model.layer(stack, number, before, source)]
+
+
+TRACED_TOKENS = 48
+_LAYER_LIMIT = 2e-4  # of what a layer adds, in float32
+
+
+def compare_layers(
+    original: Original, served: FTCheckpoint, reference: Reference, options: Mapping[str, Any]
+) -> LayerTrace:
+    """Compare the layers of the export with the original's on token ids that are always the same.
+
+    A reference of transformers gets the export's rounding, and keeps it.
+    """
+    from launcher_scripts.engine.runner.tracing import TracedModel
+
+    config: Any = served.config
+    source = served.manifest.source if served.manifest is not None else {}
+    ids, decoder_ids = prompt_ids(config, TRACED_TOKENS, TRACED_TOKENS // 2)
+    limit = _LAYER_LIMIT
+    if tolerance(source.get("dialects", ()), served.weight_data_type) > TOLERANCE:
+        limit = ROUNDED_TOLERANCES[served.weight_data_type]
+    with ExitStack() as stack:
+        states: Any = reference
+        if isinstance(reference, TransformersModel):
+            reference.round_weights(served.weight_data_type)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="layers-")))
+            exported = export_source(original.path, folder, served.weight_data_type, options)
+            states = EngineStates(exported)
+        try:
+            pair = TracedModel(served), states
+            return LayerComparison(*pair, ids, decoder_ids, limit).trace()
+        except (NoReferenceError, CheckpointError) as error:
+            return LayerTrace(reference.name, limit, skipped=str(error))
+
+
+def export_source(path: Path, folder: Path, data_type: str, options: Mapping[str, Any]) -> Path:
+    """Export the tensors of a source for one rank; returns the folder of the shards."""
+    settings = ExportSettings(
+        model_name="original",
+        model_type="",
+        checkpoint_path=str(path),
+        triton_model_dir=str(folder / "original"),
+        tokenizer=TokenizerSettings("none"),
+        parallelism=Parallelism(),
+        **{"weight_data_type": data_type, **options},
+    )
+    return export(settings)
+
+
 @contextmanager
 def opened_reference(
     path: Path, runner: str, max_tokens: int, options: Mapping[str, Any]
@@ -157,17 +266,9 @@ def opened_reference(
         return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="twin-")))
-        settings = ExportSettings(
-            model_name="original",
-            model_type="",
-            checkpoint_path=str(path),
-            triton_model_dir=str(folder / "original"),
-            tokenizer=TokenizerSettings("none"),
-            parallelism=Parallelism(),
-            **{"weight_data_type": "fp32", **options},
-        )
         name = f"this project's engine, float32 on the CPU: {path}"
-        model = EngineModel(export(settings), 1, max_tokens=max_tokens, name=name)
+        exported = export_source(path, folder, "fp32", options)
+        model = EngineModel(exported, 1, max_tokens=max_tokens, name=name)
         yield stack.enter_context(model)
 
 
@@ -194,6 +295,23 @@ def cgroup_limits(memberships: Path, root: Path) -> Iterator[int]:
             if directory.is_relative_to(root) and (directory / file).is_file():
                 text = (directory / file).read_text(encoding="ascii").strip()
                 yield from [] if text == "max" else [int(text)]
+
+
+def prompt_ids(
+    config: Any, count: int = PROMPT_TOKENS, decoder_count: int = DECODER_TOKENS
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids, the same every time: of the prompt, and of the decoder's if there is one.
+
+    None is the padding token, which M2M-100 in transformers gives no position.
+    """
+    length = min(count, getattr(config, "max_positions", None) or count)
+    numbers = np.random.default_rng(0).integers(config.vocab_size, size=(2, count))
+    numbers[numbers == config.pad_id] = config.end_id
+    ids = tuple(int(number) for number in numbers[0, :length])
+    if not hasattr(config, "num_decoder_layers"):
+        return ids, ()
+    decoder_ids = (int(number) for number in numbers[1, : min(decoder_count, length) - 1])
+    return ids, (config.start_id, *decoder_ids)
 
 
 KEY = "evaluate.twin.checkpoint"
@@ -319,7 +437,9 @@ class Original:
         """
         try:
             specs = family_of(self.source.config).weights(self.source.config)
-            names = altered_files(served, make_plan(self.source, specs, str(self.path)))
+            plan = make_plan(self.source, specs, str(self.path))
+            names = altered_files(served, plan)
+            kinds = altered_tensors(served, plan, [file for file, _ in names])
         except (CheckpointError, OSError) as error:
             print(f"note: the weights are not compared: {error}", flush=True)
             return []
@@ -330,6 +450,7 @@ class Original:
                 file.layer,
                 file.tp_rank,
                 None if holds is None else holds.name,
+                kinds.get(file.spec.tensor_name(file.layer), ""),
             )
             for file, holds in names
         ]

@@ -7,8 +7,7 @@ wrong base of the rotary positions, a key that nobody read.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,42 +24,27 @@ from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokeni
 from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.evaluation.tasks.task import NoReferenceError
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
-from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, Render
+from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, PROBES, Render
 from launcher_scripts.steps.references import (
     ENGINE,
+    PROMPT_TOKENS,
     RUNNERS,
     EngineModel,
     chat_render,
     free_memory,
     missing_packages,
     opened_reference,
+    prompt_ids,
     runner_of,
+    tolerance,
 )
 
-PROMPT_TOKENS = 16
-DECODER_TOKENS = 8
-# Of the largest logit. Both sides hold the weights rounded to weight_data_type and compute in
-# float32, so they differ by the order of sums: some 1e-7 for two layers, more for deep models.
-TOLERANCE = 1e-4
-# Tables that the export scales or multiplies before it rounds them differ by that rounding: two
-# and a half times the half types' 2**-11 and 2**-8. These are the dialects that have such tables.
-ROUNDED_TOLERANCES = {"fp32": TOLERANCE, "fp16": 1.25e-3, "bf16": 1e-2}
-# Numbers, accents, scripts, emoji, contractions, white space; special tokens and chats are added.
-TEXTS = (
-    *("Hello world", "Hi 12345! 2024-2025 3.14", "I'LL DON'T it's we're", "a,b;c...!?", ""),
-    *(
-        "caf\u00e9 cafe\u0301 \u00df \ufb01 \u2460",
-        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644",
-    ),
-    *("\U0001f642 \U0001f469\u200d\U0001f467", " two  spaces ", "x   y    z", "a\tb\nc\n\n  x\r\n"),
-)
 _ADAPTERS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
 # Options of an export that say what is read.
 _READING = (
     *("source", "num_attention_heads", "encoder_only", "ia3_checkpoints", "ia3_in_place"),
     *("adapter_checkpoints", "training_checkpoint", "allow_nonfinite", "allow_custom_code_config"),
 )
-COMBINING = re.compile("_scaled|_projected")
 
 
 def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
@@ -95,7 +79,7 @@ def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettin
     tokenizer = load_tokenizer(checkpoint.folder)
     parameters = {name: str(value) for name, value in encoding_parameters(checkpoint).items()}
     special = SpecialIds.of(parameters)
-    texts = [*TEXTS, *(f"a {token} b{token}c" for token in reference.added_tokens())]
+    texts = [*PROBES, *(f"a {token} b{token}c" for token in reference.added_tokens())]
     texts += _chats(checkpoint.folder, tokenizer, reference)
     different = []
     for text in texts:
@@ -148,7 +132,7 @@ def _compare_logits(
     if skipped:
         return {"skipped": skipped}
     config: Any = checkpoint.config
-    ids, decoder_ids = _prompt(config)
+    ids, decoder_ids = prompt_ids(config)
     reference = RUNNERS[str(runner_of(source["format"]))].open(Path(source["path"]))
     reference.round_weights(checkpoint.weight_data_type)
     expected = reference.logits(ids, decoder_ids)
@@ -184,7 +168,7 @@ def _compare_written(folder: Path, settings: ExportSettings) -> dict[str, Any]:
         return {"skipped": f"this Python has no {' and '.join(missing)}"}
     if skipped := _unfit_reason(config, weight_bytes(config, 1, "fp32")):
         return {"skipped": skipped}
-    ids, decoder_ids = _prompt(config)
+    ids, decoder_ids = prompt_ids(config)
     logits = RUNNERS["transformers"].open(folder).logits(ids, decoder_ids)
     data_type = settings.weight_data_type
     maker = runner_of(source.get("format"))
@@ -229,12 +213,6 @@ def _checked(logits: Any, expected: Any, name: str, part: float) -> dict[str, An
     }
 
 
-def tolerance(dialects: Iterable[str], weight_data_type: str) -> float:
-    """The difference that a good export may have, as a part of the largest logit."""
-    combined = any(COMBINING.search(dialect) for dialect in dialects)
-    return ROUNDED_TOLERANCES[weight_data_type] if combined else TOLERANCE
-
-
 def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportSettings) -> str:
     """Why there can be no twin; "" where there can."""
     runner = runner_of(source.get("format"))
@@ -258,21 +236,6 @@ def _unfit_reason(config: Any, needed: int) -> str:
     if needed > free:
         return f"it needs {needed / 1e9:.1f} GB of memory in float32; {free / 1e9:.1f} GB are free"
     return ""
-
-
-def _prompt(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids, the same every time: of the prompt, and of the decoder's if there is one.
-
-    None is the padding token, which M2M-100 in transformers gives no position.
-    """
-    length = min(PROMPT_TOKENS, getattr(config, "max_positions", None) or PROMPT_TOKENS)
-    numbers = np.random.default_rng(0).integers(config.vocab_size, size=(2, PROMPT_TOKENS))
-    numbers[numbers == config.pad_id] = config.end_id
-    ids = tuple(int(number) for number in numbers[0, :length])
-    if not hasattr(config, "num_decoder_layers"):
-        return ids, ()
-    decoder_ids = (int(number) for number in numbers[1, : min(DECODER_TOKENS, length) - 1])
-    return ids, (config.start_id, *decoder_ids)
 
 
 def _described(result: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_a_lost_opening_token(original: Path, tmp_path: Path, measured: Measured
     (finding,) = section["findings"]
     assert finding["name"] == "lost_bos"
     assert finding["evidence"]["opening_ids"] == [491]
-    assert finding["evidence"]["different"] == len(twins.TEXTS)
+    assert finding["evidence"]["different"] == finding["evidence"]["texts"] > len(twins.TEXTS)
     assert section["metrics"]["kl"]["value"] < 1e-9  # of the same ids
     assert abs(section["metrics"]["text_difference"]["value"]) > 1e-3
 

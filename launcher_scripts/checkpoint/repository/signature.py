@@ -29,12 +29,14 @@ _DIFFERENCES = {
 }
 
 
-def sign_repository(repository: Path, signer: SigningKey) -> Path:
+def sign_repository(repository: Path, signer: SigningKey, change: str = SIGN) -> Path:
     """Write the signature of all files in the folder; returns its path.
+
+    change: the key that names the signer
 
     Raises CheckpointError where a key cannot be used or a file is a link.
     """
-    with _errors(f"{repository} cannot be signed", SIGN):
+    with _errors(f"{repository} cannot be signed", change):
         from model_signing import hashing, signing
 
         _remove_compiled(repository)

@@ -39,7 +39,8 @@ from launcher_scripts.kernels.operands import Heads, Spans, VarlenBatch, span_bl
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 Floats = NDArray[np.float32]
-Change = Callable[[WeightSpec, NDArray[Any]], NDArray[Any]]
+Reader = Callable[[WeightSpec, int | None], NDArray[Any]]
+Change = Callable[[WeightSpec, int | None, Reader], NDArray[Any]]
 CPU = torch.device("cpu")
 ENCODER, DECODER = STACKS = ("encoder", "decoder")
 # The kinds of branches by their classes, those that are more special first.
@@ -149,7 +150,11 @@ class _Stage(Network):
             context: Any = self._encoder.context(spans, positions)
         else:
             context = self._prefill_context(count, positions, source)
-        for sublayer in self.traced[stack][layer].sublayers:
+        own = self.traced[stack][layer]
+        for sublayer, branches in zip(own.sublayers, own.branches, strict=True):
+            for branch in branches:
+                if branch.input_norm is not None:  # projections apply it without a call of norm
+                    branch.kernels.norm(x, branch.input_norm, torch.float32)
             x = sublayer.forward(x, context)
         return x
 
@@ -178,7 +183,8 @@ def _kind(branch: Sublayer) -> str:
 class TracedModel:
     """An exported folder whose layers run one by one, on one rank whatever it was split for.
 
-    changes: fields of its configuration with other values;  change: what is made of its tensors
+    changes: fields of its configuration with other values
+    change:  (spec, layer, reader of the stored tensors) -> the tensor that the layer gets
     """
 
     def __init__(
@@ -205,6 +211,10 @@ class TracedModel:
             return {ENCODER: config.num_layers, DECODER: config.num_decoder_layers}
         return {DECODER: config.num_layers}
 
+    def variant(self, changes: Mapping[str, Any], change: Change | None) -> TracedModel:
+        """The same weights with other settings, or with other tensors made of them."""
+        return TracedModel(self.checkpoint, changes, change, self._max_tokens)
+
     @torch.inference_mode()
     def embed(self, stack: str, ids: Sequence[int]) -> Floats:
         """Float32 [tokens, hidden]: what the stack's first layer reads."""
@@ -220,9 +230,7 @@ class TracedModel:
         """
         stage = self._stage(self._stage_of(stack, layer))
         self._steps.clear()
-        output = stage.run(
-            stack, layer, _tensor(x), None if source is None else _tensor(source)
-        )
+        output = stage.run(stack, layer, _tensor(x), None if source is None else _tensor(source))
         return [*self._steps, TracedStep("layer", "output", _array(output))]
 
     @torch.inference_mode()
@@ -258,16 +266,19 @@ class TracedModel:
         states = {layer: family.states(config, layer, 1) for layer in layers}
         rows = RowStatePool(states, 1, 1, torch.float32, CPU)
         cache = KVCache(states, 2 * self._max_tokens, torch.float32, CPU, rows)
-        return _Stage(
-            self._steps, loader.load(), cache, kernels_for("cpu"), Communicator(), CPU
-        )
+        return _Stage(self._steps, loader.load(), cache, kernels_for("cpu"), Communicator(), CPU)
 
     def _read(self, spec: WeightSpec, layer: int | None) -> NDArray[Any]:
+        if self._change is not None:
+            return self._change(spec, layer, self._stored)
+        return self._stored(spec, layer)
+
+    def _stored(self, spec: WeightSpec, layer: int | None) -> NDArray[Any]:
         values = rebuilt(self.checkpoint, spec, layer)
         if values is None:
             name = spec.tensor_name(layer)
             raise CheckpointError(f"the ranks' copies of a head of {name} are different")
-        return values if self._change is None else self._change(spec, values)
+        return values
 
 
 def _tensor(values: Floats) -> Tensor:

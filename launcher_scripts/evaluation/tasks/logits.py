@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -182,3 +183,124 @@ def by_position(rows: Sequence[RowComparison]) -> list[PositionRange]:
             PositionRange(first, stop - 1, float(kl.mean()), float(same.mean()), fit(part).error)
         )
     return result
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """Two one-sided tests of the mean difference of log-probabilities (Schuirmann, "A comparison of
+    the two one-sided tests procedure ...", J. Pharmacokinet. Biopharm. 15 (1987), 657-680).
+
+    Positions are paired, and clustered by text: the standard error is that of a ratio of sums over
+    texts (CR1), with as many degrees of freedom as texts less one.
+
+    margin:     nats a token;  alpha: the level of either test
+    mean:       served less reference, over all positions
+    low, high:  the interval of 1 - 2 alpha; inside of the margin exactly if p <= alpha
+    p_below, p_above: of the hypotheses that the difference is <= -margin, and >= margin
+    """
+
+    margin: float
+    alpha: float
+    texts: int
+    positions: int
+    mean: float
+    standard_error: float | None
+    low: float | None
+    high: float | None
+    p_below: float
+    p_above: float
+
+    @property
+    def p(self) -> float:
+        return max(self.p_below, self.p_above)
+
+    @property
+    def equivalent(self) -> bool:
+        return self.p <= self.alpha
+
+    @property
+    def different(self) -> bool:
+        """Return whether the whole interval is outside of the margin."""
+        if self.low is None or self.high is None:
+            return False
+        return self.low > self.margin or self.high < -self.margin
+
+
+def equivalence(rows: Sequence[RowComparison], margin: float, alpha: float = 0.05) -> Equivalence:
+    """Test the rows, one a text; texts of a single token have no position."""
+    sums = [(float((row.served - row.reference).sum()), len(row.served)) for row in rows]
+    sums = [pair for pair in sums if pair[1]]
+    texts, positions = len(sums), sum(count for _, count in sums)
+    mean = sum(total for total, _ in sums) / positions if positions else 0.0
+    if texts < 2:
+        return Equivalence(margin, alpha, texts, positions, mean, None, None, None, 1.0, 1.0)
+    squares = sum((total - count * mean) ** 2 for total, count in sums)
+    error = math.sqrt(texts / (texts - 1) * squares) / positions
+    free = texts - 1
+    below, above = (
+        student_tail((margin + side * mean) / error, free)
+        if error > 0
+        else float(abs(mean) >= margin)
+        for side in (1, -1)
+    )
+    half = student_quantile(alpha, free) * error
+    return Equivalence(
+        margin, alpha, texts, positions, mean, error, mean - half, mean + half, below, above
+    )
+
+
+def design_effect(values: Sequence[Floats]) -> float:
+    """The factor by which clustering widens the variance of a mean over positions; 1 or more.
+
+    values: each text's positions
+    """
+    values = [row for row in values if len(row)]
+    every = np.concatenate(values)
+    variance = float(every.var(ddof=1)) if len(every) > 1 else 0.0
+    if len(values) < 2 or variance <= 0:
+        return 1.0
+    mean, count = float(every.mean()), len(values)
+    squares = sum(float((row - mean).sum()) ** 2 for row in values)
+    clustered = count / (count - 1) * squares / len(every) ** 2
+    return max(1.0, clustered * len(every) / variance)
+
+
+def student_tail(t: float, free: float) -> float:
+    """The probability that Student's t with `free` degrees of freedom exceeds t."""
+    half = 0.5 * _beta_part(free / (free + t * t), free / 2, 0.5)
+    return half if t >= 0 else 1 - half
+
+
+def student_quantile(tail: float, free: float) -> float:
+    """The t >= 0 that Student's t exceeds with probability `tail` <= 0.5."""
+    low, high = 0.0, 1.0
+    while student_tail(high, free) > tail:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, free) > tail else (low, middle)
+    return high
+
+
+def _beta_part(x: float, a: float, b: float) -> float:
+    """The regularized incomplete beta function, by Lentz's continued fraction (Numerical Recipes,
+    6.4)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_part(1 - x, b, a)
+    scale = a * math.log(x) + b * math.log1p(-x)
+    scale += math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    c, d = 1.0, 1 / max(1 - (a + b) * x / (a + 1), _TINY)
+    result = d
+    for m in range(1, 500):
+        for factor in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1 / (1 + factor * d)
+            c = 1 + factor / c
+            result *= c * d
+        if abs(c * d - 1) < 1e-14:
+            break
+    return math.exp(scale) * result / a

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -290,6 +290,22 @@ class Model(Protocol):
 
 class NoReferenceError(ConfigError):
     """No library computes the model, which is no fault of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states of one row of token ids, float32 [tokens, hidden].
+
+    layers: stack (encoder, decoder) -> the input and the output of each layer
+    source: the encoder's states as a decoder reads them; None without an encoder
+    normed: behind the final norm, as the output projection reads them
+    logits: [tokens, vocab]
+    """
+
+    layers: Mapping[str, Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]]
+    source: NDArray[np.float32] | None
+    normed: NDArray[np.float32]
+    logits: NDArray[np.float32]
 
 
 class Reference(ABC):

@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.served.tensors import States
-from launcher_scripts.evaluation.tasks.task import REFERENCE_KEY, Model, Reference, reject_tuned
+from launcher_scripts.evaluation.tasks.task import (
+    REFERENCE_KEY,
+    HiddenStates,
+    Model,
+    NoReferenceError,
+    Reference,
+    reject_tuned,
+)
 from launcher_scripts.models.bart import NEVER
 
 EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
@@ -68,11 +75,7 @@ class TransformersModel(Reference, Model):
 
     def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
-        more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
-        with self._torch.inference_mode():
-            result = self._model(self._torch.tensor([list(ids)]), **more).logits[0]
-        logits: NDArray[np.float32] = result.numpy()
-        return logits
+        return _rows(self._forward(ids, decoder_ids).logits)
 
     def round_weights(self, data_type: str) -> None:
         """Give every weight the value that it has in files of `data_type`; one way."""
@@ -81,6 +84,82 @@ class TransformersModel(Reference, Model):
             for name, weight in self._model.named_parameters():
                 if not name.endswith(EXACT):
                     weight.data.copy_(weight.data.to(dtype))
+
+    def hidden_states(
+        self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
+    ) -> HiddenStates:
+        """Return every layer's input and output; stacks: the number of layers of each.
+
+        Raises NoReferenceError for a model whose layers cannot be found.
+        """
+        inputs: dict[Any, Any] = {}
+        outputs: dict[Any, Any] = {}
+
+        def on_layer(module: Any, arguments: Any, options: Any, result: Any) -> None:
+            inputs[module] = _first_tensor((*arguments, options.get("hidden_states")))
+            outputs[module] = _first_tensor(result)
+
+        layers = {stack: self._layers(stack, stacks) for stack in stacks}
+        head = self._model.get_output_embeddings()
+        watched = [*itertools.chain(*layers.values()), head]
+        with self._watching(watched, on_layer):
+            result = self._forward(ids, decoder_ids)
+        states = {
+            stack: [(_rows(inputs[layer]), _rows(outputs[layer])) for layer in modules]
+            for stack, modules in layers.items()
+        }
+        source = getattr(result, "encoder_last_hidden_state", None)
+        normed, logits = _rows(inputs[head]), _rows(result.logits)
+        return HiddenStates(states, None if source is None else _rows(source), normed, logits)
+
+    def intermediates(
+        self,
+        ids: Sequence[int],
+        decoder_ids: Sequence[int],
+        layer: tuple[str, int],
+        stacks: Mapping[str, int],
+    ) -> list[NDArray[np.float32]]:
+        """Return what the modules of a layer (stack, number) read and make, [tokens, width]."""
+        found: list[NDArray[np.float32]] = []
+
+        def on_module(_module: Any, arguments: Any, options: Any, result: Any) -> None:
+            tensors = (*arguments, *options.values())
+            for values in (_first_tensor(tensors), _first_tensor(result)):
+                if values is not None and values.is_floating_point():
+                    found.append(_rows(values))
+
+        stack, number = layer
+        with self._watching(self._layers(stack, stacks)[number].modules(), on_module):
+            self._forward(ids, decoder_ids)
+        return found
+
+    def _forward(self, ids: Sequence[int], decoder_ids: Sequence[int]) -> Any:
+        more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}
+        with self._torch.inference_mode():
+            return self._model(self._torch.tensor([list(ids)]), **more)
+
+    @contextlib.contextmanager
+    def _watching(self, modules: Iterable[Any], callback: Callable[..., None]) -> Iterator[None]:
+        hooks = [module.register_forward_hook(callback, with_kwargs=True) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _layers(self, stack: str, stacks: Mapping[str, int]) -> Sequence[Any]:
+        """The modules of a stack's layers: the outermost list that has as many."""
+        kind, count = self._torch.nn.ModuleList, stacks[stack]
+        lists = {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, kind)
+            and len(module) == count
+            and (len(stacks) == 1 or stack in name)
+        }
+        if not lists:
+            raise NoReferenceError(f"transformers' model has no list of {count} layers")
+        return lists[min(lists, key=lambda name: name.count("."))]
 
     def rotary_alternatives(self, ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """The logits of the prompt with other rotary positions, and what was changed.
@@ -156,6 +235,19 @@ class TransformersEncoder:
             result = self._model(ids).last_hidden_state[0]
         states: States = result.numpy()
         return states
+
+
+def _first_tensor(values: Any) -> Any:
+    """The first tensor of what a module reads or makes; None without one."""
+    items = values if isinstance(values, (tuple, list)) else (values,)
+    return next((item for item in items if hasattr(item, "is_floating_point")), None)
+
+
+def _rows(values: Any) -> NDArray[np.float32]:
+    """A row's values [tokens, width], of [1, tokens, ...] or [tokens, ...]."""
+    row = values[0] if values.dim() > 2 else values
+    result: NDArray[np.float32] = row.float().flatten(1).numpy().copy()
+    return result
 
 
 def _differ(rows: Sequence[GenerateRequest]) -> bool:

@@ -57,6 +57,7 @@ class AlteredFile:
 
     tensor: its name;  layer: None outside of the layers
     holds:  the file whose content it has; None: that of none
+    kind:   what distinguishes the tensor from the original's
     """
 
     file: str
@@ -64,6 +65,7 @@ class AlteredFile:
     layer: int | None
     rank: int
     holds: str | None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,21 @@ def diagnose(
 ) -> list[Finding]:
     """Return explanations of the difference; none if it is rounding.
 
+    Other weights and settings are a difference, also where the logits of these texts agree: of
+    longer texts they may not.
+
     positions: those of `rows`
     sample:    asked for where rounding does not explain the difference
     precision: the coarsest type of the served model's weights, computation and cache: of LIMITS
     """
     limit, errors = LIMITS[precision], [position.error for position in positions]
-    if max(errors) <= limit:
-        return []
     listed = [
         {"first": position.first, "last": position.last, "error": position.error}
         for position in positions
     ]
     details: dict[str, Any] = {"limit": limit, "precision": precision, "positions": listed}
+    if max(errors) <= limit:  # what texts like these do not show
+        return [*_weights(inspection), *_settings(inspection, details)]
     scaled = _scaled(fit(rows), limit, details)
     if scaled is not None:
         return [scaled]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
+from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.evaluation.certificate import measurements, statement
 from launcher_scripts.evaluation.tasks.logits import (
     PositionRange,
     RowComparison,
@@ -40,7 +42,9 @@ from launcher_scripts.evaluation.twin.diagnosis import (
     Sample,
     diagnose,
 )
+from launcher_scripts.evaluation.twin.faults import COMPUTED, LayerTrace, faults_of
 from launcher_scripts.evaluation.twin.texts import (
+    PROBES,
     TextSide,
     chat_finding,
     text_findings,
@@ -49,6 +53,7 @@ from launcher_scripts.evaluation.twin.texts import (
 
 DATA_FILE = Path(__file__).parents[1] / "data" / "lambada_first200.jsonl"
 DATA_KEY = "evaluate.twin.data_file"
+_MAX_ADDED = 100  # added tokens that texts are made of
 _PRICED = 8  # texts of which the cost of other ids is computed
 
 
@@ -61,6 +66,7 @@ class ComparedModels:
     encodes:   whether they are encoder-decoders
     positions: tokens that fit into the model; None: any number
     continued: what the rows are asked through, as tasks do theirs
+    trace:     compares the layers of the export with the original's; None: not requested
     """
 
     model: Model
@@ -71,12 +77,16 @@ class ComparedModels:
     encodes: bool = False
     positions: int | None = None
     inspection: Inspection = field(default_factory=Inspection)
+    trace: Callable[[], LayerTrace] | None = None
     continued: Continue = from_the_first
 
 
 @dataclass(frozen=True)
 class ReferenceResult:
-    """The section `twin` of the report: see docs/evaluation.md."""
+    """The section `twin` of the report: see docs/evaluation.md.
+
+    certificate: see docs/certificate.md
+    """
 
     source: str
     reference: str
@@ -84,6 +94,7 @@ class ReferenceResult:
     positions: list[PositionRange]
     findings: list[Finding]
     items: list[dict[str, Any]]
+    certificate: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,18 @@ def compare_models(
     metrics = _metrics(items, compared)
     if reading.own:
         metrics["text_difference"] = _text_difference(settings, comparison, reading.own)
-    return ReferenceResult(source, comparison.reference.name, metrics, positions, findings, items)
+    record = measurements(compared, settings.margin, settings.alpha)
+    if comparison.trace is not None:
+        trace = comparison.trace()
+    else:
+        trace = LayerTrace(comparison.reference.name, 0.0, skipped="evaluate.twin.layers=False")
+    served_differs = any(one.name in COMPUTED for one in findings)
+    faults = faults_of(findings, trace, served_differs=served_differs)
+    record |= {"layers": trace.plain(), "faults": [vars(fault) for fault in faults]}
+    record = {"statement": statement(record["test"], faults), **record}
+    return ReferenceResult(
+        source, comparison.reference.name, metrics, positions, findings, items, record
+    )
 
 
 def _reading(
@@ -198,7 +220,12 @@ def _reading(
         return Reading(rows, [], [])
     served_ids = [comparison.served.encode(text) for text in first]
     local = [row(ids, answer) for ids, (_, answer) in zip(served_ids, parts, strict=True)]
-    findings = text_findings(first, served_ids, original_ids)
+    probes = [*PROBES, *_added_texts(comparison.original.tokenizer)]
+    findings = text_findings(
+        [*first, *probes],
+        [*served_ids, *map(comparison.served.encode, probes)],
+        [*original_ids, *map(comparison.original.encode, probes)],
+    )
     vocabulary = vocabulary_finding(comparison.served.tokenizer, comparison.original.tokenizer)
     if vocabulary is not None:
         findings = [*(finding for finding in findings if finding.name != TOKENIZER), vocabulary]
@@ -206,6 +233,13 @@ def _reading(
     findings += [] if chat is None else [chat]
     pairs = zip(local, rows, strict=True)
     return Reading(rows, [(a, b) for a, b in pairs if a != b], findings)
+
+
+def _added_texts(tokenizer: Tokenizer) -> list[str]:
+    """A text around each of the first tokens that are found before a text is cut."""
+    ids = [number for number in range(tokenizer.vocab_size) if tokenizer.is_added(number)]
+    tokens = [tokenizer.token_bytes(number).decode(errors="replace") for number in ids[:_MAX_ADDED]]
+    return [f"a {token} b{token}c" for token in tokens]
 
 
 def _max_tokens(settings: ReferenceSettings, comparison: ComparedModels) -> int:

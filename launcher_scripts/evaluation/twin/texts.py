@@ -28,6 +28,16 @@ CONVERSATIONS: tuple[tuple[Mapping[str, str], ...], ...] = (
     (_USER, _ANSWER, _MORE),
 )
 
+# Numbers, accents, scripts, emoji, contractions, white space; special tokens and chats are added.
+PROBES = (
+    *("Hello world", "Hi 12345! 2024-2025 3.14", "I'LL DON'T it's we're", "a,b;c...!?", ""),
+    *(
+        "caf\u00e9 cafe\u0301 \u00df \ufb01 \u2460",
+        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4 \u0627\u0644",
+    ),
+    *("\U0001f642 \U0001f469\u200d\U0001f467", " two  spaces ", "x   y    z", "a\tb\nc\n\n  x\r\n"),
+)
+
 Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 
