@@ -8,6 +8,8 @@
     launcher convert PATH OUT [KEY=VALUE ...]  write it as a transformers folder (Hugging Face)
     launcher swap JOB CHECKPOINT [--mode mixed]
                                                serve the weights of another export, without a pause
+    launcher certificate verify FILE ...       check a certificate of equivalence, its digests and
+                                               its signature; or show FILE
     launcher jobs COMMAND ...                  list, status, logs, info, wait, tunnel, stop ...
 
 PATH is any checkpoint: a Hugging Face folder, a GGUF or .nemo file, the folder of a training.
@@ -40,6 +42,12 @@ _STAGES = {
     "watch": "watch",
     "convert": "export",
 }
+# Words with their own module, and its first arguments.
+_MODULES = {
+    "jobs": ("launcher_scripts.jobs",),
+    "swap": ("launcher_scripts.jobs", "swap"),
+    "certificate": ("launcher_scripts.steps.certificate",),
+}
 CHECKOUT = Path(__file__).resolve().parent.parent
 _SLURM_TIMEOUT = 10.0
 # Names of folders inside a checkpoint, which do not name the model.
@@ -59,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from launcher_scripts.common.command_line import with_open_output
 
         return with_open_output(lambda: print(__doc__))
-    if word in ("jobs", "swap"):
-        return _run(["-m", "launcher_scripts.jobs", *(["swap"] if word == "swap" else []), *others])
+    if word in _MODULES:
+        return _run(["-m", *_MODULES[word], *others])
     needed = _PATHS.get(word, ())
     paths, overrides = others[: len(needed)], others[len(needed) :]
     if len(paths) < max(len(needed), 1) or any("=" in path for path in paths):

@@ -52,6 +52,7 @@ class Verdict:
     """GO, NO-GO or INCONCLUSIVE, with the reasons: failed bounds, open ones, passed ones.
 
     served: the digests of the weights that were measured; more than one: of different weights
+    certificate: the statement of the twin, its test and its faults; None: there is no twin
     """
 
     verdict: str
@@ -60,6 +61,7 @@ class Verdict:
     policy: dict[str, Any]
     date: str
     served: list[dict[str, Any]]
+    certificate: dict[str, Any] | None = None
 
     def lines(self) -> list[str]:
         """The verdict, and a line a reason."""
@@ -79,7 +81,16 @@ def judge(content: Mapping[str, Any], policy: PolicySettings, folder: Path) -> V
     exit_code = EXIT_CODES[reasons[0].level]
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     raw = dataclasses.asdict(policy)
-    return Verdict(VERDICTS[exit_code], exit_code, reasons, raw, date, _served(content))
+    served = _served(content)
+    return Verdict(
+        VERDICTS[exit_code], exit_code, reasons, raw, date, served, _certificate(content)
+    )
+
+
+def _certificate(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The statement of a report's twin."""
+    record = (content.get("twin") or {}).get("certificate")
+    return record and {name: record[name] for name in ("statement", "test", "faults")}
 
 
 def _served(content: Mapping[str, Any]) -> list[dict[str, Any]]:

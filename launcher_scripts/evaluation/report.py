@@ -84,30 +84,38 @@ def digests(settings: EvaluateSettings, data: Iterable[str] = ()) -> dict[str, A
     """
     folder = Path(settings.tokenizer_dir)
     reasons = {}
-    tokenizer = template = None
+    of_files: dict[str, str | None] = {"tokenizer": None, "chat_template": None}
     chain: dict[str, Any] = dict.fromkeys(CHAIN)
     try:
         chain = DigestChain.of(folder).values()
     except (OSError, ValueError) as error:
         reasons["manifest"] = f"{folder / MANIFEST}: {getattr(error, 'strerror', error)}"
     try:
-        files = {path.name: path.read_bytes() for path in tokenizer_files(folder)}
-        if files:
-            tokenizer = value_digest(_of_tokenizer(files))
-        else:
+        of_files = tokenizer_digests(folder)
+        if of_files["tokenizer"] is None:
             reasons["tokenizer"] = f"{folder} has no tokenizer"
-        templates = chat_templates(files)
-        template = value_digest(templates) if templates else None
     except (OSError, ValueError) as error:
         reasons["tokenizer"] = f"{folder}: {error}"
     result = {
         "data": _data(data),
-        "tokenizer": tokenizer,
-        "chat_template": template,
+        **of_files,
         **chain,
         "configuration": value_digest(_configuration(settings)),
     }
     return {**result, "reasons": reasons} if reasons else result
+
+
+def tokenizer_digests(folder: Path) -> dict[str, str | None]:
+    """Digests of a folder's tokenizer and of its chat templates; None without such files.
+
+    Raises OSError or ValueError for what cannot be read.
+    """
+    files = {path.name: path.read_bytes() for path in tokenizer_files(folder)}
+    templates = chat_templates(files)
+    return {
+        "tokenizer": value_digest(_of_tokenizer(files)) if files else None,
+        "chat_template": value_digest(templates) if templates else None,
+    }
 
 
 def _data(files: Iterable[str]) -> dict[str, str]:

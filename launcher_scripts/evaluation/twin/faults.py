@@ -39,6 +39,7 @@ from launcher_scripts.evaluation.twin.variants import (
 Floats = NDArray[np.float32]
 # Of the hidden states themselves: float32's rounding, beside large values that a layer passes on.
 _ROUNDING = 4e-6
+_NOT_COMPARABLE = 1e30  # JSON has no infinity
 _ENCODER, _DECODER = "encoder", "decoder"
 
 # The part of a model that a tensor belongs to; the first row that fits.
@@ -254,10 +255,10 @@ def _of_file(file: Any) -> Fault:
 def relative_error(values: Floats, expected: Floats, scale: Floats | None = None) -> float:
     """Root mean square of the difference over that of `scale`, which is `expected` by default.
 
-    inf for another shape or for what is not a number.
+    _NOT_COMPARABLE for another shape or for what is not a number.
     """
     if values.shape != expected.shape or not np.isfinite(values).all():
-        return float("inf")
+        return _NOT_COMPARABLE
     size = _rms(expected if scale is None else scale)
     rounding = _ROUNDING * _rms(expected)
     return max(0.0, _rms(values - expected) - rounding) / max(size, 1e-30)
@@ -421,7 +422,7 @@ class LayerComparison:
 
 def nearest(values: Floats, found: Iterable[Floats]) -> tuple[float, Floats | None]:
     """The error beside the nearest of `found`, also in another order of columns, and that one."""
-    best: tuple[float, Floats | None] = (float("inf"), None)
+    best: tuple[float, Floats | None] = (_NOT_COMPARABLE, None)
     for expected in found:
         if expected.shape != values.shape:
             continue
