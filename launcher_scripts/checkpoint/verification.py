@@ -156,7 +156,7 @@ def altered_tensors(
 
 def tensor_kind(values: NDArray[Any], expected: NDArray[Any]) -> str:
     """What distinguishes a stored tensor from the one that it should be, in a few words."""
-    one, other = (np.asarray(each, dtype=np.float64) for each in (values, expected))
+    one, other = (np.asarray(item, dtype=np.float64) for item in (values, expected))
     if not np.isfinite(one).all():
         return "not numbers"
     if not one.any():
@@ -191,7 +191,7 @@ def _rms(values: NDArray[Any]) -> float:
 
 def _same_lines(one: NDArray[Any], other: NDArray[Any], axis: int) -> bool:
     lines, expected = (
-        np.sort(np.moveaxis(each, axis, 0) @ _weights(each, axis)) for each in (one, other)
+        np.sort(np.moveaxis(item, axis, 0) @ _weights(item, axis)) for item in (one, other)
     )
     return bool(np.allclose(lines, expected, rtol=1e-9, atol=1e-12))
 

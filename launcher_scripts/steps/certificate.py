@@ -23,8 +23,8 @@ with installed_packages("evaluation"):
     from launcher_scripts.checkpoint.repository.signature import FILE_NAME, verify_signature
     from launcher_scripts.common.files import MANIFEST, file_digest
     from launcher_scripts.config.security import TrustedSigner
-    from launcher_scripts.evaluation.certificate import DIFFERENT, EQUIVALENT, lines, read
     from launcher_scripts.evaluation.report import tokenizer_digests
+    from launcher_scripts.evaluation.twin.certificate import DIFFERENT, EQUIVALENT, lines, read
 
 CODES = {EQUIVALENT: 0, DIFFERENT: 1}  # 2: inconclusive
 
@@ -92,8 +92,8 @@ def verify(
     if export is not None:
         checks.append(("manifest", lambda: file_digest(export / MANIFEST), digests["manifest"]))
         for name in ("tokenizer", "chat_template"):
-            made = tokenizer_digests(export)
-            checks.append((name, lambda name=name, made=made: made[name], digests[name]))
+            local = tokenizer_digests(export)
+            checks.append((name, lambda name=name, local=local: local[name], digests[name]))
     if source is not None:
         expected = dict(digests["source"] or {}).get(source.name)
         checks.append(("source", lambda: source_digest(source), expected))

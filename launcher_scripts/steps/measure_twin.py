@@ -27,13 +27,13 @@ from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.evaluation.certificate import SIGNED_KEY, certificate, lines, write
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
 from launcher_scripts.evaluation.served.client import Client, connect
 from launcher_scripts.evaluation.tables import reference_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
+from launcher_scripts.evaluation.twin.certificate import SIGNED_KEY, certificate, lines, write
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,

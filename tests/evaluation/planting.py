@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.steps import measure_twin, references
 from launcher_scripts.steps.references import Original
@@ -71,6 +73,20 @@ class Planted:
     layer: int | None = None
     hidden: bool = False
     client: type[twins.InProcess] | None = None
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest anew, of the files as they are: a server takes them."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    files = []
+    for entry in manifest.files:
+        content = (folder / entry.name).read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        files.append(
+            replace(entry, algorithm="sha256", digest=digest, crc32=None, bytes=len(content))
+        )
+    replace(manifest, files=tuple(files)).write(folder)
 
 
 def tensor(
@@ -251,6 +267,7 @@ class Bench:
         exported = copy / clean.name
         if fault.plant is not None:
             fault.plant(exported)
+            seal(exported)
         kind = twins.T5InProcess if fault.family == "t5" else twins.InProcess
         client = (fault.client or kind)(exported)
         ready = {"http": "nowhere:1", "ranks": []}

@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.evaluation import certificate
 from launcher_scripts.evaluation.tasks.logits import (
     RowComparison,
     design_effect,
@@ -20,6 +19,7 @@ from launcher_scripts.evaluation.tasks.logits import (
     student_quantile,
     student_tail,
 )
+from launcher_scripts.evaluation.twin import certificate
 from launcher_scripts.steps import certificate as command
 from tests.evaluation import planted_faults
 from tests.evaluation.planted_faults import FAULTS

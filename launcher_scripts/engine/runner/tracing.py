@@ -1,7 +1,7 @@
 """A model layer by layer on the CPU, with what its operations make: to compare, not to serve.
 
 One layer is loaded at a time, in float32, and runs on hidden states that the caller gives. So a
-layer's error is its own, and the memory of one layer is enough.
+layer's error is its local, and the memory of one layer is enough.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class _Stage(Network):
 
     def embed(self, stack: str, ids: Tensor) -> Tensor:
         """The input of the first layer."""
-        own = self._decoder if stack == DECODER or self._encoder is None else self._encoder.stack
-        return own.embed(ids, torch.arange(len(ids)))
+        local = self._decoder if stack == DECODER or self._encoder is None else self._encoder.stack
+        return local.embed(ids, torch.arange(len(ids)))
 
     def run(self, stack: str, layer: int, x: Tensor, source: Tensor | None) -> Tensor:
         """Hidden states [N, hidden] after the layer; source: what the decoder attends to."""
@@ -150,8 +150,8 @@ class _Stage(Network):
             context: Any = self._encoder.context(spans, positions)
         else:
             context = self._prefill_context(count, positions, source)
-        own = self.traced[stack][layer]
-        for sublayer, branches in zip(own.sublayers, own.branches, strict=True):
+        local = self.traced[stack][layer]
+        for sublayer, branches in zip(local.sublayers, local.branches, strict=True):
             for branch in branches:
                 if branch.input_norm is not None:  # projections apply it without a call of norm
                     branch.kernels.norm(x, branch.input_norm, torch.float32)

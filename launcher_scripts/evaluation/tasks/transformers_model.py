@@ -120,18 +120,18 @@ class TransformersModel(Reference, Model):
         stacks: Mapping[str, int],
     ) -> list[NDArray[np.float32]]:
         """Return what the modules of a layer (stack, number) read and make, [tokens, width]."""
-        found: list[NDArray[np.float32]] = []
+        values: list[NDArray[np.float32]] = []
 
         def on_module(_module: Any, arguments: Any, options: Any, result: Any) -> None:
             tensors = (*arguments, *options.values())
-            for values in (_first_tensor(tensors), _first_tensor(result)):
-                if values is not None and values.is_floating_point():
-                    found.append(_rows(values))
+            for tensor in (_first_tensor(tensors), _first_tensor(result)):
+                if tensor is not None and tensor.is_floating_point():
+                    values.append(_rows(tensor))
 
         stack, number = layer
         with self._watching(self._layers(stack, stacks)[number].modules(), on_module):
             self._forward(ids, decoder_ids)
-        return found
+        return values
 
     def _forward(self, ids: Sequence[int], decoder_ids: Sequence[int]) -> Any:
         more = {"decoder_input_ids": self._torch.tensor([list(decoder_ids)])} if decoder_ids else {}

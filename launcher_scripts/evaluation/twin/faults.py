@@ -135,8 +135,8 @@ class Original(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in a model at which its states are compared.
+class Location:
+    """A location in a model at which its states are compared.
 
     part: embedding, layer, encoder_norm, final_norm or head;  layer: None outside of the layers
     """
@@ -168,13 +168,13 @@ class Fault:
 class LayerTrace:
     """Errors by layer, and the first one that is more than rounding.
 
-    errors: each place's error, as a part of what the layer adds
+    errors: each location's error, as a part of what the layer adds
     skipped: why nothing was compared; "" otherwise
     """
 
     reference: str
     limit: float
-    errors: tuple[tuple[Place, float], ...] = ()
+    errors: tuple[tuple[Location, float], ...] = ()
     first: Fault | None = None
     skipped: str = ""
 
@@ -185,7 +185,7 @@ class LayerTrace:
         return {
             "reference": self.reference,
             "limit": self.limit,
-            "errors": [{**vars(place), "error": error} for place, error in self.errors],
+            "errors": [{**vars(location), "error": error} for location, error in self.errors],
             "first": None if self.first is None else vars(self.first),
         }
 
@@ -289,66 +289,68 @@ class LayerComparison:
 
     def trace(self) -> LayerTrace:
         """Compare all layers, and look into the first one that differs."""
-        errors = tuple((place, self.error(self._export, place)) for place in self._places())
-        differing = [place for place, error in errors if not error <= self._limit]
+        errors = tuple(
+            (location, self.error(self._export, location)) for location in self._locations()
+        )
+        differing = [location for location, error in errors if not error <= self._limit]
         first = self._fault(differing[0], differing) if differing else None
         return LayerTrace(self._original.name, self._limit, errors, first)
 
-    def _places(self) -> Iterator[Place]:
+    def _locations(self) -> Iterator[Location]:
         for stack, count in self._export.stacks.items():
-            yield Place("embedding", stack)
-            yield from (Place("layer", stack, layer) for layer in range(count))
+            yield Location("embedding", stack)
+            yield from (Location("layer", stack, layer) for layer in range(count))
             if stack == _ENCODER:
-                yield Place("encoder_norm", stack)
-        yield Place("final_norm", _DECODER)
-        yield Place("head", _DECODER)
+                yield Location("encoder_norm", stack)
+        yield Location("final_norm", _DECODER)
+        yield Location("head", _DECODER)
 
-    def error(self, export: Traced, place: Place) -> float:
-        """The error of one place, of its own inputs."""
-        states, layers = self._states, self._states.layers[place.stack]
-        if place.part == "embedding":
-            ids = self._ids if place.stack == _ENCODER or not self._decoder_ids else None
-            made = export.embed(place.stack, self._decoder_ids if ids is None else ids)
-            return relative_error(made, layers[0][0])
-        if place.part == "encoder_norm" and states.source is not None:
+    def error(self, export: Traced, location: Location) -> float:
+        """The error of one location, of its own inputs."""
+        states, layers = self._states, self._states.layers[location.stack]
+        if location.part == "embedding":
+            ids = self._ids if location.stack == _ENCODER or not self._decoder_ids else None
+            result = export.embed(location.stack, self._decoder_ids if ids is None else ids)
+            return relative_error(result, layers[0][0])
+        if location.part == "encoder_norm" and states.source is not None:
             return relative_error(export.encoder_norm(layers[-1][1]), states.source)
-        if place.layer is not None:
-            steps = self._steps(export, place)
-            before, expected = layers[place.layer]
+        if location.layer is not None:
+            steps = self._steps(export, location)
+            before, expected = layers[location.layer]
             return relative_error(steps[-1].values, expected, expected - before)
         normed, logits = export.head(layers[-1][1])
-        if place.part == "final_norm":
+        if location.part == "final_norm":
             # A scale of the logits may be part of the norm.
             scaled = float((normed * states.normed).sum() / max((normed * normed).sum(), 1e-30))
             return min(relative_error(normed * factor, states.normed) for factor in (1.0, scaled))
         width = min(logits.shape[1], states.logits.shape[1])
         return relative_error(logits[:, :width], states.logits[:, :width])
 
-    def _steps(self, export: Traced, place: Place) -> Sequence[Step]:
-        layer = place.layer or 0
-        source = self._states.source if place.stack == _DECODER else None
-        before, _ = self._states.layers[place.stack][layer]
-        return export.layer(place.stack, layer, before, source)
+    def _steps(self, export: Traced, location: Location) -> Sequence[Step]:
+        layer = location.layer or 0
+        source = self._states.source if location.stack == _DECODER else None
+        before, _ = self._states.layers[location.stack][layer]
+        return export.layer(location.stack, layer, before, source)
 
-    def _fault(self, place: Place, differing: Sequence[Place]) -> Fault:
-        """Name the part of the place, and the change with which it agrees."""
-        part, detail = place.part, ""
-        if place.layer is not None:
-            part, detail = self._part_of_layer(place, differing)
-        where = {"stack": place.stack, "layer": place.layer}
-        explained = self._explained(place, part)
+    def _fault(self, location: Location, differing: Sequence[Location]) -> Fault:
+        """Name the part of the location, and the change with which it agrees."""
+        part, detail = location.part, ""
+        if location.layer is not None:
+            part, detail = self._part_of_layer(location, differing)
+        where = {"stack": location.stack, "layer": location.layer}
+        explained = self._explained(location, part)
         if explained is not None:
-            explained_part, kind, name, text = explained
-            return Fault(explained_part, kind, text, name, **where)
-        location = place.part if place.layer is None else f"layer {place.layer}"
-        text = f"{location} of the {place.stack} is the first that differs, in its {part}{detail}"
+            fault_part, kind, name, text = explained
+            return Fault(fault_part, kind, text, name, **where)
+        name = location.part if location.layer is None else f"layer {location.layer}"
+        text = f"{name} of the {location.stack} is the first that differs, in its {part}{detail}"
         return Fault(part, detail.strip(" ,;:") or "other values", text, **where)
 
-    def _part_of_layer(self, place: Place, differing: Sequence[Place]) -> tuple[str, str]:
+    def _part_of_layer(self, location: Location, differing: Sequence[Location]) -> tuple[str, str]:
         """The part of a layer that differs first, and at which positions."""
-        steps = self._steps(self._export, place)
-        matches = self._matches(place, steps)
-        reliable = self._reliable(place, differing, steps)
+        steps = self._steps(self._export, location)
+        matches = self._matches(location, steps)
+        reliable = self._reliable(location, differing, steps)
         for index, step in enumerate(steps[:-1]):
             part = "cross_attention"
             if step.branch != part:
@@ -365,11 +367,11 @@ class LayerComparison:
         return "layer", ""
 
     def _reliable(
-        self, place: Place, differing: Sequence[Place], steps: Sequence[Step]
+        self, location: Location, differing: Sequence[Location], steps: Sequence[Step]
     ) -> list[bool]:
         """Return which steps have a counterpart: as in a layer that agrees, if there is one."""
-        others = range(self._export.stacks[place.stack])
-        sound = (Place("layer", place.stack, n) for n in others)
+        others = range(self._export.stacks[location.stack])
+        sound = (Location("layer", location.stack, n) for n in others)
         for other in sound:
             if other in differing:
                 continue
@@ -379,20 +381,22 @@ class LayerComparison:
                 return [error <= self._limit for error, _ in matches]
         return [True] * len(steps)
 
-    def _matches(self, place: Place, steps: Sequence[Step]) -> list[tuple[float, Floats | None]]:
+    def _matches(
+        self, location: Location, steps: Sequence[Step]
+    ) -> list[tuple[float, Floats | None]]:
         """Each step's error beside the original's intermediate that is nearest to it, and that."""
-        found = self._original.intermediates(
-            self._ids, self._decoder_ids, (place.stack, place.layer or 0), self._export.stacks
+        candidates = self._original.intermediates(
+            self._ids, self._decoder_ids, (location.stack, location.layer or 0), self._export.stacks
         )
         joined = np.concatenate(
             [s.values for s in steps if s.operation in ("query", "key", "value")]
             or [steps[0].values],
             axis=1,
         )
-        both = nearest(joined, found)
+        both = nearest(joined, candidates)
         result = []
         for step in steps:
-            match = nearest(step.values, found)
+            match = nearest(step.values, candidates)
             if step.operation in ("query", "key", "value") and both[0] <= self._limit:
                 match = both
             result.append(match)
@@ -401,29 +405,31 @@ class LayerComparison:
     def _variant(self, changes: Mapping[str, Any], change: Change | None) -> Traced:
         return self._export.variant(changes, change)
 
-    def _explained(self, place: Place, part: str) -> tuple[str, str, str, str] | None:
+    def _explained(self, location: Location, part: str) -> tuple[str, str, str, str] | None:
         """The part, the kind, the name and a sentence about the change with which it agrees."""
         variants = [*setting_variants(self._export.config), *weight_variants(self._export.config)]
         variants.sort(key=lambda variant: variant.part not in (part, part.rpartition("_")[2]))
         for variant in variants:
-            if variant.place != place.part:
+            if variant.location != location.part:
                 continue
             try:
                 export = self._variant(variant.changes, variant.change)
-                error = self.error(export, place)
+                error = self.error(export, location)
             except Exception:  # a combination that no model has, in whatever library notices
                 continue
             if error <= self._limit:
-                where = place.part if place.layer is None else f"layer {place.layer}"
-                text = f"{where} of the {place.stack} agrees with the original with {variant.text}"
+                where = location.part if location.layer is None else f"layer {location.layer}"
+                text = (
+                    f"{where} of the {location.stack} agrees with the original with {variant.text}"
+                )
                 return variant.part, variant.kind, variant.name, text
         return None
 
 
-def nearest(values: Floats, found: Iterable[Floats]) -> tuple[float, Floats | None]:
-    """The error beside the nearest of `found`, also in another order of columns, and that one."""
+def nearest(values: Floats, candidates: Iterable[Floats]) -> tuple[float, Floats | None]:
+    """Return the nearest of `candidates`, also in another order of columns, behind its error."""
     best: tuple[float, Floats | None] = (_NOT_COMPARABLE, None)
-    for expected in found:
+    for expected in candidates:
         if expected.shape != values.shape:
             continue
         error = relative_error(values, expected)

@@ -15,7 +15,6 @@ from launcher_scripts.common.errors import ConfigError, Problems, ServerError, p
 from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.certificate import measurements, statement
 from launcher_scripts.evaluation.tasks.logits import (
     PositionRange,
     RowComparison,
@@ -35,6 +34,7 @@ from launcher_scripts.evaluation.tasks.task import (
     fraction,
     from_the_first,
 )
+from launcher_scripts.evaluation.twin.certificate import measurements, statement
 from launcher_scripts.evaluation.twin.diagnosis import (
     TOKENIZER,
     Finding,

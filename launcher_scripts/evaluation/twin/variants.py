@@ -40,10 +40,10 @@ def part_of_setting(name: str) -> str:
 class Variant:
     """A change of an export that may make it agree with its original.
 
-    place: embedding, layer, final_norm or head: what it can change
+    location: embedding, layer, final_norm or head: what it can change
     """
 
-    place: str
+    location: str
     part: str
     kind: str
     name: str
@@ -54,13 +54,13 @@ class Variant:
 
 def setting_variants(config: Any) -> Iterator[Variant]:
     """Other values of the settings that a checkpoint's reader may take wrongly."""
-    for place, name, values in _setting_values(config):
+    for location, name, values in _setting_values(config):
         current = getattr(config, name, None)
         for value in values:
             if value == current or not hasattr(config, name):
                 continue
             text = f"{name} {value} (the export has {current})"
-            yield Variant(place, part_of_setting(name), "setting", name, text, {name: value})
+            yield Variant(location, part_of_setting(name), "setting", name, text, {name: value})
     for plain in _without_scaling(config):
         text = "rotary positions that are not scaled"
         yield Variant("layer", "positions", "setting", "rotary_scaling", text, plain)
@@ -68,9 +68,9 @@ def setting_variants(config: Any) -> Iterator[Variant]:
 
 def _setting_values(config: Any) -> Iterator[tuple[str, str, Sequence[Any]]]:
     layer, eps = "layer", (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-12)
-    for place in (layer, "final_norm", "encoder_norm"):
-        yield place, "norm_eps", eps
-        yield place, "zero_centered_norm", (True, None)
+    for location in (layer, "final_norm", "encoder_norm"):
+        yield location, "norm_eps", eps
+        yield location, "zero_centered_norm", (True, None)
     yield layer, "latent_norm_eps", eps
     base = getattr(config, "rotary_base", None) or 1e4
     yield layer, "rotary_base", _others(base, (1e4, 1e5, 5e5, 1e6))
@@ -170,17 +170,17 @@ def weight_variants(config: Any) -> Iterator[Variant]:
         (r"dense_h_to_4h\.weight|\.wi\.weight", "mlp_input"),
         (r"lm_head\.weight", "head"),
     ):
-        place = "head" if name == "head" else "layer"
-        for kind, made in _MATRICES.items():
-            change = _of_tensor(pattern, made)
-            yield Variant(place, name, kind, name, f"{name} {kind}", {}, change)
-    for pattern, place in (
+        location = "head" if name == "head" else "layer"
+        for kind, transform in _MATRICES.items():
+            change = _of_tensor(pattern, transform)
+            yield Variant(location, name, kind, name, f"{name} {kind}", {}, change)
+    for pattern, location in (
         (r"\*.*norm\.weight", "layer"),
         (r"final_layer.*norm", "final_norm"),
     ):
         for text, shift in (("norm weights plus one", 1.0), ("norm weights less one", -1.0)):
             change = _of_tensor(pattern, lambda values, shift=shift: values + shift)
-            yield Variant(place, "norm", "shifted", "norm weight", text, {}, change)
+            yield Variant(location, "norm", "shifted", "norm weight", text, {}, change)
 
 
 def _transposed(values: NDArray[Any]) -> NDArray[Any]:
@@ -210,15 +210,17 @@ def _exchanged(pattern: str, other: str) -> Change:
     return change
 
 
-def _of_tensor(pattern: str, made: Callable[[NDArray[Any]], NDArray[Any]]) -> Change:
+def _of_tensor(pattern: str, transform: Callable[[NDArray[Any]], NDArray[Any]]) -> Change:
     def change(spec: WeightSpec, layer: int | None, read: Stored) -> NDArray[Any]:
         values = read(spec, layer)
-        return made(values) if re.search(pattern, spec.name) else values
+        return transform(values) if re.search(pattern, spec.name) else values
 
     return change
 
 
-def _of_blocks(config: Any, made: Callable[[list[NDArray[Any]]], list[NDArray[Any]]]) -> Change:
+def _of_blocks(
+    config: Any, transform: Callable[[list[NDArray[Any]]], list[NDArray[Any]]]
+) -> Change:
     """A change of the blocks of queries, keys and values [..., width]."""
 
     def change(spec: WeightSpec, layer: int | None, read: Stored) -> NDArray[Any]:
@@ -226,7 +228,7 @@ def _of_blocks(config: Any, made: Callable[[list[NDArray[Any]]], list[NDArray[An
         if not _QUERY_KEY_VALUE.search(spec.name) or len(spec.blocks) != 3:
             return values
         ends = np.cumsum([int(getattr(config, block)) for block in spec.blocks])[:-1]
-        return np.concatenate(made(np.split(values, ends, axis=-1)), axis=-1)
+        return np.concatenate(transform(np.split(values, ends, axis=-1)), axis=-1)
 
     return change
 
@@ -241,21 +243,21 @@ def _turned(config: Any, *, paired: bool) -> Callable[[list[NDArray[Any]]], list
     halves = np.arange(size).reshape(2, size // 2)
     order = halves.T.reshape(-1) if paired else np.argsort(halves.T.reshape(-1))
 
-    def made(blocks: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    def transform(blocks: list[NDArray[Any]]) -> list[NDArray[Any]]:
         turned = [
             block.reshape(*block.shape[:-1], -1, size)[..., order].reshape(block.shape)
             for block in blocks[:2]
         ]
         return [*turned, blocks[2]]
 
-    return made
+    return transform
 
 
 def _fused(config: Any, *, fused: bool) -> Callable[[list[NDArray[Any]]], list[NDArray[Any]]]:
     """Blocks read as [heads, 3, size] where they are [3, heads, size], or the other way about."""
     size = int(config.head_size)
 
-    def made(blocks: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    def transform(blocks: list[NDArray[Any]]) -> list[NDArray[Any]]:
         if len({block.shape for block in blocks}) > 1:
             return blocks
         full = np.concatenate(blocks, axis=-1)
@@ -264,4 +266,4 @@ def _fused(config: Any, *, fused: bool) -> Callable[[list[NDArray[Any]]], list[N
         values = full.reshape(*full.shape[:-1], *shape).swapaxes(-3, -2)
         return np.split(values.reshape(full.shape), 3, axis=-1)
 
-    return made
+    return transform

@@ -116,12 +116,12 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
     Raises ConfigError for what is not a certificate.
     """
     inner = (path / FILE_NAME, path / FOLDER / FILE_NAME)
-    file = next((each for each in inner if each.is_file()), path)
+    file = next((item for item in inner if item.is_file()), path)
     try:
         content = parse_json(read_plain(file))
-        schema, said = content["schema"], content["statement"]
-        if schema != SCHEMA or said not in STATEMENTS or not isinstance(content["digests"], dict):
-            raise ValueError(f"it has schema {schema} and the statement {said!r}")
+        schema, word = content["schema"], content["statement"]
+        if schema != SCHEMA or word not in STATEMENTS or not isinstance(content["digests"], dict):
+            raise ValueError(f"it has schema {schema} and the statement {word!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{file} is not a certificate: {type(error).__name__}: {error}"
         raise ConfigError(problem(message, change="the command line")) from error
