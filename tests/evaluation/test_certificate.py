@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from launcher_scripts.checkpoint.repository.signature import sign_repository
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.config.security import SigningKey
 from launcher_scripts.evaluation.tasks.logits import (
     RowComparison,
     design_effect,
@@ -24,6 +26,7 @@ from launcher_scripts.steps import certificate as command
 from tests.evaluation import planted_faults
 from tests.evaluation.planted_faults import FAULTS
 from tests.evaluation.planting import Bench, Planted, is_found, is_located
+from tests.server.test_signature import key_files
 
 
 def row(differences: list[float]) -> RowComparison:
@@ -131,6 +134,22 @@ def test_what_is_not_a_certificate(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match="is not a certificate"):
             certificate.read(tmp_path)
+
+
+def test_a_signature_covers_the_certificate(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("model_signing")
+    _, private, public = key_files(tmp_path, "signer")
+    folder = certificate.write(tmp_path, bench.certificate(Planted("llama", "clean", None, ())))
+    sign_repository(folder, SigningKey(private), certificate.SIGNED_KEY)
+    arguments = ["verify", str(folder), "--public-key", public]
+    assert command.main(arguments) == 0
+    assert "signature: valid" in capsys.readouterr().out
+    file = folder / certificate.FILE_NAME
+    file.write_text(file.read_text().replace('"schema": 1', '"schema":  1'))
+    assert command.main(arguments) == 3
+    assert f"altered: {certificate.FILE_NAME}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
