@@ -436,7 +436,7 @@ FAULTS: list[Planted] = [
         "llama", "another chat template", template("{{ messages[0].content }}"), ("chat_template",)
     ),
     Planted("llama", "no chat template", template(None), ("chat_template",)),
-    Planted("llama", "a server with a temperature", None, ("head",), client=Cold),
+    Planted("llama", "a server with a temperature", None, ("server",), client=Cold),
     Planted("llama", "a server that is not exact", None, ("server",), client=Noisy),
     Planted("llama", "a server that quantizes", None, ("server",), client=Quantized),
     Planted(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.formats.dtypes import float32
 from launcher_scripts.checkpoint.verification import rebuilt
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
@@ -278,7 +279,7 @@ class TracedModel:
         if values is None:
             name = spec.tensor_name(layer)
             raise CheckpointError(f"the ranks' copies of a head of {name} are different")
-        return values
+        return float32(values)
 
 
 def _tensor(values: Floats) -> Tensor:

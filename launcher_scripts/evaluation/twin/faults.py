@@ -208,6 +208,7 @@ def faults_of(
     served_differs: whether the served model computes what rounding does not explain
     """
     faults: list[Fault] = []
+    agree = bool(trace.errors) and trace.first is None
     for finding in findings:
         evidence = finding.evidence
         for file in evidence.get("files", ()):
@@ -218,7 +219,9 @@ def faults_of(
         if "closing_ids" in evidence:
             faults.append(Fault("tokenizer", finding.name, finding.text))
         elif finding.name in _FINDINGS and not ({"files", "settings"} & evidence.keys()):
-            faults.append(Fault(_FINDINGS[finding.name], finding.name, finding.text))
+            by_server = agree and finding.name in COMPUTED
+            part = "server" if by_server else _FINDINGS[finding.name]
+            faults.append(Fault(part, finding.name, finding.text))
     faults = list(dict.fromkeys(faults))
     exact = any(fault.name is not None for fault in faults)
     first = trace.first
