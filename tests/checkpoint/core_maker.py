@@ -141,6 +141,7 @@ def nemotron_h_options(config: Any) -> dict[str, Any]:
         "mamba_state_dim": config.ssm_state_size,
         "mamba_num_groups": config.n_groups,
         "activation_func": {"_target_": "megatron.core.activations.squared_relu"},
+        "layernorm_epsilon": config.layer_norm_epsilon,
         "seq_length": config.max_position_embeddings,
         "num_moe_experts": config.n_routed_experts,
         "moe_router_topk": config.num_experts_per_tok,
