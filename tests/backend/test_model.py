@@ -18,10 +18,12 @@ from launcher_scripts.backends.fastertransformer.server import MAX_WAITING_VARIA
 from launcher_scripts.backends.fastertransformer.sessions import idle_seconds
 from launcher_scripts.backends.text.text_channel import FORWARDED
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.contracts import served_contract
 from launcher_scripts.contract.requests import (
     NO_STREAM,
+    OPERATION_PARAMETER,
     GenerateOutput,
     GenerateRequest,
     open_id,
@@ -101,6 +103,53 @@ def test_one_thread_alone_changes_the_servers_metrics(backend, tmp_path, monkeyp
         caller.join()
     model.finalize()
     assert threads == {"metrics"}
+
+
+class OperationOf(Request):
+    """A request for an operation, as the gateway sends it."""
+
+    def __init__(self, **operation: object) -> None:
+        super().__init__({}, ("news",))
+        self._operation = operation
+
+    def parameters(self):
+        return json.dumps({OPERATION_PARAMETER: json.dumps(self._operation)})
+
+    def reply(self) -> dict[str, object]:
+        assert self.answered.wait(60)
+        (answer,) = self.answers
+        return json.loads(bytes(answer.tensors["news"].reshape(-1).tolist()))
+
+
+def test_weights_are_exchanged_only_in_a_closed_server(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCHER_DEVICE", "cpu")
+    folder = tmp_path / "tiny" / "1" / "1-gpu"
+    write_checkpoint(folder, CONFIG, random_tensors(CONFIG), 1)
+    second = write_checkpoint(tmp_path / "second", CONFIG, random_tensors(CONFIG, 1), 1)
+    swap = {"operation": "swap", "checkpoint": str(second), "mode": "mixed"}
+    for closed in ("", "1"):
+        monkeypatch.setenv("LAUNCHER_CLOSED_SERVER", closed)
+        model = backend.TritonPythonModel()
+        model.initialize(arguments(tmp_path / "tiny"))
+        kinds = (swap, {**swap, "mode": "now"}, {"operation": "weights"}, {"operation": "stop"})
+        requests = [OperationOf(**kind) for kind in kinds[1:]]
+        assert model.execute(requests) is None
+        wrong_mode, weights, unknown = (one.reply() for one in requests)
+        first = DigestChain.of(folder).values()
+        assert weights == {"version": 0, "digests": first}
+        assert "unknown operation" in unknown["error"]
+        assert ("unknown mode" if closed else "deploy.gateway.api_keys") in wrong_mode["error"]
+        asked = OperationOf(**swap)
+        model.execute([asked])
+        reply = asked.reply()
+        if closed:
+            assert (reply["version"], reply["digests"]) == (1, DigestChain.of(second).values())
+            current = ("launcher_weights_info", "tiny", reply["digests"]["system_fingerprint"])
+            wait_for(lambda key=current: GAUGES.get(key) == 1)
+            assert GAUGES["launcher_weights_info", "tiny", first["system_fingerprint"]] == 0
+        else:
+            assert reply["kind"] == "ConfigError"
+        model.finalize()
 
 
 def test_requests_are_answered_each_on_its_own(backend, tmp_path, monkeypatch):

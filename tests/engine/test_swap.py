@@ -169,6 +169,25 @@ def test_mixed_rows_go_on_and_say_so(served, monkeypatch):
     assert swaps.digests == DigestChain.of(second) != DigestChain.of(first)
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_rows_of_several_ranks_go_on(tmp_path: Path, monkeypatch, tp, pp):
+    """With stages, steps are in flight when the weights are to be exchanged."""
+    first, second = exports(tmp_path, GPT2, tp)
+    engine = load_engine(tmp_path / "first", GPT2, {}, tp, pp, max_batch_size=4)
+    swaps = WeightSwaps(engine)
+    before = context_logits(engine, IDS)
+    futures = with_rows(engine, monkeypatch, 6, 150)
+    swaps.swap(second, "mixed")
+    swaps.swap(first, "drain")
+    outputs = [future.result(120) for future in futures]
+    assert [len(output.output_ids) for output in outputs] == [150] * 12
+    versions = [output.weights_versions for output in outputs]
+    assert versions.count((0, 1)) > 0
+    assert set(versions) <= {(0, 0), (0, 1), (1, 1), (2, 2)}
+    assert torch.equal(context_logits(engine, IDS), before)
+    engine.close()
+
+
 def test_rows_that_do_not_end_in_time_keep_the_weights(served, monkeypatch):
     engine, swaps, _, second = served
     before = context_logits(engine, IDS)
