@@ -159,7 +159,7 @@ def exchange(pairs: Sequence[Pair]) -> None:
     On CUDA the two directions go at the same time, and this returns before they are done.
     """
     if not pairs or not pairs[0][0].is_cuda:
-        for served, host in pairs:
+        for served, host in _chunks(pairs):
             saved = served.clone()
             served.copy_(host)
             host.copy_(saved)
