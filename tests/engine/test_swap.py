@@ -92,6 +92,26 @@ def test_logits_are_those_of_a_fresh_start(tmp_path: Path, config, tp, pp, more)
     engine.close()
 
 
+def test_an_exchange_in_pieces_is_undone_by_another(monkeypatch):
+    monkeypatch.setattr(weight_exchange, "CHUNK_BYTES", 10)
+    served = [
+        torch.arange(7.0),
+        torch.arange(12).view(3, 4).bfloat16(),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.tensor(3.0),
+        torch.arange(5, dtype=torch.int8),
+    ]
+    pairs = [(tensor, tensor + 100) for tensor in served]
+    before = [(one.clone(), other.clone()) for one, other in pairs]
+    for expected in ([pair[::-1] for pair in before], before):
+        weight_exchange.exchange(pairs)
+        assert all(
+            torch.equal(got, right)
+            for pair, rights in zip(pairs, expected, strict=True)
+            for got, right in zip(pair, rights, strict=True)
+        )
+
+
 @pytest.mark.parametrize("model_type", ["T5", "T5-Encoder"])
 def test_an_encoder_decoder_and_its_encoder(tmp_path: Path, model_type):
     config = t5_config(**VARIANTS["nemo"])
