@@ -128,15 +128,19 @@ class Backend(Protocol):
         """Return those of the weights, as DigestChain.values has them; None: those of the start."""
         ...
 
-    async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        """Have an operation done by the model's server; its reply."""
-        ...
-
     def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """An async generator; the row is given up when it is closed.
 
         Raises ApiError for what the engine refuses, ServerLost when it is gone.
         """
+        ...
+
+
+class ServerBackend(Backend, Protocol):
+    """A Backend that is one server."""
+
+    async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        """Have an operation done by the model's server; its reply."""
         ...
 
 
@@ -243,7 +247,7 @@ class Replica:
     """
 
     address: str
-    backends: Mapping[str, Backend] = field(default_factory=dict)
+    backends: Mapping[str, ServerBackend] = field(default_factory=dict)
     healthy: bool = False
     leaving: bool = False
     running: int = 0

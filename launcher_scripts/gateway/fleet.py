@@ -20,7 +20,7 @@ from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.files import READY_FILES, STALE_SECONDS, ready_paths, seconds_silent
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.config.security import ClientTls
-from launcher_scripts.gateway.backend import Backend, Replica
+from launcher_scripts.gateway.backend import Replica, ServerBackend
 from launcher_scripts.gateway.metrics import cache_use, server_metrics
 from launcher_scripts.gateway.triton_backend import TritonBackend
 from launcher_scripts.models.repository import is_remote, served_models
@@ -43,7 +43,7 @@ class TokenModel:
     config: Mapping[str, Any]
     text_parameters: Mapping[str, str]
     folder: Path | None
-    backend: Backend
+    backend: ServerBackend
 
 
 @dataclass(eq=False)
