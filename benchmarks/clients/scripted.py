@@ -54,6 +54,7 @@ class ScriptedBackend:
 
     tokenizer: Tokenizer
     shares_prefixes: bool = False
+    digests: Mapping[str, Any] | None = None
     prompts: list[str] = field(default_factory=list)
 
     async def generate(self, request: RowRequest) -> AsyncGenerator[Increment, None]:
