@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +122,31 @@ def mounts_for(
         folder = next((folder for folder in common if path.is_relative_to(folder)), mounted)
         mounts.append(Mount(folder, folder))
     return tuple(sorted(mounts, key=lambda mount: len(mount.target.parts)))
+
+
+_PROGRAM = """import sys
+from importlib.machinery import PathFinder
+print(*(name for name in sys.argv[1:] if PathFinder.find_spec(name) is None))"""
+_PYTHON_SECONDS = 20.0
+
+
+@cache
+def missing_packages(python: str, path: str | None, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules that a Python of this machine does not find; () if it cannot be asked here.
+
+    path: its PYTHONPATH; None: it is this Python as it is
+    """
+    if path is None:
+        return tuple(name for name in names if PathFinder.find_spec(name) is None)
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [python, "-c", _PROGRAM, *names]
+    try:
+        result = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=_PYTHON_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(result.stdout.split()) if result.returncode == 0 else ()
 
 
 SECURITY_KEY = "deploy.server.security"

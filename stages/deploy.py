@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from launcher_scripts.cluster.job import Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
+from launcher_scripts.common.overlay import CLOSED_PACKAGES
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.options import absolute, is_same_path, values_of, with_absolute_paths
@@ -187,6 +188,12 @@ class Deploy(ServiceStage):
         if gpus is None or self.remote or ranks >= gpus or self.settings.device == "cpu":
             return None
         return ranks
+
+    def packages(self) -> tuple[str, ...]:
+        """Return those of the gateway beside the server, too."""
+        gateway = ("start_gateway",) if self.settings.gateway is not None else ()
+        closed = CLOSED_PACKAGES if self.settings.is_closed else ()
+        return (*super().packages(), *gateway, *closed)
 
     def paths(self) -> list[Path]:
         paths = [] if self.remote else [self.repository]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.common.errors import ConfigError, Problems, problem
+from launcher_scripts.common.overlay import TASK_PACKAGES
 from launcher_scripts.config.evaluation import KEY as HARNESS
 from launcher_scripts.config.evaluation import HarnessSettings, TaskSettings
 from launcher_scripts.config.options import (
@@ -199,6 +200,15 @@ class Evaluate(Stage):
             "judge": self.settings.policy is not None,
         }
         return tuple(module for module in self.modules if steps[module])
+
+    def packages(self) -> tuple[str, ...]:
+        """Return those of tasks and exports, too."""
+        tasks = (TASK_PACKAGES.get(task.name, ()) for task in self.settings.tasks)
+        return (
+            *super().packages(),
+            *(name for names in tasks for name in names),
+            *self.block.export,
+        )
 
     def paths(self) -> list[Path]:
         harness = self.settings.harness

@@ -22,6 +22,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
+from launcher_scripts.common.overlay import LATER_STEPS
 from launcher_scripts.common.processes import Interruption
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings, check_rungs
@@ -209,6 +210,8 @@ class Plan:
             job = stage.job(folder_of(stage), server)
             if isinstance(stage, Ladder):
                 job = stage.of_jobs(job, done)
+            if stages and not jobs and (later := _later_packages(stage, stages)):
+                job = replace(job, env={**job.env, LATER_STEPS: ",".join(later)})
             if done and not jobs:
                 job = replace(job, after_any=True)
             if job.service is not None:
@@ -365,6 +368,20 @@ def _check(stage: Stage) -> None:
     """Add a stage's problem to its launch's checks, or raise it."""
     stage.check()
     stage.cluster.render(stage.job(_next_folder(stage)))
+
+
+def _later_packages(first: Stage, stages: Sequence[Stage]) -> list[str]:
+    """What later stages need of the image and the Python that they share with the first one, which
+    looks for it, because nobody here can.
+    """
+    if not first.in_container:
+        return []
+    same = [
+        x
+        for x in stages
+        if x.in_container and (x.python, x.overlay) == (first.python, first.overlay)
+    ]
+    return sorted({name for stage in same for name in stage.packages()} - {*first.packages()})
 
 
 def _next_folder(stage: Stage) -> JobFolder:

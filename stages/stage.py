@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Container, Job, JobFolder, Resources, Service, Step
 from launcher_scripts.cluster.slurm_script import image_problem, is_file, registry_name
-from launcher_scripts.common.overlay import FILE_NAME
+from launcher_scripts.common.overlay import FILE_NAME, STEP_PACKAGES, remedy
 from launcher_scripts.config.options import absolute, build, paths_in
-from stages.checks import Checks, Mount, check_variables, mounts_for
+from stages.checks import Checks, Mount, check_variables, missing_packages, mounts_for
 
 CLEANUP_SECONDS = 20.0
 
@@ -227,6 +227,27 @@ class Stage(ABC):
         if self.overlay is not None:
             value = "what requirements/overlay.py leaves in its folder"
             checks.exists(value, self.overlay / FILE_NAME, "cluster.overlay")
+        self._check_packages(checks, config)
+
+    def packages(self) -> tuple[str, ...]:
+        """Steps of STEP_PACKAGES, and further modules, that the job's Python needs."""
+        return self.step_names()
+
+    def _check_packages(self, checks: Checks, config: LauncherConfig) -> None:
+        """The job's Python has all packages, if that can be known on this machine."""
+        if self.in_container or self.cluster.options.setup:
+            return
+        needed = {module for name in self.packages() for module in STEP_PACKAGES.get(name, (name,))}
+        env = self._env()["PYTHONPATH"]
+        is_this = self.python == sys.executable and env == str(config.checkout)
+        missing = missing_packages(self.python, None if is_this else env, tuple(sorted(needed)))
+        if missing:
+            version = "{}.{}".format(*sys.version_info[:2]) if is_this else "X.Y"
+            checks.absent.add(
+                f"the Python of the {self.name} stage does not have {', '.join(missing)}",
+                got=self.python,
+                change=remedy(version, torch="torch" in missing),
+            )
 
     def _check_image(self, checks: Checks) -> None:
         image = self._image()

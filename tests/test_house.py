@@ -282,7 +282,7 @@ def test_a_stage_is_complete(name: str) -> None:
     for module in stage.modules:
         path = ROOT / "launcher_scripts" / "steps" / f"{module}.py"
         assert path.exists(), f"the stage {name} names the step {module}, which does not exist"
-        first = rf'if __name__ == "__main__":\n    check_packages\(\s*"{module}", "'
+        first = rf'if __name__ == "__main__":\n    check_packages\(\s*"{module}"\)'
         text = path.read_text(encoding="utf-8")
         assert re.search(first, text), f"{path} does not check its packages"
         if name == "evaluate":

@@ -57,7 +57,7 @@ EXPORT_FORMATS = ("fastertransformer", "huggingface")
 DEVICES = ("auto", "cpu", "cuda")
 PROTOCOLS = ("http", "grpc")
 PROMOTIONS = ("after_gate",)
-EXPORTS = ("mlflow",)
+EXPORTS = ("mlflow", "wandb")
 MIN_IDLE_TIMEOUT = 1
 
 

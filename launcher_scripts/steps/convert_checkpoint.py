@@ -16,7 +16,7 @@ from typing import Any
 from launcher_scripts.steps.packages import check_packages, note_slow_checksums
 
 if __name__ == "__main__":
-    check_packages("convert_checkpoint", "gguf", "numpy", "yaml")
+    check_packages("convert_checkpoint")
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.export import export

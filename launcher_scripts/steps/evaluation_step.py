@@ -63,10 +63,7 @@ def export_to_mlflow(settings: EvaluateSettings) -> None:
     """
     import mlflow
 
-    folder = Path(settings.results_dir)
-    report = read_content(folder, "evaluate.run.results_dir")
-    names = (FILE_NAME, "report.html", VERDICT_FILE)
-    files = [folder / name for name in names if (folder / name).exists()]
+    folder, report, files = _results(settings)
     if "MLFLOW_TRACKING_URI" not in os.environ:
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3 prefers databases
         mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
@@ -88,7 +85,57 @@ def export_to_mlflow(settings: EvaluateSettings) -> None:
     print(f"exported to MLflow: run {run.info.run_id} of {mlflow.get_tracking_uri()}", flush=True)
 
 
-EXPORTERS: dict[str, Callable[[EvaluateSettings], None]] = {"mlflow": export_to_mlflow}
+def export_to_wandb(settings: EvaluateSettings) -> None:
+    """Write a run of Weights & Biases: settings, figures, the verdict, and the report's files.
+
+    WANDB_API_KEY or WANDB_MODE say where; without both the run is offline, in the folder wandb of
+    the results folder. WANDB_PROJECT is the model's name by default. Raises ExportError where it
+    fails.
+    """
+    import wandb
+
+    folder, report, files = _results(settings)
+    mode = None if {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys() else "offline"
+    project = os.environ.get("WANDB_PROJECT", settings.model_name)
+    steps: dict[int, dict[str, float]] = {}
+    for name, value, step in figures(report):
+        steps.setdefault(step, {})[name] = value
+    try:
+        with wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(parameters(report)),
+            mode=mode,
+        ) as run:
+            for step, values in sorted(steps.items()):
+                run.log(values, step=step)
+            if "verdict" in report:
+                run.summary["verdict"] = report["verdict"]["verdict"]
+            artifact = wandb.Artifact("evaluation", type="evaluation")
+            for path in files:
+                artifact.add_file(str(path))
+            run.log_artifact(artifact)
+            location = run.url or run.dir
+    except Exception as error:
+        text = f"cannot export the results to Weights & Biases: {error}"
+        change = "env_vars.WANDB_MODE=offline, or evaluate.export=[]"
+        raise ExportError(problem(text, change=change)) from error
+    print(f"exported to Weights & Biases: {location}", flush=True)
+
+
+def _results(settings: EvaluateSettings) -> tuple[Path, dict[str, Any], list[Path]]:
+    """The results folder, its report, and the files that people look at."""
+    folder = Path(settings.results_dir)
+    report = read_content(folder, "evaluate.run.results_dir")
+    names = (FILE_NAME, "report.html", VERDICT_FILE)
+    return folder, report, [folder / name for name in names if (folder / name).exists()]
+
+
+EXPORTERS: dict[str, Callable[[EvaluateSettings], None]] = {
+    "mlflow": export_to_mlflow,
+    "wandb": export_to_wandb,
+}
 
 
 def sections(report: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

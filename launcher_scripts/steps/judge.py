@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("judge", "jinja2", "matplotlib", "numpy", "yaml")
+    check_packages("judge")
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.policy import opened

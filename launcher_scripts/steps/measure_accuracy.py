@@ -10,9 +10,10 @@ from typing import Any
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("measure_accuracy", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+    check_packages("measure_accuracy")
 
 from launcher_scripts.common.errors import ConfigError, lookup, problem
+from launcher_scripts.common.overlay import TASK_PACKAGES
 from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed
@@ -29,7 +30,7 @@ from launcher_scripts.evaluation.report import (
 from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
-from launcher_scripts.evaluation.tasks import COMPARING, PACKAGES, TASKS
+from launcher_scripts.evaluation.tasks import COMPARING, TASKS
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -46,7 +47,7 @@ def measure(settings: EvaluateSettings) -> None:
         raise ConfigError(problem("no task to measure", choices=TASKS, change="evaluate.tasks"))
     for task in settings.tasks:
         lookup(TASKS, task.name, "evaluate.tasks")
-        check_packages(f"the task {task.name}", *PACKAGES.get(task.name, ()))
+        check_packages(f"the task {task.name}", *TASK_PACKAGES.get(task.name, ()))
     tokenizer = read_tokenizer(Path(settings.tokenizer_dir))
     client, ready = connect(settings)
     tables = []

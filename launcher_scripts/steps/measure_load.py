@@ -11,9 +11,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages(
-        "measure_load", "aiohttp", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml"
-    )
+    check_packages("measure_load")
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.options import paths_in

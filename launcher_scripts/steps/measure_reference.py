@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("measure_reference", "jinja2", "matplotlib", "numpy", "yaml")
+    check_packages("measure_reference")
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import LauncherError, lookup

@@ -11,7 +11,7 @@ from typing import Any
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("measure_speed", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+    check_packages("measure_speed")
 
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.settings import EvaluateSettings

@@ -14,7 +14,7 @@ from typing import Any
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("measure_twin", "jinja2", "matplotlib", "numpy", "torch", "tritonclient", "yaml")
+    check_packages("measure_twin")
 
 import numpy as np
 from numpy.typing import NDArray

@@ -3,33 +3,29 @@
 It is read by Pythons that are too old for the rest: standard library only, no new syntax.
 """
 
+import os
 import sys
 from importlib.util import find_spec
 
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.common.overlay import COMMAND, find_overlay
+from launcher_scripts.common.overlay import LATER_STEPS, STEP_PACKAGES, find_overlay, remedy
 
 OLDEST = (3, 10)
-# What the gateway needs.
-GATEWAY_PACKAGES = (
-    "numpy",
-    "prometheus_client",
-    "pydantic",
-    "starlette",
-    "tritonclient",
-    "uvicorn",
-    "uvloop",
-)
 # Without these the standard library does the same.
 SAVE_TIME = ("blake3", "zlib_ng")
 
 
 def check_packages(step: str, *modules: str) -> None:
-    """End the process with one line unless this Python has every one of `modules`.
+    """End the process with one line unless this Python has what the step needs, and `modules`.
 
-    The exit code is none of an evaluation's verdicts.
+    The first step of a command line also looks for what the later ones need, before it writes
+    anything: they are named in LATER_STEPS. The exit code is none of an evaluation's verdicts.
     """
-    reason = _unfit(step, modules)
+    later = os.environ.get(LATER_STEPS, "").split(",")
+    needed = [*STEP_PACKAGES.get(step, ()), *modules]
+    for name in filter(None, later):
+        needed += STEP_PACKAGES.get(name, (name,))
+    reason = _unfit(step, tuple(sorted(set(needed))))
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
         raise SystemExit(ERROR)
@@ -66,16 +62,6 @@ def note_slow_checksums() -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def remedy(python: str, torch: bool = False) -> str:
-    """Return the command that installs the packages, and the key that names them."""
-    extra = " --with torch" if torch else ""
-    return (
-        "name an interpreter that has them as cluster.python, load a module that puts them on "
-        "PYTHONPATH in cluster.setup, or make a folder of packages where there is a network, and "
-        f"name it as cluster.overlay: python3 {COMMAND} --python {python}{extra} FOLDER"
-    )
 
 
 def version(numbers: "tuple[int, int]") -> str:

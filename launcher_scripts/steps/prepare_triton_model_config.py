@@ -16,7 +16,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("prepare_triton_model_config", "gguf", "jinja2", "numpy", "yaml")
+    check_packages("prepare_triton_model_config")
 
 from launcher_scripts.checkpoint.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint

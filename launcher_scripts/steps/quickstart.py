@@ -27,7 +27,7 @@ from types import FrameType
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("quickstart", "gguf", "jinja2", "numpy", "yaml")
+    check_packages("quickstart")
 
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
 from launcher_scripts.checkpoint.sources.nemo_writer import (

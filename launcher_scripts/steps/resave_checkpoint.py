@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("resave_checkpoint", "numpy", "yaml")
+    check_packages("resave_checkpoint")
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem

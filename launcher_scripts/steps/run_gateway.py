@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
+from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("run_gateway", "yaml", *GATEWAY_PACKAGES)
+    check_packages("run_gateway")
 
 from launcher_scripts.config.gateway import GatewayJobSettings
 from launcher_scripts.server.gateway_process import serve_gateway

@@ -10,7 +10,7 @@ from typing import Any
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("run_harness", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml")
+    check_packages("run_harness")
 
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.files import value_digest

@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from launcher_scripts.steps.packages import GATEWAY_PACKAGES, check_packages
+from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("start_gateway", *GATEWAY_PACKAGES)
+    check_packages("start_gateway")
 
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.service import serve

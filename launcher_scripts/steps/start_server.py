@@ -22,19 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher_scripts.steps.packages import (
-    GATEWAY_PACKAGES,
     check_packages,
     note_slow_checksums,
 )
 
 if __name__ == "__main__":
-    check_packages("start_server", "jinja2", "msgspec", "numpy", "torch", "yaml")
+    check_packages("start_server")
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.repository.signature import verify_signature
 from launcher_scripts.checkpoint.repository.text_models import check_text_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
+from launcher_scripts.common.overlay import CLOSED_PACKAGES
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.engine.ranks.rank_host import NodeHost
@@ -58,9 +58,9 @@ def start(settings: DeploySettings) -> None:
         )
     if node_rank.serves:
         if settings.is_closed:
-            check_packages("start_server", "cryptography")
+            check_packages("start_server", *CLOSED_PACKAGES)
         if settings.gateway is not None:
-            check_packages("start_gateway", *GATEWAY_PACKAGES)
+            check_packages("start_gateway")
         if settings.verify_signature is not None:
             verify_signature(Path(settings.model_repository), settings.verify_signature)
             print(f"the signature of {settings.model_repository} is valid", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("watch", "hydra", "jinja2", "numpy", "yaml")
+    check_packages("watch")
 
 from launcher_scripts.common.errors import ClusterError
 from launcher_scripts.config.evaluation import WatchSettings

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("write_example_models", "gguf", "jinja2", "numpy", "tokenizers", "yaml")
+    check_packages("write_example_models")
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("write_ladder", "jinja2", "matplotlib", "numpy", "yaml")
+    check_packages("write_ladder")
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from launcher_scripts.steps.packages import check_packages
 
 if __name__ == "__main__":
-    check_packages("write_model_repository", "jinja2", "numpy", "yaml")
+    check_packages("write_model_repository")
 
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
 from launcher_scripts.checkpoint.repository.signature import sign_repository

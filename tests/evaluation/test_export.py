@@ -1,4 +1,4 @@
-"""Results exported to MLflow."""
+"""Results exported to MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_missing_package_is_named_before_anything_is_measured(
     assert said in capsys.readouterr().err
     assert not (tmp_path / "results" / "report.json").exists()
     assert run_last_step(tmp_path) == 2
-    with pytest.raises(ConfigError, match="unknown export; got 'mlflo'; choices: mlflow"):
+    with pytest.raises(ConfigError, match="unknown export; got 'mlflo'; choices: mlflow, wandb"):
         run_last_step(tmp_path, "mlflo")
 
 
@@ -88,3 +88,20 @@ def test_a_run_of_mlflow(
     mlflow.set_tracking_uri("http://127.0.0.1:9")
     assert run_last_step(tmp_path, "mlflow") == 3
     assert "cannot export the results to MLflow" in capsys.readouterr().err
+
+
+def test_a_run_of_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run_last_step(tmp_path, "wandb") == 2
+    assert "exported to Weights & Biases: " in capsys.readouterr().out
+    (log,) = (tmp_path / "results" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = log.read_bytes()
+    for item in (b"lambada.accuracy", b"0.775", b"lambada.limit", b"NO-GO", b"report.json"):
+        assert item in content
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")  # which is no name of a project
+    assert run_last_step(tmp_path, "wandb") == 3
+    assert "cannot export the results to Weights & Biases" in capsys.readouterr().err

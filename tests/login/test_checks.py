@@ -7,13 +7,16 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.overlay import LATER_STEPS
 from tests.login.conftest import LOCAL, Planner, write_nemo
 from tests.login.test_defaults import CONFIG
 
@@ -643,6 +646,31 @@ def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
     assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
     (inner / "merges.txt").write_text("")
     assert plan(LOCAL, *arguments, given).stages
+
+
+@pytest.mark.parametrize("stage", ["export", "deploy", "evaluate"])
+def test_packages_that_the_job_s_python_lacks_are_named_before_anything_is_written(
+    problems: Finder, tmp_path: Path, stage: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    missing = [
+        text
+        for text in problems("stages=[export,deploy,evaluate]", f"cluster.python={python}")
+        if text.startswith(f"the Python of the {stage} stage does not have ")
+    ]
+    assert len(missing) == 1
+    assert "numpy" in missing[0]
+    assert f"got '{python}'; change name an interpreter that has them as cluster" in missing[0]
+    assert ("torch" in missing[0]) == (stage == "deploy")
+
+
+def test_an_image_s_python_is_asked_by_the_first_step(plan: Planner, arguments: list[str]) -> None:
+    made = plan("cluster_type=bcm", "container=docker://a/b:1", *arguments)
+    first, *later = made.jobs(lambda stage: JobFolder.next(stage.results_dir, stage.name))
+    assert {"start_server", "measure_speed"} <= {*first.env[LATER_STEPS].split(",")}
+    assert not any(LATER_STEPS in job.env for job in later)
 
 
 @pytest.mark.parametrize(

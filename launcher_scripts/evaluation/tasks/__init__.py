@@ -13,5 +13,3 @@ TASKS: dict[str, Task] = {
 }
 # Those that ask the reference themselves, because a report does not hold what they compare.
 COMPARING = ("encode",)
-# What computes a task's figures, and is needed when all has been asked.
-PACKAGES = {"summarization": ("rouge_score",), "translation": ("sacrebleu",)}
