@@ -667,7 +667,7 @@ def test_packages_that_the_job_s_python_lacks_are_named_before_anything_is_writt
 
 
 def test_an_image_s_python_is_asked_by_the_first_step(plan: Planner, arguments: list[str]) -> None:
-    made = plan("cluster_type=bcm", "container=docker://a/b:1", *arguments)
+    made = plan(*arguments, "cluster_type=bcm", "container=docker://a/b:1")
     first, *later = made.jobs(lambda stage: JobFolder.next(stage.results_dir, stage.name))
     assert {"start_server", "measure_speed"} <= {*first.env[LATER_STEPS].split(",")}
     assert not any(LATER_STEPS in job.env for job in later)
