@@ -20,6 +20,7 @@ echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/export/job_id 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
+export LAUNCHER_LATER_STEPS=judge,measure_accuracy,measure_speed,start_server
 
 # The image is fetched once for all nodes and jobs.
 mkdir -p /mount/results/images
@@ -73,7 +74,7 @@ in_container() {
     local passed='^(SLURM|PMIX|PMI|NCCL|UCX|GLOO|HF|AWS|AZURE|GOOGLE)_'
     passed+='|^(SLURMD_NODENAME|CUDA_VISIBLE_DEVICES)$'
     local options=()
-    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRANSFORMERS_OFFLINE \
+    for variable in MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_RANK PYTHONPATH PYTHONUNBUFFERED TRANSFORMERS_OFFLINE LAUNCHER_LATER_STEPS \
         $(compgen -e | grep -E "$passed"); do
         options+=(--env "$variable")
     done

@@ -20,6 +20,7 @@ echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}" > /mount/results/jobs/export/job_id 
 export PYTHONPATH=/opt/NeMo-Megatron-Launcher
 export PYTHONUNBUFFERED=1
 export TRANSFORMERS_OFFLINE=1
+export LAUNCHER_LATER_STEPS=judge,measure_accuracy,measure_speed,run_gateway,start_server
 
 # Step 1 of 1: convert_checkpoint, then write_model_repository
 exec srun \
@@ -29,7 +30,7 @@ exec srun \
     --container-mounts=/opt/NeMo-Megatron-Launcher:/opt/NeMo-Megatron-Launcher,/mount/results:/mount/results \
     --container-workdir=/mount/results/jobs/export \
     --no-container-mount-home \
-    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE \
+    --container-env=PYTHONPATH,PYTHONUNBUFFERED,TRANSFORMERS_OFFLINE,LAUNCHER_LATER_STEPS \
     sh -c '
 set -eu
 cd /mount/results/jobs/export
