@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster.job import JobFolder
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.overlay import LATER_STEPS
 from tests.login.conftest import LOCAL, Planner, write_nemo
 from tests.login.test_defaults import CONFIG
 
@@ -664,13 +662,6 @@ def test_packages_that_the_job_s_python_lacks_are_named_before_anything_is_writt
     assert "numpy" in missing[0]
     assert f"got '{python}'; change name an interpreter that has them as cluster" in missing[0]
     assert ("torch" in missing[0]) == (stage == "deploy")
-
-
-def test_an_image_s_python_is_asked_by_the_first_step(plan: Planner, arguments: list[str]) -> None:
-    made = plan(*arguments, "cluster_type=bcm", "container=docker://a/b:1")
-    first, *later = made.jobs(lambda stage: JobFolder.next(stage.results_dir, stage.name))
-    assert {"start_server", "measure_speed"} <= {*first.env[LATER_STEPS].split(",")}
-    assert not any(LATER_STEPS in job.env for job in later)
 
 
 @pytest.mark.parametrize(
