@@ -388,7 +388,7 @@ FAULTS: list[Planted] = [
                 "the bias of distances",
                 tensor("encoder.block.0.layer.0.SelfAttention.relative", lambda v: v[::-1]),
                 ("positions",),
-                0,
+                None,
                 False,
             ),
             (
