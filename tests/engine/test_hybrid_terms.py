@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from launcher_scripts.checkpoint.fastertransformer.manifest import FILE_NAME
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model import recurrent
@@ -58,6 +60,11 @@ def tensor(name: str, value: float = 0.0) -> Term:
 def code(owner: Any, name: str, value: Any) -> Term:
     """Another function in the place of one of the engine's."""
     return lambda _folder, patch: patch.setattr(owner, name, value)
+
+
+def norm_first(self: Mamba2, y: Tensor, gate: Tensor) -> Tensor:
+    weight = self.weights.norm_weight
+    return self._group_norm(y, y if weight is None else weight) * functional.silu(gate.float())
 
 
 MAMBA: dict[str, Term] = {
@@ -123,7 +130,7 @@ TERMS: dict[str, dict[str, Term]] = {
         **MAMBA,
         "conv bias": tensor("mamba.conv.bias"),
         "norm": tensor("mamba.norm.weight", 1.0),
-        "norm behind the gate": config(mamba_norm="before_gate"),
+        "norm behind the gate": code(Mamba2, "_gated", norm_first),
         "squares": config(activation="relu"),
     },
     "nemotron_h latent": {
@@ -142,7 +149,6 @@ TERMS: dict[str, dict[str, Term]] = {
         "embeddings": config(embedding_scale=None),
         "scores": config(softmax_scale=None),
         "logits": config(logits_scale=None),
-        "norms": config(norm_eps=1e-6),
         "mixers' norms": config(mixer_norm_eps=None),
         "rotation": config(position_embedding="none"),
     },
@@ -215,6 +221,7 @@ def test_logits_are_others_without_a_term(
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
     folder = export_folder(tmp_path / "hf", tmp_path, processes=1)
+    (folder / FILE_NAME).unlink()  # its digests
     files = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     largest = float(expected.abs().max())
     assert float((context_logits(folder, prompt) - expected).abs().max()) <= 2e-4 * largest
@@ -223,7 +230,7 @@ def test_logits_are_others_without_a_term(
         with monkeypatch.context() as patch:
             change(folder, patch)
             difference = float((context_logits(folder, prompt) - expected).abs().max())
-        unseen += [term] if difference <= 2e-3 * largest else []
+        unseen += [term] if difference <= 1e-3 * largest else []
         for file, content in files.items():
             file.write_bytes(content)
     assert not unseen

@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_layer_indices": [1],
             "mamba_n_groups": 2,
             "mamba_proj_bias": True,
-            "time_step_limit": [0.2, 1.1],
+            "time_step_limit": [0.9, 1.5],
             "intermediate_size": 40,
         },
     ),
