@@ -37,6 +37,29 @@ _LIBC = ctypes.CDLL(None)  # loaded before a fork: a forked child should do litt
 _LIBC.signal.restype = ctypes.c_void_p
 _SIGNAL_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
+BPF_RETURN = 0x06  # opcode of a classic BPF program's return
+
+
+class _BpfInstruction(ctypes.Structure):
+    """struct sock_filter of <linux/filter.h>"""
+
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("jt", ctypes.c_uint8),
+        ("jf", ctypes.c_uint8),
+        ("k", ctypes.c_uint32),
+    )
+
+
+class BpfProgram(ctypes.Structure):
+    """struct sock_fprog: a classic BPF program for sockets and seccomp(2)."""
+
+    _fields_ = (("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_BpfInstruction)))
+
+    def __init__(self, *instructions: tuple[int, int, int, int]) -> None:
+        lines = [_BpfInstruction(*instruction) for instruction in instructions]
+        super().__init__(len(lines), (_BpfInstruction * len(lines))(*lines))
+
 
 class Interruption:
     """Ends a block by KeyboardInterrupt, or for SIGTERM and SIGHUP by SystemExit.

@@ -9,7 +9,7 @@ import platform
 import resource
 from collections.abc import Mapping
 
-from launcher_scripts.common.processes import PRIVATE
+from launcher_scripts.common.processes import BPF_RETURN, PRIVATE, BpfProgram
 
 # Triton's JSON parser calls itself once per bracket, 80 bytes each: a thread of the usual 8 MiB
 # dies of a body of 110,000 of them. Threads get the limit's size, but 2 MiB where there is none.
@@ -38,40 +38,20 @@ def set_limits(limits: Mapping[int, tuple[int, int]]) -> None:
         resource.setrlimit(kind, values)
 
 
-class _Instruction(ctypes.Structure):
-    """struct sock_filter of <linux/filter.h>"""
-
-    _fields_ = (
-        ("code", ctypes.c_uint16),
-        ("jt", ctypes.c_uint8),
-        ("jf", ctypes.c_uint8),
-        ("k", ctypes.c_uint32),
-    )
-
-
-class _Program(ctypes.Structure):
-    """struct sock_fprog"""
-
-    _fields_ = (("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction)))
-
-
-def _mode_filter(audit: int, fchmod: int) -> _Program:
+def _mode_filter(audit: int, fchmod: int) -> BpfProgram:
     """A program of seccomp(2): fchmod(file, 0644) does nothing and succeeds."""
-    load, equal, bpf_return = 0x20, 0x15, 0x06
+    load, equal = 0x20, 0x15
     number, architecture, mode = 0, 4, 24  # offsets in struct seccomp_data
     allow, deny = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with 0
-    lines = (
+    return BpfProgram(
         (load, 0, 0, architecture),
         (equal, 0, 5, audit),
         (load, 0, 0, number),
         (equal, 0, 3, fchmod),
         (load, 0, 0, mode),
         (equal, 0, 1, 0o644),
-        (bpf_return, 0, 0, deny),
-        (bpf_return, 0, 0, allow),
-    )
-    return _Program(
-        len(lines), (_Instruction * len(lines))(*(_Instruction(*line) for line in lines))
+        (BPF_RETURN, 0, 0, deny),
+        (BPF_RETURN, 0, 0, allow),
     )
 
 

@@ -9,7 +9,6 @@ kernel is told to drop what comes for it: connections are opened no more, those 
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import ipaddress
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.hosts import address_towards
+from launcher_scripts.common.processes import BPF_RETURN, BpfProgram
 
 LOOPBACK = "127.0.0.1"
 EVERY = "0.0.0.0"
@@ -83,16 +83,6 @@ def interface_towards(host: str) -> str | None:
 
 
 _SO_ATTACH_FILTER = 26
-_RETURN = 0x06  # of a classic BPF program: how many bytes of the packet are let through
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = (
-        ("code", ctypes.c_ushort),
-        ("jt", ctypes.c_ubyte),
-        ("jf", ctypes.c_ubyte),
-        ("k", ctypes.c_uint),
-    )
 
 
 def listening_ports() -> dict[int, int]:
@@ -109,11 +99,10 @@ def listening_ports() -> dict[int, int]:
 
 def drop_connections(descriptors: Iterable[int]) -> None:
     """Let nobody connect to these listening sockets any more; OSError where that is forbidden."""
-    program = (_Instruction * 1)(_Instruction(_RETURN, 0, 0, 0))
-    pointer = struct.pack("HL", len(program), ctypes.addressof(program))
+    program = BpfProgram((BPF_RETURN, 0, 0, 0))  # no byte of a packet passes
     for descriptor in descriptors:
         with _duplicate(descriptor) as opened:
-            opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+            opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
 
 
 def _duplicate(descriptor: int) -> socket.socket:
