@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def verify(
     if export is not None:
         checks.append(("manifest", lambda: file_digest(export / MANIFEST), digests["manifest"]))
         for name in ("tokenizer", "chat_template"):
-            local = tokenizer_digests(export)
-            checks.append((name, lambda name=name, local=local: local[name], digests[name]))
+            local = partial(tokenizer_digests(export).__getitem__, name)
+            checks.append((name, local, digests[name]))
     if source is not None:
         expected = dict(digests["source"] or {}).get(source.name)
         checks.append(("source", lambda: source_digest(source), expected))

@@ -169,7 +169,7 @@ class EngineStates:
         self._model = TracedModel(FTCheckpoint.open(folder, verify=False))
         self.name = "this project's engine, on the original's tensors"
 
-    def hidden_states(
+    def layer_states(
         self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
     ) -> HiddenStates:
         """See TransformersModel.hidden_states."""
@@ -198,7 +198,7 @@ class EngineStates:
         stacks: Mapping[str, int],
     ) -> list[NDArray[np.float32]]:
         """See TransformersModel.intermediates."""
-        states, (stack, number) = self.hidden_states(ids, decoder_ids, stacks), layer
+        states, (stack, number) = self.layer_states(ids, decoder_ids, stacks), layer
         source = states.source if stack == "decoder" else None
         before, _ = states.layers[stack][number]
         return [step.values for step in self._model.layer(stack, number, before, source)]

@@ -133,7 +133,7 @@ class _Stage(Network):
             for layer in stack.values():
                 for branch in (item for both in layer.branches for item in both):
                     heads = branch.heads if type(branch) is SelfAttention else None
-                    branch.kernels = _TracedKernels(_kind(branch), heads, steps)  # type: ignore[assignment]
+                    branch.kernels = _TracedKernels(_kind(branch), heads, steps)
 
     def _decode_step(self) -> DecodeStep | None:
         return None

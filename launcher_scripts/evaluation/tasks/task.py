@@ -320,6 +320,13 @@ class Reference(ABC):
     def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
 
+    def round_weights(self, data_type: str) -> None:
+        """Give every weight the value that it has in files of `data_type`; one way.
+
+        Raises NotImplementedError where the runner does not round.
+        """
+        raise NotImplementedError
+
     def score(
         self,
         rows: Iterable[Sequence[int]],

@@ -85,7 +85,7 @@ class TransformersModel(Reference, Model):
                 if not name.endswith(EXACT):
                     weight.data.copy_(weight.data.to(dtype))
 
-    def hidden_states(
+    def layer_states(
         self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
     ) -> HiddenStates:
         """Return every layer's input and output; stacks: the number of layers of each.
@@ -150,7 +150,7 @@ class TransformersModel(Reference, Model):
     def _layers(self, stack: str, stacks: Mapping[str, int]) -> Sequence[Any]:
         """The modules of a stack's layers: the outermost list that has as many."""
         kind, count = self._torch.nn.ModuleList, stacks[stack]
-        lists = {
+        lists: dict[str, Sequence[Any]] = {
             name: module
             for name, module in self._model.named_modules()
             if isinstance(module, kind)

@@ -122,7 +122,7 @@ class Original(Protocol):
 
     name: str
 
-    def hidden_states(
+    def layer_states(
         self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
     ) -> HiddenStates: ...
     def intermediates(
@@ -288,7 +288,7 @@ class LayerComparison:
         self._export, self._original = export, original
         self._ids, self._decoder_ids = ids, decoder_ids
         self._limit = limit
-        self._states = original.hidden_states(ids, decoder_ids, export.stacks)
+        self._states = original.layer_states(ids, decoder_ids, export.stacks)
 
     def trace(self) -> LayerTrace:
         """Compare all layers, and look into the first one that differs."""
@@ -340,14 +340,14 @@ class LayerComparison:
         part, detail = location.part, ""
         if location.layer is not None:
             part, detail = self._part_of_layer(location, differing)
-        where = {"stack": location.stack, "layer": location.layer}
+        where = location.stack, location.layer
         explained = self._explained(location, part)
         if explained is not None:
             fault_part, kind, name, text = explained
-            return Fault(fault_part, kind, text, name, **where)
+            return Fault(fault_part, kind, text, name, *where)
         name = location.part if location.layer is None else f"layer {location.layer}"
         text = f"{name} of the {location.stack} is the first that differs, in its {part}{detail}"
-        return Fault(part, detail.strip(" ,;:") or "other values", text, **where)
+        return Fault(part, detail.strip(" ,;:") or "other values", text, None, *where)
 
     def _part_of_layer(self, location: Location, differing: Sequence[Location]) -> tuple[str, str]:
         """The part of a layer that differs first, and at which positions."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,7 +180,7 @@ def weight_variants(config: Any) -> Iterator[Variant]:
         (r"final_layer.*norm", "final_norm"),
     ):
         for text, shift in (("norm weights plus one", 1.0), ("norm weights less one", -1.0)):
-            change = _of_tensor(pattern, lambda values, shift=shift: values + shift)
+            change = _of_tensor(pattern, partial(np.add, shift))
             yield Variant(location, "norm", "shifted", "norm weight", text, {}, change)
 
 
