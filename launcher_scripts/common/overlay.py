@@ -46,7 +46,7 @@ STEP_PACKAGES = {
 LATER_STEPS = "LAUNCHER_LATER_STEPS"
 CLOSED_PACKAGES = ("cryptography",)  # of a server that its gateway alone reaches
 # What computes a task's figures, and is needed when all has been asked.
-TASK_PACKAGES = {"summarization": ("rouge_score"), "translation": ("sacrebleu",)}
+TASK_PACKAGES = {"summarization": ("rouge_score",), "translation": ("sacrebleu",)}
 
 
 def find_overlay() -> "tuple[Path, str] | None":

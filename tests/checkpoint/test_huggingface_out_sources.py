@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest, source_digest
 from launcher_scripts.checkpoint.huggingface import folder as folder_module
+from launcher_scripts.checkpoint.huggingface.config_json import NOT_WRITTEN
 from launcher_scripts.checkpoint.repository.signature import verify_signature
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.files import SOURCE_DIGESTS
@@ -120,7 +121,7 @@ def test_every_source(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 ONE_WAY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in NOT_WRITTEN])
 def test_hybrids(name: str, tmp_path: Path) -> None:
     """The bytes of save_pretrained, also back from an export."""
     made(name).save_pretrained(tmp_path / "hf")

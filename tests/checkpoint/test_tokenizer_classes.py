@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.tokenizers.text_probe import check_special_tokens
+from launcher_scripts.checkpoint.tokenizers.text_probe import TEXTS, check_special_tokens
 from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import CLASSES
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import FAIRSEQ_SETS, plain_files
 from launcher_scripts.checkpoint.tokenizers.vocabularies import SentencePieceModel
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
-from launcher_scripts.steps.twin import TEXTS
 from tests.checkpoint.tokenizer_folders import (
     FOLDERS,
     UNKNOWN,

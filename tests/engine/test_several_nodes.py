@@ -213,7 +213,7 @@ def join(tmp_path: Path):
         links[-1].send(hello)
         return links[-1]
 
-    come.workers = WorkerGroup(settings, group, RankProgress(), lost.append)
+    come.workers = WorkerGroup(settings, group, RankProgress(), lost.append, lambda *_: None)
     come.lost = lost
     yield come
     come.workers.close()

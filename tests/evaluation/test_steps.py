@@ -223,7 +223,7 @@ def test_a_signal_ends_a_waiting_step_at_once(job, number, status):
 
 
 def test_what_a_task_needs_is_asked_for_before_anything_else(job, monkeypatch, capsys):
-    monkeypatch.setitem(measure_accuracy.PACKAGES, "lambada", ("absent_module",))
+    monkeypatch.setitem(measure_accuracy.TASK_PACKAGES, "lambada", ("absent_module",))
     with pytest.raises(SystemExit, match="3"):
         measure_accuracy.main(["--settings", settings_file(job)])
     says = r"the task lambada: .* does not have absent_module; name an interpreter that has them"

@@ -79,7 +79,7 @@ def test_every_metric_is_there_before_the_first_request(at_start: Samples) -> No
             float(dict(labels)["le"]) for name, labels in found if name == f"{metric.name}_bucket"
         }
         assert bounds == ({*metric.buckets, math.inf} if bucket else set())
-    kept = (names.CACHE_TOKENS.name,)
+    kept = (names.CACHE_TOKENS.name, names.WEIGHTS_INFO.name)
     assert {name for (name, _), count in found.items() if count} == set(kept)
 
 

@@ -107,11 +107,13 @@ def _gemma4_heads(raw: RawConfig, full: Sequence[str]) -> tuple[int, list[int], 
         "head_dim": raw.size("global_head_dim", default=512),
         "num_key_value_heads": of_full if raw.flag("attention_k_eq_v", False) else groups,
     }
+    # transformers writes the numbers of layers with zeros before them: 05 of 30 layers.
+    names = {name.lstrip("0") or "0": name for name in overrides.raw}
     sizes, counts, kinds = [], [], set()
     for layer in map(str, range(raw.layers("num_hidden_layers"))):
         local = RawConfig(others if layer in full else {}, (), raw.problems)
         if "per_layer_config" in raw.raw:  # which rules, also where it is empty
-            local = overrides.section(layer)
+            local = overrides.section(names.get(layer, layer))
         sizes.append(local.size("head_dim", default=size))
         counts.append(local.size("num_key_value_heads", default=groups))
         kinds.add((layer in full, sizes[-1]))

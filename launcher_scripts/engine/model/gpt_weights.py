@@ -274,7 +274,7 @@ class GPTWeightLoader(WeightLoader):
             query_scale=query_scale,
             sinks=self._sinks(stem, layer),
             value_norm=self._value_norm(config.head_size),
-            lora_gate=self._lora("attention.gate", layer),
+            lora_gate=None if gate is None else self._lora("attention.gate", layer),
             lora_in=scaled_lora(self._lora("attention.query_key_value", layer), *scales),
             **shared,
         )
