@@ -12,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from launcher_scripts.common.parallelism import Parallelism
@@ -135,15 +141,46 @@ def save_nas(folder: Path) -> LlamaForCausalLM:
     return model
 
 
+def save_gemma4(folder: Path) -> Gemma4ForCausalLM:
+    """A Gemma 4 of more than ten layers: its file writes their numbers with zeros before them."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=67,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        sliding_window=7,
+        max_position_embeddings=128,
+    )
+    model = Gemma4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.7)
+    model.save_pretrained(folder)
+    assert "05" in json.loads((folder / "config.json").read_text())["per_layer_config"]
+    return model
+
+
+MADE = {"nemotron-nas": save_nas, "gemma4_text": save_gemma4}
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", [*LATER_DECODERS, "nemotron-nas"])
+@pytest.mark.parametrize("name", [*LATER_DECODERS, *MADE])
 def test_logits_and_tokens_are_those_of_transformers(
     tmp_path: Path, name: str, shape: tuple[int, int]
 ) -> None:
     if name in LATER_DECODERS:
         model = LATER_DECODERS[name].save(tmp_path / "hf")
     else:
-        model = save_nas(tmp_path / "hf")
+        model = MADE[name](tmp_path / "hf")
     folder = export_folder(tmp_path / "hf", tmp_path, shape[0])
     engine = Engine.load(EngineSettings(folder, parallelism=Parallelism(*shape), device="cpu"))
     # LongRoPE looks at how long a row may become, so a short one stays below 16 here.
