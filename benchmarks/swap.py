@@ -27,9 +27,9 @@ import torch
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.contract.requests import EXCHANGE_MODES, GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.swap import MODES, WeightSwaps
+from launcher_scripts.engine.swap import WeightSwaps
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 QUIET_SECONDS = 2.0  # with clients and without an exchange
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--swaps", type=int, default=4, help="at most, of each mode")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=EXCHANGE_MODES, default=list(EXCHANGE_MODES))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     config = CONFIGS[arguments.shape] if arguments.shape in CONFIGS else TINY[arguments.shape]

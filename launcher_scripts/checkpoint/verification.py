@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,8 +146,7 @@ def altered_tensors(
         if values is None:
             kinds[name] = "different copies of a head"
             continue
-        columns = [unit for block in task.blocks(workspace) for unit in block]
-        pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)
+        pieces = _strips(task, checkpoint.dtype, workspace)
         expected = np.concatenate([np.array(strip).reshape(-1) for strip in pieces])
         expected = expected.view(values.dtype).reshape(values.shape)
         kinds[name] = tensor_kind(float32(values), float32(expected))
@@ -235,16 +234,29 @@ def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> ND
     return np.ascontiguousarray(np.concatenate(blocks, axis=-1)).view(checkpoint.dtype)
 
 
+def full_tensor(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any]:
+    """See `rebuilt`. Raises CheckpointError when copies of a head differ."""
+    values = rebuilt(checkpoint, spec, layer)
+    if values is None:
+        name = spec.tensor_name(layer)
+        raise CheckpointError(f"{checkpoint.folder}: the ranks' copies of a head of {name} differ")
+    return values
+
+
+def _strips(task: Task, dtype: np.dtype[Any], workspace: Workspace) -> Iterator[NDArray[Any]]:
+    """The source's values as they are stored, in pieces."""
+    columns = [unit for block in task.blocks(workspace) for unit in block]
+    return strips(columns, dtype, task.name, workspace, allow_nonfinite=True)
+
+
 def _same(checkpoint: FTCheckpoint, task: Task, workspace: Workspace) -> bool:
     """Return whether the rebuilt tensor has the bits that the source's values become."""
     values = rebuilt(checkpoint, task.spec, task.layer)
     if values is None:
         return False
     data = values.reshape(-1).view(np.uint8)
-    columns = [unit for block in task.blocks(workspace) for unit in block]
     at = 0
-    pieces = strips(columns, checkpoint.dtype, task.name, workspace, allow_nonfinite=True)
-    for strip in pieces:
+    for strip in _strips(task, checkpoint.dtype, workspace):
         expected = strip.reshape(-1).view(np.uint8)
         if not np.array_equal(data[at : at + expected.size], expected):
             return False

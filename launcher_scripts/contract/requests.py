@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ CLIENT_PARAMETER = "client"
 # Parameter of a request with which a gateway asks for an operation on the model's server, as JSON;
 # its reply is JSON, too: the bytes are the numbers of the tensor `news`, [1, 1, n].
 OPERATION_PARAMETER = "launcher_operation"
+# Of an exchange of weights.  drain: requests that have begun end before, new ones wait;
+# mixed: they go on with new weights
+ExchangeMode = Literal["drain", "mixed"]
+EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
+DRAIN_SECONDS = 30.0
 # Inputs with one value per row -> field of SamplingParameters.
 SAMPLING_FIELDS = {
     "runtime_top_k": "top_k",

@@ -10,34 +10,36 @@ import time
 from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.verification import rebuilt
-from launcher_scripts.common.errors import CheckpointError, RequestError, problem
+from launcher_scripts.checkpoint.verification import full_tensor
+from launcher_scripts.common.errors import RequestError, problem
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.contract.requests import (
+    DRAIN_SECONDS,
+    ExchangeMode,
+    GenerateOutput,
+    GenerateRequest,
+)
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.messages.message import ExchangeWeights
-from launcher_scripts.engine.model.weights import DTYPES, Stored
+from launcher_scripts.engine.model.weights import DTYPES
 from launcher_scripts.engine.ranks.operations import OperationError, Operations
 from launcher_scripts.engine.runner.loading import assemble_runner, read_weights
 from launcher_scripts.engine.runner.weight_exchange import HOST, check_memory, open_export
 from launcher_scripts.models import value_count
-from launcher_scripts.models.family import ModelConfig, WeightSpec
+from launcher_scripts.models.family import ModelConfig
 
-# drain: requests that have begun end before, new ones wait;  mixed: they go on with new weights
-Mode = Literal["drain", "mixed"]
-MODES: tuple[Mode, ...] = ("drain", "mixed")
-DRAIN_SECONDS = 30.0
 PROBE_LENGTHS = (1, 8, 8)
 REFERENCE_TOKENS = 64  # of its cache
 # The largest difference of the probe's logits, relative to their size; by the compute type.
@@ -59,7 +61,7 @@ class SwapResult:
 
     version: int
     digests: dict[str, Any]
-    mode: Mode
+    mode: ExchangeMode
     mixed_rows: int
     difference: float
     max_difference: float
@@ -86,7 +88,7 @@ class WeightSwaps:
         self.digests = _digests(self.folder)
 
     def swap(
-        self, folder: Path, mode: Mode = "drain", drain_seconds: float = DRAIN_SECONDS
+        self, folder: Path, mode: ExchangeMode = "drain", drain_seconds: float = DRAIN_SECONDS
     ) -> SwapResult:
         """Serve the weights of another export of the same sizes; the server goes on meanwhile.
 
@@ -212,13 +214,6 @@ def reference_outputs(
     Raises CheckpointError where the parts of the ranks do not make a whole tensor.
     """
 
-    def read(spec: WeightSpec, layer: int | None) -> Stored:
-        values = rebuilt(checkpoint, spec, layer)
-        if values is None:
-            name = spec.tensor_name(layer)
-            raise CheckpointError(f"{checkpoint.folder}: the ranks' copies of {name} differ")
-        return values
-
     plain = replace(
         settings,
         draft_checkpoint_dir=None,
@@ -231,7 +226,7 @@ def reference_outputs(
         enable_prefix_caching=False,
         nodes=1,
     )
-    weights = read_weights(plain, checkpoint, 0, HOST, read)
+    weights = read_weights(plain, checkpoint, 0, HOST, partial(full_tensor, checkpoint))
     engine = Engine.from_runner(
         plain, lambda: assemble_runner(weights, plain, Communicator(), HOST)
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
 
+from launcher_scripts.contract.requests import DRAIN_SECONDS, ExchangeMode
 from launcher_scripts.contract.tensors import MAX_LOG_PROBS, MAX_SPECULATIVE_TOKENS
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
@@ -435,8 +436,8 @@ class WeightsBody(StrictBody):
 
     checkpoint: str
     model: str | None = None
-    mode: Literal["drain", "mixed"] = "drain"
-    drain_timeout: float = Field(default=30.0, ge=0, le=3600)
+    mode: ExchangeMode = "drain"
+    drain_timeout: float = Field(default=DRAIN_SECONDS, ge=0, le=3600)
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

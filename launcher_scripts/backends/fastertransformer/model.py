@@ -69,6 +69,8 @@ from launcher_scripts.common.errors import (
 from launcher_scripts.contract.contracts import Contract, served_contract
 from launcher_scripts.contract.requests import (
     CLIENT_PARAMETER,
+    DRAIN_SECONDS,
+    EXCHANGE_MODES,
     OPERATION_PARAMETER,
     GenerateOutput,
     GenerateRequest,
@@ -79,7 +81,7 @@ from launcher_scripts.engine.core.row import SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.weights import DTYPES
-from launcher_scripts.engine.swap import DRAIN_SECONDS, MODES, WeightSwaps
+from launcher_scripts.engine.swap import WeightSwaps
 from launcher_scripts.models.repository import served_models
 
 _TYPES = {
@@ -415,9 +417,9 @@ class ServerOperations:
         if not self._is_closed:
             message = "weights are exchanged only in a server that is closed to strangers"
             raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
-        mode = operation.get("mode", MODES[0])
-        if mode not in MODES:
-            raise ConfigError(problem("unknown mode", got=mode, choices=MODES))
+        mode = operation.get("mode", EXCHANGE_MODES[0])
+        if mode not in EXCHANGE_MODES:
+            raise ConfigError(problem("unknown mode", got=mode, choices=EXCHANGE_MODES))
         seconds = float(operation.get("drain_timeout", DRAIN_SECONDS))
         folder = export_folder(Path(str(operation.get("checkpoint", ""))), self._model)
         result = self.swaps.swap(folder, mode, seconds)

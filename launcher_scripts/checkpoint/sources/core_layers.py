@@ -9,7 +9,7 @@ Llama-Nemotron, see huggingface_hybrids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
@@ -147,13 +147,21 @@ def _dense_layers(options: TrainingOptions, layers: int) -> str | None:
     """Return the layers without experts, by moe_layer_freq: every n-th layer has experts, from the
     first on, or those with 1 in a list."""
     frequency = options.get("moe_layer_freq") or 1
-    flags = frequency if isinstance(frequency, (list, tuple)) else ()
-    if type(frequency) is int and frequency > 0:
-        flags = [int(layer % frequency == 0) for layer in range(layers)]
-    if len(flags) != layers or any(mark not in (0, 1) for mark in flags):
-        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
-        options.problems.add("moe_layer_freq is not supported", got=frequency, choices=choices)
+    flags = _flags(options, "moe_layer_freq", frequency, layers, lambda n: n % frequency == 0)
     return layer_list(layer for layer, mark in enumerate(flags) if mark == 0)
+
+
+def _flags(
+    options: TrainingOptions, name: str, value: Any, layers: int, rule: Callable[[int], bool]
+) -> list[int]:
+    """0 or 1 for each layer: of a list, or by the rule of a number."""
+    flags = list(value) if isinstance(value, (list, tuple)) else []
+    if type(value) is int and value > 0:
+        flags = [int(rule(layer)) for layer in range(layers)]
+    if len(flags) != layers or any(flag not in (0, 1) for flag in flags):
+        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
+        options.problems.add(f"{name} is not supported", got=value, choices=choices)
+    return flags
 
 
 def _refuse_experts(options: TrainingOptions) -> None:
@@ -294,14 +302,9 @@ def _delta_layers(
     options: TrainingOptions, layers: int, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Gated delta nets: in all layers but every n-th one, or those with 1 in a list."""
-    frequency = options.get("linear_attention_freq")
-    flags = list(frequency) if isinstance(frequency, (list, tuple)) else []
-    if type(frequency) is int and frequency > 0:
-        flags = [int((layer + 1) % frequency != 0) for layer in range(layers)]
-    if len(flags) != layers or any(flag not in (0, 1) for flag in flags):
-        choices = ["a number above 0", f"a list of {layers}, 0 or 1 for each layer"]
-        message = "linear_attention_freq is not supported"
-        options.problems.add(message, got=frequency, choices=choices)
+    name = "linear_attention_freq"
+    frequency = options.get(name)
+    flags = _flags(options, name, frequency, layers, lambda n: (n + 1) % frequency != 0)
     dense = (fields.get("dense_layers") or "").split(",")
     experts = fields.get("num_experts") is not None
     branches = [

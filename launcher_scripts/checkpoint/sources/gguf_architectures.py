@@ -15,15 +15,17 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     Model,
     common,
     has_any,
+    head_size,
     rotary,
+    silu_and_rms_norms,
+    vocab_size,
 )
 
 
 def _llama(model: Model) -> dict[str, Any]:
     return {
         **rotary(model),
-        "hidden_act": "silu",
-        "rms_norm_eps": model.fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(model.fields),
         "attention_bias": "blk.0.attn_q.bias" in model.shapes,
         "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
     }
@@ -281,22 +283,16 @@ def _bloom(model: Model) -> dict[str, Any]:
 def _t5(model: Model) -> dict[str, Any]:
     """T5 and mT5, whose MLP is gated by GELU or not gated; the distance is that of all T5s."""
     fields = model.fields
-    size = fields.size("attention.key_length")
-    if fields.size("attention.value_length", size) != size:
-        fields.problems.add("attention.value_length is not attention.key_length", got=size)
-    table = model.shapes.get("token_embd.weight", (1,))
-    if fields.get("vocab_size", table[0]) != table[0]:
-        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
     fields.get("attention.layer_norm_epsilon", None)  # the converter's double of it
     layers, heads = fields.size("block_count"), fields.size("attention.head_count")
     fields.get("context_length", None)  # positions are relative
     fields.get("attention.head_count_kv", heads)
     separate = "output.weight" in model.shapes
     result = {
-        "vocab_size": int(table[0]),
+        "vocab_size": vocab_size(model),
         "d_model": fields.size("embedding_length"),
         "d_ff": fields.size("feed_forward_length"),
-        "d_kv": size,
+        "d_kv": head_size(fields),
         "num_layers": layers,
         "num_heads": heads,
         "relative_attention_num_buckets": fields.size("attention.relative_buckets_count"),
@@ -345,7 +341,54 @@ def _t5_renamed(model: Model) -> dict[str, str]:
     return _t5_names(has_any(model, "ffn_gate.weight"))
 
 
-_HALVES = tensors.HALVES
+_GPT_OSS_NAMES = {
+    **tensors.LLAMA_NAMES,
+    "blk.*.attn_sinks.weight": "layers.*.self_attn.sinks",
+    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
+    **{
+        f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+}
+
+_GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.ln_1",
+    "blk.*.attn_qkv": "h.*.attn.c_attn",
+    "blk.*.attn_output": "h.*.attn.c_proj",
+    "blk.*.ffn_norm": "h.*.ln_2",
+    "blk.*.ffn_up": "h.*.mlp.c_fc",
+    "blk.*.ffn_down": "h.*.mlp.c_proj",
+}
+
+_BLOOM_NAMES = {
+    "token_embd": "word_embeddings",
+    "token_embd_norm": "word_embeddings_layernorm",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "blk.*.attn_norm": "h.*.input_layernorm",
+    "blk.*.attn_qkv": "h.*.self_attention.query_key_value",
+    "blk.*.attn_output": "h.*.self_attention.dense",
+    "blk.*.ffn_norm": "h.*.post_attention_layernorm",
+    "blk.*.ffn_up": "h.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
+}
+
+_GPTNEOX_NAMES = {
+    "token_embd": "embed_in",
+    "output": "lm_head",
+    "output_norm": "final_layer_norm",
+    "blk.*.attn_norm": "layers.*.input_layernorm",
+    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
+    "blk.*.attn_output": "layers.*.attention.dense",
+    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
+    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
+    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
+}
 
 # The converter adds one to the scales of norms that count from one.
 _CENTRED = {
@@ -358,7 +401,7 @@ _CENTRED = {
 }
 _GROUPED = {"blk.*.attn_qkv": tensors.GROUPED}
 
-_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, tensors.MIXTRAL_NAMES, _HALVES)
+_MIXTRAL = GGUFArchitecture("mixtral", _mixtral, tensors.MIXTRAL_NAMES, tensors.HALVES)
 _ONE_ROW = {"blk.*.ffn_gate_inp_shexp": tensors.ONE_ROW}
 
 _UMT5 = GGUFArchitecture("umt5", _t5, {}, renamed=_t5_renamed)
@@ -369,40 +412,40 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "llama",
         _llama,
         tensors.LLAMA_NAMES,
-        _HALVES,
+        tensors.HALVES,
         variant=lambda model: _MIXTRAL if model.fields.get("expert_count", 0) else None,
     ),
     "qwen2": GGUFArchitecture("qwen2", _llama, tensors.LLAMA_NAMES),
     "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, tensors.QWEN_MOE_NAMES, _ONE_ROW),
     "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, tensors.QWEN_MOE_NAMES),
     "qwen3": GGUFArchitecture("qwen3", _llama, tensors.LLAMA_NAMES),
-    "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, tensors.GPT_OSS_NAMES),
+    "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, _GPT_OSS_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",
         _gpt2,
-        tensors.GPT2_NAMES,
+        _GPT2_NAMES,
         {
             f"blk.*.{name}.weight": tensors.TRANSPOSED
             for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
         },
     ),
-    "bloom": GGUFArchitecture("bloom", _bloom, tensors.BLOOM_NAMES, _GROUPED),
+    "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
     "gemma": GGUFArchitecture("gemma", _gemma, tensors.LLAMA_NAMES, _CENTRED),
     "gemma2": GGUFArchitecture("gemma2", _gemma2, tensors.GEMMA2_NAMES, _CENTRED),
     "gemma3": GGUFArchitecture("gemma3_text", _gemma3, tensors.GEMMA2_NAMES, _CENTRED),
     "phi3": GGUFArchitecture("phi3", _phi3, tensors.PHI3_NAMES),
-    "granite": GGUFArchitecture("granite", _granite, tensors.LLAMA_NAMES, _HALVES),
+    "granite": GGUFArchitecture("granite", _granite, tensors.LLAMA_NAMES, tensors.HALVES),
     "olmo2": GGUFArchitecture("olmo2", _llama, tensors.OLMO2_NAMES),
-    "smollm3": GGUFArchitecture("smollm3", _smollm3, tensors.LLAMA_NAMES, _HALVES),
+    "smollm3": GGUFArchitecture("smollm3", _smollm3, tensors.LLAMA_NAMES, tensors.HALVES),
     "stablelm": GGUFArchitecture("stablelm", _stablelm, tensors.LLAMA_NAMES),
     "glm4": GGUFArchitecture("glm4", _llama, tensors.GLM4_NAMES),
     "ernie4_5": GGUFArchitecture("ernie4_5", _ernie4_5, tensors.LLAMA_NAMES),
     "cohere2": GGUFArchitecture("cohere2", _cohere2, tensors.LLAMA_NAMES),
-    "mistral3": GGUFArchitecture("ministral3", _mistral3, tensors.LLAMA_NAMES, _HALVES),
+    "mistral3": GGUFArchitecture("ministral3", _mistral3, tensors.LLAMA_NAMES, tensors.HALVES),
     "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, tensors.STARCODER2_NAMES),
     "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, _CENTRED),
-    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, tensors.GPTNEOX_NAMES, _GROUPED),
-    "falcon": GGUFArchitecture("falcon", _falcon, tensors.BLOOM_NAMES, _GROUPED, _falcon_names),
+    "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
+    "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
     "t5": _T5,
     "t5encoder": _T5,
     **hybrids.ARCHITECTURES,

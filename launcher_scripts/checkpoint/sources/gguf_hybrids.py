@@ -21,7 +21,9 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     Restored,
     common,
     has_any,
+    head_size,
     rotary,
+    silu_and_rms_norms,
 )
 
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of the functions of routers
@@ -67,13 +69,10 @@ def _nemotron_h(model: Model) -> dict[str, Any]:
     }
     heads, size = _ssm(model)
     kinds = _kinds(model, raw, signs, "mlp")
-    head_size = fields.size("attention.key_length")
-    if fields.size("attention.value_length", head_size) != head_size:
-        fields.problems.add("attention.value_length is not attention.key_length", got=head_size)
     result = {
         **raw,
         "layers_block_type": kinds,
-        "head_dim": head_size,
+        "head_dim": head_size(fields),
         "layer_norm_epsilon": fields.real("attention.layer_norm_rms_epsilon"),
         "mlp_hidden_act": "relu2",
         "mamba_num_heads": heads,
@@ -141,8 +140,7 @@ def _deci(model: Model) -> dict[str, Any]:
         "block_configs": blocks,
         "num_key_value_heads": None,
         "intermediate_size": None,
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
     }
 
 
@@ -188,8 +186,7 @@ def _granite_hybrid(model: Model) -> dict[str, Any]:
         **_expanded(model, raw),
         "layer_types": _kinds(model, raw, {"ssm_in.weight": "mamba"}, "attention"),
         "position_embedding_type": "rope" if turns else "nope",
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
         "attention_multiplier": fields.real("attention.scale", 0.0) or 1 / sqrt(raw["head_dim"]),
         "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": fields.real("residual_scale", 0.0) or 1.0,
@@ -222,8 +219,7 @@ def _bamba(model: Model) -> dict[str, Any]:
         **raw,
         **_expanded(model, raw),
         "attn_layer_indices": [layer for layer, kind in enumerate(attention) if kind],
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
     }
 
 
@@ -238,8 +234,7 @@ def _falcon_h1(model: Model) -> dict[str, Any]:
         "mamba_d_ssm": mamba["mamba_n_heads"] * mamba["mamba_d_head"],
         "mamba_rms_norm": has_any(model, "ssm_norm.weight"),
         "mamba_norm_before_gate": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
     }
 
 
@@ -287,8 +282,7 @@ def _qwen3next(model: Model) -> dict[str, Any]:
         "layer_types": _kinds(
             model, raw, {"ssm_conv1d.weight": "linear_attention"}, "full_attention"
         ),
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
         "linear_conv_kernel_dim": fields.size("ssm.conv_kernel"),
         "linear_key_head_dim": fields.size("ssm.state_size"),
         "linear_num_key_heads": fields.size("ssm.group_count"),
@@ -329,14 +323,14 @@ def _deepseek2(model: Model) -> dict[str, Any]:
         "qk_rope_head_dim": turns,
         "v_head_dim": value,
         "rope_parameters": rope,
-        "hidden_act": "silu",
-        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
+        **silu_and_rms_norms(fields),
         "attention_bias": has_any(model, "attn_kv_a_mqa.bias"),
     }
     if _is_dense(model):
-        for name in ("leading_dense_block_count", "expert_feed_forward_length"):
-            fields.get(name, None)
-        for name in ("expert_shared_count", "expert_weights_scale", "expert_weights_norm"):
+        for name in (
+            *("leading_dense_block_count", "expert_feed_forward_length"),
+            *("expert_shared_count", "expert_weights_scale", "expert_weights_norm"),
+        ):
             fields.get(name, None)
         return result
     routing = _routing(model, (_SIGMOID,) if _is_biased(model) else (_SOFTMAX,))

@@ -188,51 +188,6 @@ QWEN_MOE_NAMES = {
     **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
     **{f"blk.*.ffn_{part}_shexp": f"layers.*.mlp.shared_expert.{part}_proj" for part in _EXPERTS},
 }
-GPT_OSS_NAMES = {
-    **LLAMA_NAMES,
-    "blk.*.attn_sinks.weight": "layers.*.self_attn.sinks",
-    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
-    **{f"blk.*.ffn_{part}_exps": f"layers.*.mlp.experts.#.{part}_proj" for part in _EXPERTS},
-}
-
-GPT2_NAMES = {
-    "token_embd": "wte",
-    "position_embd": "wpe",
-    "output": "lm_head",
-    "output_norm": "ln_f",
-    "blk.*.attn_norm": "h.*.ln_1",
-    "blk.*.attn_qkv": "h.*.attn.c_attn",
-    "blk.*.attn_output": "h.*.attn.c_proj",
-    "blk.*.ffn_norm": "h.*.ln_2",
-    "blk.*.ffn_up": "h.*.mlp.c_fc",
-    "blk.*.ffn_down": "h.*.mlp.c_proj",
-}
-
-BLOOM_NAMES = {
-    "token_embd": "word_embeddings",
-    "token_embd_norm": "word_embeddings_layernorm",
-    "output": "lm_head",
-    "output_norm": "ln_f",
-    "blk.*.attn_norm": "h.*.input_layernorm",
-    "blk.*.attn_qkv": "h.*.self_attention.query_key_value",
-    "blk.*.attn_output": "h.*.self_attention.dense",
-    "blk.*.ffn_norm": "h.*.post_attention_layernorm",
-    "blk.*.ffn_up": "h.*.mlp.dense_h_to_4h",
-    "blk.*.ffn_down": "h.*.mlp.dense_4h_to_h",
-}
-
-GPTNEOX_NAMES = {
-    "token_embd": "embed_in",
-    "output": "lm_head",
-    "output_norm": "final_layer_norm",
-    "blk.*.attn_norm": "layers.*.input_layernorm",
-    "blk.*.attn_qkv": "layers.*.attention.query_key_value",
-    "blk.*.attn_output": "layers.*.attention.dense",
-    "blk.*.ffn_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_up": "layers.*.mlp.dense_h_to_4h",
-    "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
-}
 
 
 def _ssm_names(mixer: str) -> dict[str, str]:
@@ -436,11 +391,8 @@ def common(model: Model, *, mixed: bool = False) -> dict[str, Any]:
     fields = model.fields
     hidden = fields.size("embedding_length")
     heads = fields.size("attention.head_count", largest=mixed)
-    table = model.shapes.get("token_embd.weight", (1,))
-    if fields.get("vocab_size", table[0]) != table[0]:
-        fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
     return {
-        "vocab_size": int(table[0]),
+        "vocab_size": vocab_size(model),
         "num_hidden_layers": max(fields.size("block_count") - predictors(fields), 1),
         "hidden_size": hidden,
         "intermediate_size": fields.size("feed_forward_length", largest=mixed),
@@ -456,9 +408,7 @@ def rotary(model: Model, *, mixed: bool = False) -> dict[str, Any]:
     fields = model.fields
     shared = common(model, mixed=mixed)
     default_size = max(shared["hidden_size"] // shared["num_attention_heads"], 1)
-    size = fields.size("attention.key_length", default_size)
-    if fields.size("attention.value_length", size) != size:
-        fields.problems.add("attention.value_length is not attention.key_length", got=size)
+    size = head_size(fields, default_size)
     turns = fields.size("rope.dimension_count", size)
     heads, groups = shared["num_attention_heads"], shared["num_key_value_heads"]
     rows = {
@@ -480,6 +430,30 @@ def rotary(model: Model, *, mixed: bool = False) -> dict[str, Any]:
         **shared,
         "head_dim": size,
         "rope_parameters": {**rope, "partial_rotary_factor": turns / size},
+    }
+
+
+def vocab_size(model: Model) -> int:
+    """Rows of the table of tokens, which the file may say, too."""
+    table = model.shapes.get("token_embd.weight", (1,))
+    if model.fields.get("vocab_size", table[0]) != table[0]:
+        model.fields.problems.add("vocab_size is not the rows of token_embd.weight", got=table)
+    return int(table[0])
+
+
+def head_size(fields: Fields, *default: int) -> int:
+    """The size of keys, which is that of values."""
+    size = fields.size("attention.key_length", *default)
+    if fields.size("attention.value_length", size) != size:
+        fields.problems.add("attention.value_length is not attention.key_length", got=size)
+    return size
+
+
+def silu_and_rms_norms(fields: Fields) -> dict[str, Any]:
+    """Fields of models whose MLPs and norms are a Llama's."""
+    return {
+        "hidden_act": "silu",
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon"),
     }
 
 

@@ -103,8 +103,8 @@ def not_a_checkpoint(path: Path) -> str:
     try:
         if not path.is_dir():
             return _other_file(path) if path.is_file() else ""
-        files = list(islice(_files(path), _MAX_FILES))
-        if len(files) == _MAX_FILES or _is_source(files):
+        files = _files(path)
+        if _is_source(files):
             return ""
         names = list(map(str, files))
         if _ADAPTER in names:
@@ -127,15 +127,22 @@ def _other_file(path: Path) -> str:
     return "it is a file of no known format (.nemo, .gguf)"
 
 
-def _files(path: Path) -> Iterator[PurePosixPath]:
-    """The files of a folder and below, relative to it."""
-    for folder, _, names in os.walk(path):
-        start = PurePosixPath(os.path.relpath(folder, path))
-        yield from (start / name for name in names)
+def _files(path: Path) -> list[PurePosixPath]:
+    """The first files of a folder and below, relative to it."""
+    files = (
+        PurePosixPath(os.path.relpath(folder, path)) / name
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+    return list(islice(files, _MAX_FILES))
 
 
 def _is_source(files: Sequence[PurePosixPath]) -> bool:
-    """True if a folder with these files is one checkpoint, or those of one training."""
+    """True if a folder with these files is one checkpoint, or those of one training. The readers
+    judge one with more files than are looked at.
+    """
+    if len(files) == _MAX_FILES:
+        return True
     top = {file.name for file in files if len(file.parts) == 1}
     if top & {*_TOP, TRACKER_NAME} or any(file.suffix == _TRAINED for file in files):
         return True
@@ -156,9 +163,11 @@ def _is_source(files: Sequence[PurePosixPath]) -> bool:
     return len(roots) < 2
 
 
-def is_checkpoint(path: Path) -> bool:
-    """True if a file or folder looks like a checkpoint."""
-    return (path.is_file() or path.is_dir()) and not not_a_checkpoint(path)
+def _is_checkpoint(path: Path) -> bool:
+    """True if a file or folder looks like a checkpoint; what is below is another question."""
+    if path.is_dir():
+        return not os.access(path, os.R_OK) or _is_source(_files(path))
+    return path.is_file() and not _other_file(path)
 
 
 def _checkpoints_below(path: Path) -> list[str]:
@@ -167,7 +176,7 @@ def _checkpoints_below(path: Path) -> list[str]:
     for candidate in _below(path):
         name = str(candidate.relative_to(path))
         inside = any(name.startswith(f"{folder}/") for folder in names)
-        if len(names) <= _MAX_LISTED and not inside and is_checkpoint(candidate):
+        if len(names) <= _MAX_LISTED and not inside and _is_checkpoint(candidate):
             names.append(name)
     return names
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.dtypes import float32
-from launcher_scripts.checkpoint.verification import rebuilt
-from launcher_scripts.common.errors import CheckpointError
+from launcher_scripts.checkpoint.verification import full_tensor
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.decode_step import DecodeStep
@@ -275,11 +274,7 @@ class TracedModel:
         return self._stored(spec, layer)
 
     def _stored(self, spec: WeightSpec, layer: int | None) -> NDArray[Any]:
-        values = rebuilt(self.checkpoint, spec, layer)
-        if values is None:
-            name = spec.tensor_name(layer)
-            raise CheckpointError(f"the ranks' copies of a head of {name} are different")
-        return float32(values)
+        return float32(full_tensor(self.checkpoint, spec, layer))
 
 
 def _tensor(values: Floats) -> Tensor:
