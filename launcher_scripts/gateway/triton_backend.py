@@ -130,11 +130,12 @@ class TritonBackend:
                 with contextlib.suppress(NoStream):
                     async with aclosing(self._shared.generate(tensors, **more)) as result:
                         async for delta in result:
+                            end = delta.finished
                             yield Increment(
                                 tuple(delta.ids),
-                                finished=bool(delta.finished),
+                                finished=bool(end),
                                 num_cached_tokens=delta.num_cached_tokens,
-                                weights=await self._weights(delta.finished),
+                                weights=await self._weights(end) if end else None,
                             )
                     return
             async with aclosing(

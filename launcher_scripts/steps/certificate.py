@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,25 +88,24 @@ def verify(
         yield "signature: valid"
     elif (file.parent / FILE_NAME).exists():
         yield "signature: not checked; --public-key or --ca checks it"
-    checks: list[tuple[str, Callable[[], Any], Any]] = []
+    expected, checks = dict(digests), dict[str, Callable[[], Mapping[str, Any]]]()
     if export is not None:
-        checks.append(("manifest", lambda: file_digest(export / MANIFEST), digests["manifest"]))
-        for name in ("tokenizer", "chat_template"):
-            local = partial(tokenizer_digests(export).__getitem__, name)
-            checks.append((name, local, digests[name]))
+        checks["manifest"] = lambda: {"manifest": file_digest(export / MANIFEST)}
+        checks["tokenizer"] = lambda: tokenizer_digests(export)
     if source is not None:
-        expected = dict(digests["source"] or {}).get(source.name)
-        checks.append(("source", lambda: source_digest(source), expected))
-    for name, compute, expected in checks:
+        expected["source"] = dict(digests["source"] or {}).get(source.name)
+        checks["source"] = lambda: {"source": source_digest(source)}
+    for kind, compute in checks.items():
         try:
             computed = compute()
         except (OSError, ValueError) as error:
-            problems.add(f"its {name} cannot be read: {error}")
+            problems.add(f"its {kind} cannot be read: {error}")
             continue
-        if computed == expected:
-            yield f"{name}: {json.dumps(computed)}"
-        else:
-            problems.add(f"it is of another {name}", got=computed, choices=[expected])
+        for name, digest in computed.items():
+            if digest == expected[name]:
+                yield f"{name}: {json.dumps(digest)}"
+            else:
+                problems.add(f"it is of another {name}", got=digest, choices=[expected[name]])
     if export is not None:
         with problems.collecting():
             FTCheckpoint.open(export)  # every shard has the digest of the manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def run_evaluation(
             status = body(settings)
             if settings.steps[-1:] in ((), (step,)):
                 for name in settings.export:
-                    EXPORTERS[name](settings)
+                    export_results(settings, EXPORTERS[name])
                 remove_journals(journals)
         return status
 
@@ -55,86 +56,109 @@ def check_exports(settings: EvaluateSettings) -> None:
             raise ExportError(problem(text, change=f"pip install {name}, or evaluate.export=[]"))
 
 
-def export_to_mlflow(settings: EvaluateSettings) -> None:
+@dataclass(frozen=True)
+class Results:
+    """Results of an evaluation: their folder, the report, and the files that people look at."""
+
+    model: str
+    folder: Path
+    report: dict[str, Any]
+    files: list[Path]
+
+    @classmethod
+    def of(cls, settings: EvaluateSettings) -> Results:
+        folder = Path(settings.results_dir)
+        report = read_content(folder, "evaluate.run.results_dir")
+        names = (FILE_NAME, "report.html", VERDICT_FILE)
+        files = [folder / name for name in names if (folder / name).exists()]
+        return cls(settings.model_name, folder, report, files)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """A row of EXPORTERS.
+
+    write:  writes the results, and returns where they are
+    change: the variable by which a user says where
+    """
+
+    title: str
+    write: Callable[[Results], str]
+    change: str
+
+
+def export_results(settings: EvaluateSettings, exporter: Exporter) -> None:
+    """Write the results elsewhere. Raises ExportError where it fails."""
+    results = Results.of(settings)
+    try:
+        location = exporter.write(results)
+    except Exception as error:
+        text = f"cannot export the results to {exporter.title}: {error}"
+        change = f"env_vars.{exporter.change}, or evaluate.export=[]"
+        raise ExportError(problem(text, change=change)) from error
+    print(f"exported to {exporter.title}: {location}", flush=True)
+
+
+def _to_mlflow(results: Results) -> str:
     """Write a run of MLflow: parameters, figures, the report and the verdict as artifacts.
 
     MLFLOW_TRACKING_URI says where, by default the folder mlruns of the results folder;
-    MLFLOW_EXPERIMENT_NAME is the model's name by default. Raises ExportError where it fails.
+    MLFLOW_EXPERIMENT_NAME is the model's name by default.
     """
     import mlflow
 
-    folder, report, files = _results(settings)
+    folder, report = results.folder, results.report
     if "MLFLOW_TRACKING_URI" not in os.environ:
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3 prefers databases
         mlflow.set_tracking_uri((folder / "mlruns").absolute().as_uri())
-    try:
-        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            mlflow.set_experiment(settings.model_name)
-        with mlflow.start_run(run_name=folder.name) as run:
-            mlflow.log_params(dict(parameters(report)))
-            for name, value, step in figures(report):
-                mlflow.log_metric(name, value, step=step)
-            if "verdict" in report:
-                mlflow.set_tag("verdict", report["verdict"]["verdict"])
-            for path in files:
-                mlflow.log_artifact(str(path))
-    except Exception as error:
-        text = f"cannot export the results to MLflow: {error}"
-        change = "env_vars.MLFLOW_TRACKING_URI, or evaluate.export=[]"
-        raise ExportError(problem(text, change=change)) from error
-    print(f"exported to MLflow: run {run.info.run_id} of {mlflow.get_tracking_uri()}", flush=True)
+    if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
+        mlflow.set_experiment(results.model)
+    with mlflow.start_run(run_name=folder.name) as run:
+        mlflow.log_params(dict(parameters(report)))
+        for name, value, step in figures(report):
+            mlflow.log_metric(name, value, step=step)
+        if "verdict" in report:
+            mlflow.set_tag("verdict", report["verdict"]["verdict"])
+        for path in results.files:
+            mlflow.log_artifact(str(path))
+    return f"run {run.info.run_id} of {mlflow.get_tracking_uri()}"
 
 
-def export_to_wandb(settings: EvaluateSettings) -> None:
+def _to_wandb(results: Results) -> str:
     """Write a run of Weights & Biases: settings, figures, the verdict, and the report's files.
 
     WANDB_API_KEY or WANDB_MODE say where; without both the run is offline, in the folder wandb of
-    the results folder. WANDB_PROJECT is the model's name by default. Raises ExportError where it
-    fails.
+    the results folder. WANDB_PROJECT is the model's name by default.
     """
     import wandb
 
-    folder, report, files = _results(settings)
+    folder, report = results.folder, results.report
     mode = None if {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys() else "offline"
-    project = os.environ.get("WANDB_PROJECT", settings.model_name)
+    project = os.environ.get("WANDB_PROJECT", results.model)
     steps: dict[int, dict[str, float]] = {}
     for name, value, step in figures(report):
         steps.setdefault(step, {})[name] = value
-    try:
-        with wandb.init(
-            project=project,
-            name=folder.name,
-            dir=str(folder),
-            config=dict(parameters(report)),
-            mode=mode,
-        ) as run:
-            for step, values in sorted(steps.items()):
-                run.log(values, step=step)
-            if "verdict" in report:
-                run.summary["verdict"] = report["verdict"]["verdict"]
-            artifact = wandb.Artifact("evaluation", type="evaluation")
-            for path in files:
-                artifact.add_file(str(path))
-            run.log_artifact(artifact)
-            location = run.url or run.dir
-    except Exception as error:
-        text = f"cannot export the results to Weights & Biases: {error}"
-        change = "env_vars.WANDB_MODE=offline, or evaluate.export=[]"
-        raise ExportError(problem(text, change=change)) from error
-    print(f"exported to Weights & Biases: {location}", flush=True)
+    with wandb.init(
+        project=project,
+        name=folder.name,
+        dir=str(folder),
+        config=dict(parameters(report)),
+        mode=mode,
+    ) as run:
+        for step, values in sorted(steps.items()):
+            run.log(values, step=step)
+        if "verdict" in report:
+            run.summary["verdict"] = report["verdict"]["verdict"]
+        artifact = wandb.Artifact("evaluation", type="evaluation")
+        for path in results.files:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact)
+        return str(run.url or run.dir)
 
 
-def _results(settings: EvaluateSettings) -> tuple[Path, dict[str, Any], list[Path]]:
-    """The results folder, its report, and the files that people look at."""
-    folder = Path(settings.results_dir)
-    report = read_content(folder, "evaluate.run.results_dir")
-    names = (FILE_NAME, "report.html", VERDICT_FILE)
-    return folder, report, [folder / name for name in names if (folder / name).exists()]
-
-
-EXPORTERS: dict[str, Callable[[EvaluateSettings], None]] = {
-    "mlflow": export_to_mlflow,
-    "wandb": export_to_wandb,
+EXPORTERS = {
+    "mlflow": Exporter("MLflow", _to_mlflow, "MLFLOW_TRACKING_URI"),
+    "wandb": Exporter("Weights & Biases", _to_wandb, "WANDB_MODE=offline"),
 }
 
 

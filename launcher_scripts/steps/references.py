@@ -167,12 +167,21 @@ class EngineStates:
         from launcher_scripts.engine.runner.tracing import TracedModel
 
         self._model = TracedModel(FTCheckpoint.open(folder, verify=False))
+        self._last: tuple[Any, HiddenStates] | None = None  # every layer is read for them
         self.name = "this project's engine, on the original's tensors"
 
     def layer_states(
         self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
     ) -> HiddenStates:
-        """See TransformersModel.hidden_states."""
+        """See TransformersModel.layer_states."""
+        key = tuple(ids), tuple(decoder_ids)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._compute(ids, decoder_ids, stacks)
+        return self._last[1]
+
+    def _compute(
+        self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]
+    ) -> HiddenStates:
         model, layers, source = self._model, {}, None
         if model.stacks != stacks:
             raise NoReferenceError(f"the original has {model.stacks}, the export {stacks} layers")

@@ -22,7 +22,7 @@ from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokenizer
 from launcher_scripts.config.settings import AUTO, ExportSettings
-from launcher_scripts.evaluation.tasks.task import NoReferenceError
+from launcher_scripts.evaluation.tasks.task import NoReferenceError, TorchReference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
 from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, PROBES, Render
 from launcher_scripts.steps.references import (
@@ -180,7 +180,7 @@ def _compare_written(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     if data_type != AUTO:
         options["weight_data_type"] = data_type
     with opened_reference(path, runner, 4 * PROMPT_TOKENS, options) as reference:
-        if native and data_type != AUTO:
+        if data_type != AUTO and isinstance(reference, TorchReference):
             reference.round_weights(data_type)
         expected = reference.logits(ids, decoder_ids)[..., : logits.shape[-1]]
         name = reference.name

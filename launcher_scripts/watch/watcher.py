@@ -44,7 +44,7 @@ LOG = "watch.log"
 _STOP_TIMEOUT = 120.0
 _STATUS_TIMEOUT = 60.0
 _REASON = 300  # characters
-_REPOSITORY = "*/export_*/model_repo"  # below a checkpoint's results
+_REPOSITORY = "*/*/model_repo"  # below a checkpoint's results
 _POLL_SECONDS = 0.5
 _CODES = {verdict: code for code, verdict in VERDICTS.items()}
 # The earliest first look after which a checkpoint that did not change counts as complete.
@@ -286,7 +286,7 @@ class Watcher:
         latest = series.latest_go()
         kept += [] if latest is None else [latest]
         folders = {series.results_of(entry) for entry in kept}
-        for repository in (series.folder / "checkpoints").glob("*/*/*/model_repo"):
+        for repository in (series.folder / "checkpoints").glob(f"*/{_REPOSITORY}"):
             if repository.parents[2] not in folders:
                 shutil.rmtree(repository, ignore_errors=True)
 

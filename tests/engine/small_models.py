@@ -26,13 +26,17 @@ from launcher_scripts.models.gpt import GPTConfig
 
 NOWHERE = Path("unused")
 # Of a GPT with latent attention; sizes of queries, keys and values are all different.
-LATENT: dict[str, object] = {
+_MODERN: dict[str, object] = {
     "position_embedding": "rope",
     "normalization": "rmsnorm",
     "activation": "silu",
     "gated": True,
     "attention_bias": False,
     "mlp_bias": False,
+}
+LLAMA: dict[str, object] = {**_MODERN, "tied_embeddings": False, "num_kv_heads": 2}
+LATENT: dict[str, object] = {
+    **_MODERN,
     "kv_lora_rank": 12,
     "q_lora_rank": 14,
     "head_size": 10,

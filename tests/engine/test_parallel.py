@@ -21,6 +21,7 @@ from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import open_checkpoints
 from tests.engine.small_models import (
     LATENT,
+    LLAMA,
     check_same_answers,
     context_logits,
     engine_for,
@@ -32,18 +33,7 @@ from tests.engine.small_models import (
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
 GPT2 = small_config(num_layers=3, vocab_size=65, end_id=65, start_id=0)
-MODERN = small_config(
-    num_layers=3,
-    end_id=67,
-    position_embedding="rope",
-    normalization="rmsnorm",
-    activation="silu",
-    gated=True,
-    attention_bias=False,
-    mlp_bias=False,
-    tied_embeddings=False,
-    num_kv_heads=2,
-)
+MODERN = small_config(num_layers=3, end_id=67, **LLAMA)
 MLA = small_config(num_layers=3, end_id=67, **LATENT)
 ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="post", end_id=67)
 

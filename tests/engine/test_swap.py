@@ -31,6 +31,7 @@ from launcher_scripts.engine.runner.operations import RankOperations
 from launcher_scripts.engine.swap import WeightSwaps
 from tests.engine.small_models import (
     LATENT,
+    LLAMA,
     context_logits,
     load_engine,
     random_tensors,
@@ -41,18 +42,7 @@ from tests.engine.small_t5 import SOURCE, VARIANTS, t5_config, t5_tensors
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
 GPT2 = small_config(num_layers=2, end_id=67, max_positions=512)
-MODERN = small_config(
-    num_layers=2,
-    end_id=67,
-    position_embedding="rope",
-    normalization="rmsnorm",
-    activation="silu",
-    gated=True,
-    attention_bias=False,
-    mlp_bias=False,
-    tied_embeddings=False,
-    num_kv_heads=2,
-)
+MODERN = small_config(num_layers=2, end_id=67, **LLAMA)
 
 
 def exports(folder: Path, config, tp: int = 1) -> tuple[Path, Path]:

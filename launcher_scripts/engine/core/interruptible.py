@@ -78,8 +78,7 @@ class InterruptibleScheduler(Scheduler):
         begun = [row for row in self.rows if row.placed_at]
         for row in begun:
             row.weights_versions = (row.weights_versions[0], version)
-            if row.prefix is not None:
-                row.prefix = None
+            row.prefix = None
         self._cache.clear()
         for session in sessions:
             self.close_session(session)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.evaluation.tasks.task import NoReferenceError, Reference
+from launcher_scripts.evaluation.tasks.task import NoReferenceError, TorchReference
 
 # The core's fields that decide what a GPT computes; those of the training are left.
 FIELDS = (
@@ -92,7 +92,7 @@ _NAMES = (
 TABLE = "embedding.word_embeddings.weight"
 
 
-class CoreModel(Reference):
+class CoreModel(TorchReference):
     """Computes logits."""
 
     def __init__(
@@ -133,13 +133,6 @@ class CoreModel(Reference):
         )
         if lacking:
             raise ConfigError(problem("the core's model has other tensors", got=lacking[:3]))
-
-    def round_weights(self, data_type: str) -> None:
-        """Give every weight the value that it has in files of `data_type`; one way."""
-        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
-        if dtype is not None:
-            for weight in self._model.parameters():
-                weight.data.copy_(weight.data.to(dtype))
 
     def logits(self, ids: Sequence[int], _decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt."""

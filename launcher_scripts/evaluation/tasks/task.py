@@ -308,6 +308,9 @@ class HiddenStates:
     logits: NDArray[np.float32]
 
 
+_EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
+
+
 class Reference(ABC):
     """A model that computes the logits of an original, in this process.
 
@@ -320,13 +323,6 @@ class Reference(ABC):
     def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
 
-    def round_weights(self, data_type: str) -> None:
-        """Give every weight the value that it has in files of `data_type`; one way.
-
-        Raises NotImplementedError where the runner does not round.
-        """
-        raise NotImplementedError
-
     def score(
         self,
         rows: Iterable[Sequence[int]],
@@ -334,6 +330,21 @@ class Reference(ABC):
     ) -> Iterator[NDArray[np.float32]]:
         """See Model.score."""
         return map(self.logits, rows)
+
+
+class TorchReference(Reference):
+    """A reference whose weights are those of a module of torch."""
+
+    _torch: Any
+    _model: Any
+
+    def round_weights(self, data_type: str) -> None:
+        """Give every weight the value that it has in files of `data_type`; one way."""
+        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
+        if dtype is not None:
+            for name, weight in self._model.named_parameters():
+                if not name.endswith(_EXACT):
+                    weight.data.copy_(weight.data.to(dtype))
 
 
 def reject_tuned(rows: Sequence[GenerateRequest], who: str, **features: bool) -> None:

@@ -25,15 +25,13 @@ from launcher_scripts.evaluation.tasks.task import (
     HiddenStates,
     Model,
     NoReferenceError,
-    Reference,
+    TorchReference,
     reject_tuned,
 )
 from launcher_scripts.models.bart import NEVER
 
-EXACT = ("e_score_correction_bias",)  # weights that an export keeps as they are
 
-
-class TransformersModel(Reference, Model):
+class TransformersModel(TorchReference, Model):
     """Generates greedily or by beams, and scores."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,14 +74,6 @@ class TransformersModel(Reference, Model):
     def logits(self, ids: Sequence[int], decoder_ids: Sequence[int] = ()) -> NDArray[np.float32]:
         """float32 [tokens, vocab] at every position of the prompt, or of the decoder's."""
         return _rows(self._forward(ids, decoder_ids).logits)
-
-    def round_weights(self, data_type: str) -> None:
-        """Give every weight the value that it has in files of `data_type`; one way."""
-        dtype = {"fp16": self._torch.float16, "bf16": self._torch.bfloat16}.get(data_type)
-        if dtype is not None:
-            for name, weight in self._model.named_parameters():
-                if not name.endswith(EXACT):
-                    weight.data.copy_(weight.data.to(dtype))
 
     def layer_states(
         self, ids: Sequence[int], decoder_ids: Sequence[int], stacks: Mapping[str, int]

@@ -405,9 +405,6 @@ class LayerComparison:
             result.append(match)
         return result
 
-    def _variant(self, changes: Mapping[str, Any], change: Change | None) -> Traced:
-        return self._export.variant(changes, change)
-
     def _explained(self, location: Location, part: str) -> tuple[str, str, str, str] | None:
         """The part, the kind, the name and a sentence about the change with which it agrees."""
         variants = [*setting_variants(self._export.config), *weight_variants(self._export.config)]
@@ -416,7 +413,7 @@ class LayerComparison:
             if variant.location != location.part:
                 continue
             try:
-                export = self._variant(variant.changes, variant.change)
+                export = self._export.variant(variant.changes, variant.change)
                 error = self.error(export, location)
             except Exception:  # a combination that no model has, in whatever library notices
                 continue
