@@ -143,6 +143,8 @@ class ServingOptions:
     deterministic: bool = option(
         False, "tokens do not depend on the requests beside, also on a GPU"
     )
+    max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
+    max_lora_rank: int = option(16, "the largest rank of these", lower=1)
     draft_model_dir: ConfigPath | None = option(
         None,
         "the exported files of a small model that proposes tokens, <model>/1/<N>-gpu",
@@ -244,6 +246,13 @@ class ExportSettings(ServingOptions, ModelOptions):
             },
             "export.triton_deployment.{}",
         )
+        if self.max_loras and (self.interactive or self.model_type not in ("", "gpt3")):
+            problems.add(
+                "adapters can be added to a decoder-only model without sessions",
+                got=self.model_type + " with sessions" * self.interactive,
+                choices=("gpt3",),
+                change="export.triton_deployment.max_loras",
+            )
         if self.interactive and self.max_batch_size != 1:
             problems.add(
                 "a model with sessions has max_batch_size 1; interactive_sessions says how many "

@@ -35,7 +35,7 @@ from launcher_scripts.engine.messages.message import Operation, RankInfo
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.ranks.links import ONE_NODE, NodeGroup
-from launcher_scripts.engine.ranks.operations import Operations, Replies
+from launcher_scripts.engine.ranks.operations import LoRATable, Operations, Replies
 from launcher_scripts.engine.ranks.ranks import NAMING_SECONDS, Ranks
 from launcher_scripts.engine.runner.graphs import Recording, device_memory
 from launcher_scripts.engine.runner.kernel_precompiler import KernelPrecompiler
@@ -50,6 +50,7 @@ from launcher_scripts.engine.runner.loading import (
     rank_device,
 )
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.models.adapters import adapters_of
 from launcher_scripts.models.family import ModelConfig
 
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
@@ -74,6 +75,8 @@ class Engine:
     read the one before, so the device never waits for the host. With pipeline stages as many steps
     more are under way, each of other rows, so that all stages work at the same time.
     """
+
+    loras: LoRATable
 
     def __init__(self, settings: EngineSettings, build: Build) -> None:
         """Start the stepping thread, which calls `build` for its runner; see `load`."""
@@ -190,6 +193,7 @@ class Engine:
                 self.settings.max_batch_size,
                 session,
             )
+            slot = self.loras.enter(request.lora_adapter, future)
         except RequestError as error:
             future.set_exception(error)
             return future
@@ -204,8 +208,10 @@ class Engine:
             row.waits_for_tokens |= self.config.has_row_states
         else:
             row.grows = may_grow(request, self.config) and not self.settings.deterministic
+            # By the adapter's number, which is never used again, as its slot is.
             if self.settings.enable_prefix_caching:
                 row.prefix = prefix_of(request, prompt, row.row_capacity, self.config)
+        row.request = replace(request, lora_adapter=slot)
         with self._lock:
             if self._error is None and not self._closed:
                 if session is not None:
@@ -364,6 +370,7 @@ class Engine:
             self._ranks.complete(self._runner.device)
             self._operations = Operations(self._ranks, self._replies, self._runner, self.settings)
             recording = self._record(self._runner)
+            self.loras = LoRATable(adapters_of(self.config), self.operate)
             self._settled.set()
             self._step_until_closed(self._runner, recording)
             self._ranks.dismiss()

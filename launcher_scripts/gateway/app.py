@@ -317,7 +317,7 @@ class Gateway:
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/tokenizer_info", self.tokenizer_info, methods=get),
-            Route("/admin/weights", weights.exchange, methods=post),
+            *weights.routes,
             Route("/health", self.health, methods=get),
             Route("/ping", self.health, methods=[*get, *post]),
             Route("/load", self.load, methods=get),

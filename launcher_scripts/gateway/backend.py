@@ -15,6 +15,24 @@ from launcher_scripts.gateway.api_errors import ServerLost, timed_out, unavailab
 
 
 @dataclass(frozen=True)
+class AddedLoRA:
+    """An adapter that was added to a running model.
+
+    path:   on the servers
+    number: the gateway's own; a server has another one
+    """
+
+    name: str
+    path: str
+    number: int
+
+    @property
+    def loading(self) -> dict[str, str]:
+        """The operation of a server that loads it."""
+        return {"operation": "load_lora", "name": self.name, "path": self.path}
+
+
+@dataclass(frozen=True)
 class RowRequest:
     """One row to generate.
 
@@ -30,6 +48,7 @@ class RowRequest:
     client:           whose it is, so that a server can share its compilers among clients
     cache_salt:       prompts share keys and values with those of the same salt
     lora_adapter:     the number of one; None: none
+    added_lora:       the adapter, if it was added while the model was served
     num_speculative_tokens: how many tokens a step may try at once (drafts)
     log_probs:        how many of the likeliest tokens come with each generated one; None: nothing,
                       0: the log-probability of the token alone
@@ -61,6 +80,7 @@ class RowRequest:
     client: str = ""
     cache_salt: int = 0
     lora_adapter: int | None = None
+    added_lora: AddedLoRA | None = None
     num_speculative_tokens: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None

@@ -273,6 +273,7 @@ class Generation:
             client=hashlib.blake2b(self.record.client.encode(), digest_size=8).hexdigest(),
             cache_salt=_cache_salt(self.record.owner, body.cache_salt),
             lora_adapter=model.lora_adapter,
+            added_lora=model.added_lora,
             num_speculative_tokens=body.num_speculative_tokens,
             log_probs=0 if ranked and options.log_probs is None else options.log_probs,
             prompt_log_probs=options.log_probs if options.echo else None,

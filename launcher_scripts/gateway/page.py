@@ -23,9 +23,11 @@ from launcher_scripts.gateway.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingsBody,
+    LoadLoRABody,
     StrictBody,
     TokenizeBody,
     TokenizeChatBody,
+    UnloadLoRABody,
     WeightsBody,
 )
 
@@ -65,6 +67,8 @@ _BODIES: dict[str, tuple[type[StrictBody], ...]] = {
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
     "/admin/weights": (WeightsBody,),
+    "/v1/load_lora_adapter": (LoadLoRABody,),
+    "/v1/unload_lora_adapter": (UnloadLoRABody,),
 }
 
 

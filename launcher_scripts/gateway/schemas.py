@@ -440,6 +440,22 @@ class WeightsBody(StrictBody):
     drain_timeout: float = Field(default=DRAIN_SECONDS, ge=0, le=3600)
 
 
+class UnloadLoRABody(StrictBody):
+    """The request: no further row gets an adapter that was added."""
+
+    lora_name: str
+    model: str | None = None
+
+
+class LoadLoRABody(UnloadLoRABody):
+    """The request: an adapter comes to the running servers of a model.
+
+    lora_path: as the servers' nodes see it
+    """
+
+    lora_path: str
+
+
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from launcher_scripts.common.tokenizer import SpecialIds, TokenizationError, Tok
 from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.admission import NUM_THREADS, ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow, bad_request, unsupported
-from launcher_scripts.gateway.backend import Backend
+from launcher_scripts.gateway.backend import AddedLoRA, Backend
 from launcher_scripts.gateway.harmony import writes_harmony
 from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
@@ -160,7 +161,9 @@ class ServedModel:
     token_names: bos_token and the like, for /tokenizer_info
     digests:     of its weights and of the checkpoints that they are from; None: not known
     lora_names:  its LoRA adapters, in the order of their numbers
+    added_loras: those that were added since it is served
     lora_adapter, parent: of one of these as a model: its number, and the name of its base
+    added_lora:  of one that was added as a model
     """
 
     name: str
@@ -177,6 +180,8 @@ class ServedModel:
     token_names: Mapping[str, str] = field(default_factory=dict)
     digests: DigestChain | None = None
     lora_names: tuple[str, ...] = ()
+    added_loras: tuple[AddedLoRA, ...] = ()
+    added_lora: AddedLoRA | None = None
     lora_adapter: int | None = None
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -278,15 +283,21 @@ class ServedModel:
 
     def adapters(self) -> list[ServedModel]:
         """Its LoRA adapters as models, called <its name>:<adapter>."""
+        numbers: list[tuple[str, int, AddedLoRA | None]] = [
+            *((name, number, None) for number, name in enumerate(self.lora_names)),
+            *((added.name, added.number, added) for added in self.added_loras),
+        ]
         return [
             replace(
                 self,
                 name=f"{self.name}:{name}",
                 lora_names=(),
+                added_loras=(),
+                added_lora=added,
                 lora_adapter=number,
                 parent=self.name,
             )
-            for number, name in enumerate(self.lora_names)
+            for name, number, added in numbers
         ]
 
     def card(self) -> dict[str, Any]:
@@ -367,9 +378,13 @@ class Models:
     """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._numbers = itertools.count()
+        self._set(models)
+
+    def _set(self, models: Sequence[ServedModel]) -> None:
         self.all = tuple(models)
         adapters = [adapter for model in models for adapter in model.adapters()]
-        short = [name for model in models for name in model.lora_names]
+        short = [adapter.name.rpartition(":")[2] for adapter in adapters]
         used_names = Counter([*short, *(model.name for model in models)])
         labels = [
             replace(adapter, name=name) if used_names[name] == 1 else adapter
@@ -378,6 +393,22 @@ class Models:
         self.listed = (*self.all, *labels)
         long = {adapter.name: model for adapter, model in zip(adapters, labels, strict=True)}
         self._named = long | {model.name: model for model in self.listed}
+
+    def new_lora(self, model: ServedModel, name: str, path: str) -> AddedLoRA:
+        """Return an adapter that can be added to a model. Raises ApiError."""
+        if not path.startswith("/"):
+            message = f"lora_path is an absolute path on the server; got {path!r}"
+            raise bad_request(message, "lora_path")
+        if name in {*model.lora_names, *(lora.name for lora in model.added_loras)}:
+            message = f"{model.name} has an adapter {name!r}: unload it first"
+            raise bad_request(message, "lora_name")
+        if name in {other.name for other in self.all}:
+            raise bad_request(f"a model has the name {name!r}", "lora_name")
+        return AddedLoRA(name, path, len(model.lora_names) + next(self._numbers))
+
+    def put(self, model: ServedModel) -> None:
+        """Let a model come in the place of that of its name."""
+        self._set([model if other.name == model.name else other for other in self.all])
 
     def find(self, name: str | None) -> ServedModel:
         """The model called so; without a name the only one. Raises ApiError."""

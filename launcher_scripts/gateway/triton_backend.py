@@ -7,11 +7,13 @@ The tokens of plain rows come in a stream that they share; see shared_stream.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -34,9 +36,16 @@ from launcher_scripts.gateway.api_errors import (
     ServerLost,
     bad_request,
     timed_out,
+    unavailable,
     unsupported,
 )
-from launcher_scripts.gateway.backend import Increment, RowRequest, RowWeights, TokenLogProb
+from launcher_scripts.gateway.backend import (
+    AddedLoRA,
+    Increment,
+    RowRequest,
+    RowWeights,
+    TokenLogProb,
+)
 from launcher_scripts.gateway.shared_stream import (
     FAILURES,
     OUTPUTS,
@@ -99,6 +108,8 @@ class TritonBackend:
         self._counts_cached = self.shares_prefixes and NUM_CACHED_TOKENS.name in outputs
         self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
+        self._loras: dict[AddedLoRA, int] = {}  # their numbers at this server
+        self._loading = asyncio.Lock()
         self.digests: Mapping[str, Any] | None = None
         self._fingerprints: dict[int, str | None] = {}  # by the version of the weights
         self._types = {
@@ -117,6 +128,9 @@ class TritonBackend:
         if self._encodes:
             yield await self._encode(request, more)
             return
+        if request.added_lora is not None:
+            number = await self._lora_number(request.added_lora)
+            request = replace(request, lora_adapter=number)
         tensors, row = self._tensors(request), _Row(request, self._counts_cached)
         self._running += 1
         try:
@@ -190,6 +204,16 @@ class TritonBackend:
             fingerprint = reply["digests"] and reply["digests"]["system_fingerprint"]
             self._fingerprints[int(reply["version"])] = fingerprint
         return reply
+
+    async def _lora_number(self, lora: AddedLoRA) -> int:
+        """Return the server's number of an adapter. One that has started again gets it again."""
+        async with self._loading:
+            if lora not in self._loras:
+                reply = await self.operate(lora.loading)
+                if "error" in reply:
+                    raise unavailable(f"the server has no adapter {lora.name}: {reply['error']}")
+                self._loras[lora] = int(reply["number"])
+            return self._loras[lora]
 
     async def _weights(self, code: int) -> RowWeights | None:
         """Return the weights of a row that ended with this code."""

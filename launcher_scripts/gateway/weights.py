@@ -1,64 +1,141 @@
-"""Administration of the served weights: POST /admin/weights, for the keys of admins alone."""
+"""Administration of the served weights and LoRA adapters, for the keys of admins alone."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailable
-from launcher_scripts.gateway.backend import Replica
-from launcher_scripts.gateway.schemas import WeightsBody
-from launcher_scripts.gateway.served_model import Models
+from launcher_scripts.gateway.backend import AddedLoRA, Replica
+from launcher_scripts.gateway.schemas import (
+    LoadLoRABody,
+    StrictBody,
+    UnloadLoRABody,
+    WeightsBody,
+)
+from launcher_scripts.gateway.served_model import Models, ServedModel
 
 # Kinds of errors of a server's operation -> status; any other one is the server's.
 _STATUSES = {"ConfigError": 400, "CheckpointError": 400, "OperationError": 409, "BusyError": 409}
+_LORA_STATUSES = {**_STATUSES, "OperationError": 400}
+Body = TypeVar("Body", bound=StrictBody)
 
 
 class WeightsAdmin:
-    """The handler of the route."""
+    """The handlers of the routes."""
 
     def __init__(
         self,
         models: Models,
         replicas: Sequence[Replica],
         admins: Collection[str],
-        read: Callable[[Request, type[WeightsBody]], Awaitable[WeightsBody]],
+        read: Callable[..., Awaitable[Any]],
     ) -> None:
-        """read: gives the body of a request. Raises ApiError."""
+        """read: gives the body of a request as of a class. Raises ApiError."""
         self._models = models
         self._replicas = replicas
         self._admins = admins
         self._read = read
+        self._changing = asyncio.Lock()  # the adapters
+        self.routes = [
+            Route("/admin/weights", self.exchange, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self.load_lora, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self.unload_lora, methods=["POST"]),
+        ]
 
     async def exchange(self, request: Request) -> Response:
         """POST /admin/weights: serve the weights of another export, on every server of the model.
 
         One server after the other: each has them or keeps its own. The first error ends it.
         """
-        check_admin(request.state.record.owner, self._admins)
-        body = await self._read(request, WeightsBody)
-        model = self._models.find(body.model)
-        if model.parent is not None:
-            raise bad_request(f"{model.name} is an adapter of {model.parent}", "model")
-        servers = [server for server in self._replicas if server.takes(model.name)]
-        if not servers:
-            raise unavailable(f"no server of {model.name} is healthy")
+        body = await self._body(request, WeightsBody)
+        model, servers = self._servers(body.model)
         operation = {"operation": "swap", **body.model_dump(exclude={"model"})}
         results: list[dict[str, Any]] = []
         for server in servers:
+            address = server.address.partition("#")[0]  # without credentials
             reply = await server.backends[model.name].operate(operation)
             if "error" in reply:
-                message = f"the server at {server.address}: {reply['error']}"
+                message = f"the server at {address}: {reply['error']}"
                 if results:
                     names = ", ".join(result["server"] for result in results)
                     message += f"; these have the new weights already: {names}"
                 status = _STATUSES.get(reply["kind"], 500)
                 raise ApiError(status, message, code="weights_not_exchanged")
-            results.append({"server": server.address.partition("#")[0], **reply})
+            results.append({"server": address, **reply})
         return JSONResponse({"model": model.name, "servers": results})
+
+    async def load_lora(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter: add an adapter to every server of the model, or to none.
+
+        A server that joins later gets it with its first row of the adapter.
+        """
+        body = await self._body(request, LoadLoRABody)
+        async with self._changing:
+            model, servers = self._servers(body.model)
+            lora = self._models.new_lora(model, body.lora_name, body.lora_path)
+            for number, server in enumerate(servers):
+                try:
+                    _check(server, await server.backends[model.name].operate(lora.loading))
+                except ApiError:
+                    await _unload(lora, model, servers[:number])
+                    raise
+            self._models.put(replace(model, added_loras=(*model.added_loras, lora)))
+        return PlainTextResponse(f"Success: LoRA adapter '{lora.name}' added successfully.")
+
+    async def unload_lora(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter: rows that run keep it to their end."""
+        body = await self._body(request, UnloadLoRABody)
+        async with self._changing:
+            model, servers = self._servers(body.model)
+            by_name = {lora.name: lora for lora in model.added_loras}
+            lora = by_name.pop(body.lora_name, None)
+            if lora is None:
+                message = f"no such adapter was added: {body.lora_name[:100]!r}"
+                message += f"; choices: {', '.join(by_name) or 'none'}"
+                raise ApiError(404, message, code="not_found", param="lora_name")
+            self._models.put(replace(model, added_loras=tuple(by_name.values())))
+            await _unload(lora, model, servers)
+        return PlainTextResponse(f"Success: LoRA adapter '{lora.name}' removed successfully.")
+
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
+        """Read the body of an admin's request. Raises ApiError."""
+        check_admin(request.state.record.owner, self._admins)
+        body: Body = await self._read(request, kind)
+        return body
+
+    def _servers(self, name: str | None) -> tuple[ServedModel, list[Replica]]:
+        """Return a model and its servers. Raises ApiError for an adapter, or without a server."""
+        model = self._models.find(name)
+        if model.parent is not None:
+            raise bad_request(f"{model.name} is an adapter of {model.parent}", "model")
+        servers = [server for server in self._replicas if server.takes(model.name)]
+        if not servers:
+            raise unavailable(f"no server of {model.name} is healthy")
+        return model, servers
+
+
+def _check(server: Replica, reply: Mapping[str, Any]) -> None:
+    """Raise ApiError for a server that has not loaded an adapter."""
+    if "error" in reply:
+        status = _LORA_STATUSES.get(reply["kind"], 500)
+        message = f"the server at {server.address.partition('#')[0]}: {reply['error']}"
+        raise ApiError(status, message, code="adapter_not_loaded", param="lora_path")
+
+
+async def _unload(lora: AddedLoRA, model: ServedModel, servers: Sequence[Replica]) -> None:
+    """Have servers forget an adapter; one that has started again has done so already."""
+    for server in servers:
+        with suppress(ApiError):
+            operation = {"operation": "unload_lora", "name": lora.name}
+            await server.backends[model.name].operate(operation)
 
 
 def check_admin(owner: str | None, admins: Collection[str]) -> None:

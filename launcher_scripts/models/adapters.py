@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.models import mixers
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec, stack_layers
 
@@ -97,9 +98,22 @@ LORA_TARGETS = {
         LoRATarget("mlp.dense_4h_to_h", "ffn_size", "hidden_size", Partition.ROW_PARALLEL),
     )
 }
+MAX_LORAS_KEY = "export.triton_deployment.max_loras"
 LORA_FIELDS = ("lora_names", "lora_targets")  # of Adapters, with lora_rank
 _LORA_FILE = re.compile(r"\.lora_(in|out)\.weight(\.\d+)?\.bin")
 LORA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class LoRASlots:
+    """Memory of a running model for LoRA adapters, each of which takes one slot.
+
+    rank:    the largest that fits;  targets: stems of the projections that they may have
+    """
+
+    count: int
+    rank: int
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,7 @@ class Adapters:
     lora_names:            LoRA adapters of which each request chooses one
     lora_rank:             the largest rank of theirs; smaller ones are filled up with zeros
     lora_targets:          stems of the projections that any of them has, of LORA_TARGETS
+    lora_slots:            of a running model that more adapters can be added to: slots for all
 
     An adapter is given the output of self-attention or MLP, before its bias and the residual, and
     is added to it; it is silu(norm(x) @ wi) @ wo.
@@ -128,6 +143,8 @@ class Adapters:
     lora_names: tuple[str, ...] = ()
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = ()
+    # Not of the exported files, which are identified by the other fields.
+    lora_slots: LoRASlots | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._check_lora()
@@ -163,6 +180,12 @@ class Adapters:
         problems.raise_if_any(CheckpointError)
 
     @property
+    def loras(self) -> LoRASlots:
+        """Slots of the LoRA adapters, those that hold none yet included."""
+        stored = LoRASlots(len(self.lora_names), self.lora_rank, self.lora_targets)
+        return self.lora_slots or stored
+
+    @property
     def names(self) -> list[str]:
         """Names of the adapters that change how the model computes."""
         names_present = {
@@ -181,6 +204,26 @@ def adapters_of(config: object) -> Adapters:
     """The adapters of a model of any family."""
     parts: Adapters = getattr(config, "parts", NO_ADAPTERS)
     return parts
+
+
+def with_lora_slots(config: Any, rows: Iterable[WeightSpec], count: int, rank: int) -> Any:
+    """The config of a running model to which `count` LoRA adapters of at most `rank` can be added.
+
+    rows: of its weights
+    Raises ConfigError for a model whose LoRA can only be merged.
+    """
+    parts, names = adapters_of(config), {spec.name for spec in rows}
+    targets = tuple(
+        stem
+        for stem in LORA_TARGETS
+        if f"layers.*.{stem}.weight" in names
+        and not (getattr(config, "num_experts", None) and stem.startswith("mlp."))
+    )
+    if not targets:
+        text = "LoRA of this model can only be merged into its weights: none can be added"
+        raise ConfigError(problem(text, got=count, choices=[0], change=MAX_LORAS_KEY))
+    slots = LoRASlots(len(parts.lora_names) + count, max(parts.lora_rank, rank), targets)
+    return replace(config, parts=replace(parts, lora_slots=slots))
 
 
 class AdapterSizes(ModelConfig):

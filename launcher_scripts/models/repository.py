@@ -133,6 +133,9 @@ def serving_options(config: Path) -> dict[str, Any]:
             values[name] = int(match["value"])
     for name in ("enable_custom_all_reduce", "enable_prefix_caching", "deterministic"):
         values[name] = {"0": False, "1": True}.get(parameters.get(name, ""))
+    for name, default in (("max_loras", "0"), ("max_lora_rank", "16")):
+        text_value = parameters.get(name, default)
+        values[name] = int(text_value) if text_value.isdecimal() else None
     with suppress(ValueError):
         values["inter_token_target"] = float(parameters.get("inter_token_target", ""))
         values["pipeline_model_parallel_size"] = int(parameters.get("pipeline_para_size", ""))

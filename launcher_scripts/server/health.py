@@ -193,6 +193,8 @@ PATHS = (
     ("GET", "/clients"),
     ("GET", "/tokenizer_info"),
     ("POST", "/admin/weights"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/tokenize"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),

@@ -84,6 +84,8 @@ class ModelConfigSettings:
         None, "compute what prompts have in common once; by default unless deterministic"
     )
     deterministic: bool = option(False, "tokens do not depend on the requests beside")
+    max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
+    max_lora_rank: int = option(16, "the largest rank of these", lower=1)
     draft_model_dir: str | None = option(
         None, "the converted files of a small model that proposes tokens", metavar="FOLDER"
     )

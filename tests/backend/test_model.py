@@ -131,14 +131,27 @@ def test_weights_are_exchanged_only_in_a_closed_server(backend, tmp_path, monkey
         monkeypatch.setenv("LAUNCHER_CLOSED_SERVER", closed)
         model = backend.TritonPythonModel()
         model.initialize(arguments(tmp_path / "tiny"))
-        kinds = (swap, {**swap, "mode": "now"}, {"operation": "weights"}, {"operation": "stop"})
+        adapter = {"name": "law", "path": "/nowhere"}
+        kinds = (
+            swap,
+            {**swap, "mode": "now"},
+            {"operation": "weights"},
+            {"operation": "stop"},
+            {"operation": "load_lora", **adapter},
+            {"operation": "unload_lora", **adapter},
+        )
         requests = [OperationOf(**kind) for kind in kinds[1:]]
         assert model.execute(requests) is None
-        wrong_mode, weights, unknown = (one.reply() for one in requests)
+        wrong_mode, weights, unknown, load, unload = (one.reply() for one in requests)
         first = DigestChain.of(folder).values()
         assert weights == {"version": 0, "digests": first}
         assert "unknown operation" in unknown["error"]
-        assert ("unknown mode" if closed else "deploy.gateway.api_keys") in wrong_mode["error"]
+        for refused, words in (
+            (wrong_mode, "unknown mode"),
+            (load, "export.triton_deployment.max_loras=N"),
+            (unload, "there is no such adapter"),
+        ):
+            assert (words if closed else "deploy.gateway.api_keys") in refused["error"]
         asked = OperationOf(**swap)
         model.execute([asked])
         reply = asked.reply()

@@ -1,8 +1,10 @@
-"""LoRA of the projections of hybrids' branches: merged into them, and beside them for requests to
-choose, the logits are those of transformers' model with merged weights."""
+"""LoRA of the projections of hybrids' branches: merged into them, beside them for requests to
+choose, and added to a running engine, the logits are those of transformers' model with merged
+weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.peft_maker import PeftMaker
+from tests.engine.test_added_lora import running
 from tests.engine.test_hybrids import NO_END, check, made, text
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -53,7 +56,9 @@ def test_adapters_add_to_every_kind_of_branch(name: str, tp_size: int, tmp_path:
     folder = export_folder(
         tmp_path / "base", tmp_path / "kept", tp_size, lora_checkpoints=(adapter,)
     )
-    without, beside = answers(folder, plain, kept, tp_size=tp_size)
+    with running(folder, tp_size) as engine:
+        added = replace(kept, lora_adapter=engine.loras.load("law", Path(adapter)))
+        without, beside, later = (engine.submit(row).result(120) for row in (plain, kept, added))
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
     close(without.context_logits, expected)
@@ -61,6 +66,8 @@ def test_adapters_add_to_every_kind_of_branch(name: str, tp_size: int, tmp_path:
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0].numpy()
     close(beside.context_logits, expected)
+    close(later.context_logits, expected)
+    assert later.output_ids == beside.output_ids
     check(model, prompt, beside.output_ids)
     folder = export_folder(
         tmp_path / "base", tmp_path / "merged", tp_size, adapter_checkpoints=(adapter,)

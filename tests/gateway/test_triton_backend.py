@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.gateway.api_errors import ApiError, ServerLost
-from launcher_scripts.gateway.backend import Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import AddedLoRA, Increment, RowRequest, TokenLogProb
 from launcher_scripts.gateway.triton_backend import NO_END_ID, TritonBackend
 
 ROW = RowRequest("mine", (5, 6, 7), 4, end_id=2)
@@ -243,6 +243,27 @@ def test_a_model_without_streams_answers_once() -> None:
     engine, _ = backend(news((5, 3, 0, True, [5, 6, 7, 10, 2])), streams=False)
     (increment,) = generate(engine)
     assert (increment.token_ids, increment.finished) == ((10, 2), True)
+
+
+def test_an_added_adapter_is_loaded_before_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a server that has started again since it was added."""
+    engine, server = backend(news((4, 3, 0, True, [5, 6, 7, 2])))
+    replies = [{"error": "the adapter is not there", "kind": "OperationError"}, {"number": 7}]
+    operations = []
+
+    async def operate(operation: Mapping[str, Any]) -> dict[str, Any]:
+        operations.append(operation)
+        return replies.pop(0)
+
+    monkeypatch.setattr(engine, "operate", operate)
+    row = replace(ROW, lora_adapter=1, added_lora=AddedLoRA("law", "/a", 1))
+    with pytest.raises(ApiError, match="no adapter law: the adapter is not there") as raised:
+        generate(engine, row)
+    assert raised.value.status == 503
+    for _ in range(2):
+        generate(engine, row)
+        assert server.tensors["lora_task_id"].tolist() == [[7]]
+    assert operations == [{"operation": "load_lora", "name": "law", "path": "/a"}] * 2
 
 
 @pytest.mark.parametrize(

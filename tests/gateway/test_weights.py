@@ -63,7 +63,7 @@ def test_an_error_says_which_servers_have_them(kind, status):
     response = post(admin_client(FakeBackend(reply=DONE), failing, FakeBackend(reply=DONE)))
     assert response.status_code == status
     message = response.json()["error"]["message"]
-    assert "node1:8001" in message
+    assert "node1:8001: " in message
     assert "ffn_size is another one" in message
     assert message.endswith("these have the new weights already: node0:8001")
 

@@ -379,10 +379,13 @@ class ServerOperations:
 
     def __init__(self, model: str, engine: Engine) -> None:
         self.swaps = WeightSwaps(engine)
+        self._loras = engine.loras
         self._model = model
         self._is_closed = os.environ.get(CLOSED_VARIABLE) == "1"
         self._table: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "swap": self._swap,
+            "load_lora": self._load_lora,
+            "unload_lora": self._unload_lora,
             "weights": lambda _: self.weights(),
         }
 
@@ -414,9 +417,7 @@ class ServerOperations:
         send_last(sender, pb_utils.InferenceResponse([tensor]))
 
     def _swap(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._is_closed:
-            message = "weights are exchanged only in a server that is closed to strangers"
-            raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
+        self._check_closed("weights are exchanged")
         mode = operation.get("mode", EXCHANGE_MODES[0])
         if mode not in EXCHANGE_MODES:
             raise ConfigError(problem("unknown mode", got=mode, choices=EXCHANGE_MODES))
@@ -425,6 +426,23 @@ class ServerOperations:
         result = self.swaps.swap(folder, mode, seconds)
         print(f"model {self._model}: the weights are those of {folder}", flush=True)
         return result.values()
+
+    def _load_lora(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_closed("adapters are added")
+        name, path = str(operation.get("name", "")), Path(str(operation.get("path", "")))
+        number = self._loras.load(name, path)
+        print(f"model {self._model}: the adapter {name} is that of {path}", flush=True)
+        return {"number": number}
+
+    def _unload_lora(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_closed("adapters are removed")
+        self._loras.unload(str(operation.get("name", "")))
+        return {}
+
+    def _check_closed(self, action: str) -> None:
+        if not self._is_closed:
+            message = f"{action} only in a server that is closed to strangers"
+            raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
 
 
 def export_folder(path: Path, model: str) -> Path:

@@ -59,6 +59,8 @@ PARAMETERS = (
     "quantization",
     "kv_cache_dtype",
     "enable_custom_all_reduce",
+    "max_loras",
+    "max_lora_rank",
     "inter_token_target",
     "enable_prefix_caching",
     "deterministic",
@@ -99,6 +101,8 @@ def engine_settings(
             ("tensor_para_size", 1, None),
             ("pipeline_para_size", 1, "1"),
             ("int8_mode", 0, "0"),
+            ("max_loras", 0, "0"),
+            ("max_lora_rank", 1, str(EngineSettings.max_lora_rank)),
             *((name, 0, "0") for name in FLAGS),
         )
     }
@@ -145,6 +149,8 @@ def engine_settings(
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        max_loras=numbers["max_loras"],
+        max_lora_rank=numbers["max_lora_rank"],
         inter_token_target=inter_token_target,
         **{name: bool(numbers[name]) for name in FLAGS},
     )

@@ -237,6 +237,11 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "inter_token_target": settings.inter_token_target,
             "enable_prefix_caching": int(settings.shares_prefixes),
             "deterministic": int(settings.deterministic),
+            **(
+                {"max_loras": settings.max_loras, "max_lora_rank": settings.max_lora_rank}
+                if settings.max_loras
+                else {}
+            ),
         },
     )
 

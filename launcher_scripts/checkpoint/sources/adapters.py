@@ -19,6 +19,7 @@ from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME as NEMO_
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     FullTensors,
+    Hints,
     Shards,
     SourceCheckpoint,
     TensorShards,
@@ -33,6 +34,7 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
     opened,
     stacked_lora,
 )
+from launcher_scripts.checkpoint.sources.fastertransformer import FasterTransformerSource
 from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenRule
@@ -272,17 +274,39 @@ def _read_loras(
             problems.add("two adapters have one name", got=str(path), change="that of its folder")
             continue
         with problems.collecting():
-            family = family_of(base.config).name
-            adapters[name] = _read_adapter(path, base) or nemo_lora(
-                opened(path, "adapter", family, scratch), base
-            )
-            if adapters[name].tables:
-                message = f"{path} brings tables of the vocabulary: it can only be merged"
-                problems.add(message, change="export.model.adapter_checkpoints")
+            adapters[name] = _read_separate(path, base, problems, scratch)
     if adapters:
         with problems.collecting():
             return stacked_lora(adapters, base)
     return LoRAStack({}, {})
+
+
+def _read_separate(
+    path: Path, base: SourceCheckpoint, problems: Problems, scratch: Path | None
+) -> Adapter:
+    """LoRA that stays beside the weights."""
+    family = family_of(base.config).name
+    adapter = _read_adapter(path, base)
+    adapter = adapter or nemo_lora(opened(path, "adapter", family, scratch), base)
+    if adapter.tables:
+        message = f"{path} brings tables of the vocabulary: it can only be merged"
+        problems.add(message, change="export.model.adapter_checkpoints")
+    return adapter
+
+
+def read_lora(path: Path, folder: Path) -> LoRAStack:
+    """Open one adapter for the model that is exported in `folder`.
+
+    Raises CheckpointError with everything that does not fit.
+    """
+    if not path.exists():
+        raise CheckpointError(problem("the adapter is not there", got=str(path)))
+    problems = Problems(f"the adapter {path}")
+    base = FasterTransformerSource.open(Archive(folder), Hints())
+    with problems.collecting():
+        stack = stacked_lora({"added": _read_separate(path, base, problems, None)}, base)
+    problems.raise_if_any(CheckpointError)
+    return stack
 
 
 def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:

@@ -468,12 +468,10 @@ def _drop_copies(updates: dict[str, tuple[Update, ...]], base: SourceCheckpoint)
 
 def _dialects(base: SourceCheckpoint) -> Sequence[Sequence[str]]:
     """Return the names that transformers may use for the base's modules."""
-    family = family_of(base.config).name
+    family, dialects = family_of(base.config).name, base.config_dialects
     rows = [row for row in ARCHITECTURES.values() if row.family == family]
-    if any(row.dialect in base.dialects for row in rows):
-        in_memory = [
-            name for dialect in base.dialects if (name := f"{dialect}_in_memory") in DIALECTS
-        ]
-        return [base.dialects, *([(*in_memory, *base.dialects)] if in_memory else [])]
+    if any(row.dialect in dialects for row in rows):
+        in_memory = [name for dialect in dialects if (name := f"{dialect}_in_memory") in DIALECTS]
+        return [dialects, *([(*in_memory, *dialects)] if in_memory else [])]
     rows = [row for row in rows if row.may_be(base.config)]
     return list(dict.fromkeys((row.dialect, *row.inherits) for row in rows))

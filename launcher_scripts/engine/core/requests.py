@@ -65,7 +65,8 @@ def check_adapters(problems: Problems, request: GenerateRequest, config: ModelCo
             problems.add(
                 "Requested IA3 tasks aren't in the range", got=request.ia3_task, choices=choices
             )
-    if request.lora_adapter not in (None, *range(len(parts.lora_names))):
+    is_fixed = parts.lora_slots is None  # else see ranks/operations.py
+    if is_fixed and request.lora_adapter not in (None, *range(len(parts.lora_names))):
         problems.add(
             "lora_task_id names no LoRA adapter of the model",
             got=request.lora_adapter,

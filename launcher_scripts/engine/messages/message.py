@@ -109,8 +109,19 @@ class ExchangeWeights(Message, frozen=True):
     manifest: str
 
 
+class LoadLoRA(Message, frozen=True):
+    """Operation: an adapter comes into a slot of the LoRA adapters.
+
+    digest: of its files, the same for every rank
+    """
+
+    path: Path
+    digest: str
+    slot: int
+
+
 # Operations on all ranks between two steps; see runner/operations.py.
-Operation = ExchangeWeights
+Operation = ExchangeWeights | LoadLoRA
 Action = Literal["prepare", "apply", "revert", "finish"]
 
 

@@ -63,7 +63,8 @@ class GPTWeightLoader(WeightLoader):
             {layer: self._layer(layer) for layer in self._local(config.num_layers)},
             self._prompt_tables() if first else (),
         )
-        return ModelWeights(config, decoder, self._head(table) if last else None)
+        head = self._head(table) if last else None
+        return ModelWeights(config, decoder, head, loras=self.loras)
 
     def _embedding(self, table: Tensor) -> Embedding:
         config = self.config
@@ -132,9 +133,7 @@ class GPTWeightLoader(WeightLoader):
             norm=after,
             ia3=self._ia3([f"{stem}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"layers.*.{ATTENTION_ADAPTER}", layer),
-            lora_out=scaled_lora(
-                self._lora("attention.dense", layer), config.attention_output_scale
-            ),
+            lora_out=self.lora(["attention.dense"], layer, config.attention_output_scale),
         )
 
     def _linear_branch(self, layer: int) -> LinearWeights:
@@ -158,14 +157,13 @@ class GPTWeightLoader(WeightLoader):
         norm = None
         if config.mamba_norm != "none":
             norm = self._tensor(f"{stem}.norm.weight", torch.float32, layer)
-        around = self._around("mamba", layer)
+        scales = config.mamba_input_scales, config.mamba_output_scale
+        around = self._around("mamba", layer, *scales)
         widths = (inner, inner, group, group, heads)
-        inputs, outputs = (config.mamba_input_scales, widths), (config.mamba_output_scale,)
         return Mamba2Weights(
-            in_proj=scaled_rows(around.pop("in_proj"), *inputs),
-            out_proj=scaled_rows(around.pop("out_proj"), *outputs),
-            lora_in=scaled_lora(around.pop("lora_in"), *inputs),
-            lora_out=scaled_lora(around.pop("lora_out"), *outputs),
+            in_proj=scaled_rows(around.pop("in_proj"), scales[0], widths),
+            out_proj=scaled_rows(around.pop("out_proj"), scales[1]),
+            **around,
             conv=self._taps(stem, layer),
             conv_bias=self._conv_bias(stem, layer),
             rates=-self._summed(f"{stem}.A_log", layer).exp(),
@@ -209,16 +207,22 @@ class GPTWeightLoader(WeightLoader):
             conv_bias=self._conv_bias(stem, layer),
         )
 
-    def _around(self, stem: str, layer: int) -> dict[str, Any]:
+    def _around(
+        self,
+        stem: str,
+        layer: int,
+        input_scales: str | None = None,
+        output_scale: float | None = None,
+    ) -> dict[str, Any]:
         """A branch's projections, the first behind the norm of the layer's input, and what adapters
-        add to them.
+        add to them, which alone is scaled here.
         """
         norm, _ = self._norms("input_layernorm", layer)
         return {
             "in_proj": self._linear(f"layers.*.{stem}.in_proj", layer, norm),
             "out_proj": self._linear(f"layers.*.{stem}.out_proj", layer),
-            "lora_in": self._lora(f"{stem}.in_proj", layer),
-            "lora_out": self._lora(f"{stem}.out_proj", layer),
+            "lora_in": self.lora([f"{stem}.in_proj"], layer, input_scales),
+            "lora_out": self.lora([f"{stem}.out_proj"], layer, output_scale),
         }
 
     def _taps(self, stem: str, layer: int) -> Tensor:
@@ -235,6 +239,8 @@ class GPTWeightLoader(WeightLoader):
 
     def _plain_mlp(self, layer: int) -> MLPWeights:
         mlp, ups = "layers.*.mlp", ["mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"]
+        ups, scale = ups[: 1 + self.config.gated], self.config.mlp_gate_scale
+        scales = None if scale is None else ",".join([str(scale), *["1"] * (len(ups) - 1)])
         before, after = self._norms("post_attention_layernorm", layer)
         return replace(
             self._mlp(mlp, layer, before),
@@ -242,17 +248,9 @@ class GPTWeightLoader(WeightLoader):
             norm=after,
             ia3=self._ia3([mlp], layer),
             adapter=self._adapter(f"layers.*.{FFN_ADAPTER}", layer),
-            lora_in=self._lora_of_ups(ups[: 1 + self.config.gated], layer),
-            lora_out=scaled_lora(
-                self._lora("mlp.dense_4h_to_h", layer), self.config.mlp_output_scale
-            ),
+            lora_in=self.lora(ups, layer, scales),
+            lora_out=self.lora(["mlp.dense_4h_to_h"], layer, self.config.mlp_output_scale),
         )
-
-    def _lora_of_ups(self, ups: Sequence[str], layer: int) -> LoRA | None:
-        lora, scale = self._joined_lora(ups, layer), self.config.mlp_gate_scale
-        if lora is None or scale is None:
-            return lora
-        return scaled_lora(lora, ",".join([str(scale), *["1"] * (len(ups) - 1)]), lora.widths)
 
     def _plain(self, layer: int, input_norm: Norm | None, **shared: Any) -> AttentionWeights:
         """Attention whose keys and values are in the cache."""
@@ -274,8 +272,8 @@ class GPTWeightLoader(WeightLoader):
             query_scale=query_scale,
             sinks=self._sinks(stem, layer),
             value_norm=self._value_norm(config.head_size),
-            lora_gate=None if gate is None else self._lora("attention.gate", layer),
-            lora_in=scaled_lora(self._lora("attention.query_key_value", layer), *scales),
+            lora_gate=None if gate is None else self.lora(["attention.gate"], layer),
+            lora_in=self.lora(["attention.query_key_value"], layer, scales[0]),
             **shared,
         )
 
@@ -302,9 +300,9 @@ class GPTWeightLoader(WeightLoader):
             query_up=query_up,
             latent_norm=self._latent_norm("kv_latent_norm", layer),
             kv_up=self._unquantized(f"{stem}.kv_up", layer),
-            lora_in=self._joined_lora([f"attention.{down}", "attention.kv_down"], layer),
-            lora_query_up=self._lora("attention.query_up", layer),
-            lora_kv_up=self._lora("attention.kv_up", layer),
+            lora_in=self.lora([f"attention.{down}", "attention.kv_down"], layer),
+            lora_query_up=self.lora(["attention.query_up"], layer),
+            lora_kv_up=self.lora(["attention.kv_up"], layer),
             **shared,
         )
 
@@ -312,29 +310,50 @@ class GPTWeightLoader(WeightLoader):
         norm = self._norm(f"layers.*.attention.{name}", layer)
         return replace(norm, eps=self.config.latent_norm_eps or norm.eps)
 
-    def _joined_lora(self, stems: Sequence[str], layer: int) -> LoRA | None:
-        """Of projections of one input, their outputs side by side; zeros for one that no adapter
-        has.
-        """
-        parts = {stem: self._lora(stem, layer) for stem in stems}
-        some = next((part for part in parts.values() if part is not None), None)
-        if some is None:
-            return None
-        full = [part or self._no_lora(stem, some) for stem, part in parts.items()]
-        return LoRA(
-            torch.cat([part.down for part in full], dim=1),
-            torch.cat([part.up for part in full], dim=2),
-            tuple(width for part in full for width in part.widths),
-        )
+    def lora(
+        self, stems: Sequence[str], layer: int, scales: str | float | None = None
+    ) -> LoRA | None:
+        """Return the adapters of a layer's projections of one input, their outputs side by side;
+        zeros for one that no adapter has.
 
-    def _no_lora(self, stem: str, other: LoRA) -> LoRA:
-        """Zeros for a projection.  other: what there is of another one with the same input"""
-        target, config = LORA_TARGETS[stem], self.config
-        width = getattr(config, target.outputs)
-        if target.partition is Partition.COLUMN_PARALLEL:
-            width = config.local_size(target.outputs, self.parallelism.tp_size)
-        up = other.up.new_zeros(*other.up.shape[:2], width)
-        return LoRA(torch.zeros_like(other.down), up, (width,))
+        stems: names within the layer;  scales: see scaled_rows
+        """
+        if not {*stems} & {*self._parts.loras.targets}:
+            return None
+        parts = [self._lora(stem, layer) for stem in stems]
+        lora = LoRA(
+            torch.cat([part.down for part in parts], dim=1),
+            torch.cat([part.up for part in parts], dim=2),
+            tuple(width for part in parts for width in part.widths),
+        )
+        lora = scaled_lora(lora, scales)
+        self.loras[tuple(stems), layer, scales] = lora
+        return lora
+
+    def _lora(self, stem: str, layer: int) -> LoRA:
+        """Return the adapters of one projection, zeros in the slots that have none."""
+        target, parts, tp_size = LORA_TARGETS[stem], self._parts, self.parallelism.tp_size
+        slots, config = parts.loras, self.config.of_layer(layer)
+
+        def size(axis: str, partition: Partition) -> int:
+            if target.partition is partition:
+                return config.local_size(axis, tp_size)
+            return int(getattr(config, axis))
+
+        inputs = size(target.inputs, Partition.ROW_PARALLEL)
+        widths = tuple(
+            size(axis, Partition.COLUMN_PARALLEL) for axis in target.blocks or (target.outputs,)
+        )
+        blocks, like = max(1, len(target.blocks)), {"dtype": self.dtype, "device": self.device}
+        down: Tensor = torch.zeros(slots.count, blocks, slots.rank, inputs, **like)
+        up: Tensor = torch.zeros(slots.count, slots.rank, sum(widths), **like)
+        if stem in parts.lora_targets:
+            count, rank = len(parts.lora_names), parts.lora_rank
+            stored = self._tensor(f"layers.*.{stem}.lora_in.weight", self.dtype, layer)
+            down[:count, :, :rank] = stored.t().reshape(count, blocks, rank, inputs)
+            stored = self._tensor(f"layers.*.{stem}.lora_out.weight", self.dtype, layer)
+            up[:count, :rank] = stored.view(count, rank, -1)
+        return LoRA(down.flatten(1, 2), up, widths)
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         normed = self.config.norm_placement in ("sandwich", "branch")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,7 +34,7 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.quantization import quantized
 from launcher_scripts.models import family_of
-from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, LORA_TARGETS, Adapters, adapters_of
+from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, Adapters, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 
@@ -235,12 +235,16 @@ class StackWeights:
     prompt_tables: tuple[Tensor, ...] = ()
 
 
+LoRAKey = tuple[tuple[str, ...], int, str | float | None]
+
+
 @dataclass(frozen=True)
 class ModelWeights:
     """One rank's part of a model; an encoder alone has a decoder of nothing.
 
     head:         the output projection with the final norm, on the last pipeline stage
     encoder_norm: after the encoder's last layer, on the last pipeline stage
+    loras:        the LoRA of layers, by the arguments of GPTWeightLoader.lora
     """
 
     config: Any
@@ -248,6 +252,7 @@ class ModelWeights:
     head: Linear | None
     encoder: StackWeights | None = None
     encoder_norm: Norm | None = None
+    loras: Mapping[LoRAKey, LoRA] = field(default_factory=dict)
 
     @property
     def stacks(self) -> list[StackWeights]:
@@ -308,6 +313,7 @@ class WeightLoader(ABC):
         self.device = device
         self.quantization = quantization
         self._read = read
+        self.loras: dict[LoRAKey, LoRA] = {}
         self._specs = {spec.name: spec for spec in family_of(config).weights(config)}
 
     @abstractmethod
@@ -346,24 +352,6 @@ class WeightLoader(ABC):
         up = self._linear(f"{stem}.DenseSiluDense.wi", layer, norm if before else None)
         down = self._linear(f"{stem}.DenseSiluDense.wo", layer)
         return Adapter(up, down, None if before else norm)
-
-    def _lora(self, stem: str, layer: int) -> LoRA | None:
-        """Return the adapters of the projection called `stem` within a layer."""
-        parts = self._parts
-        if stem not in parts.lora_targets:
-            return None
-        down = self._tensor(f"layers.*.{stem}.lora_in.weight", self.dtype, layer)
-        up = self._tensor(f"layers.*.{stem}.lora_out.weight", self.dtype, layer)
-        target = LORA_TARGETS[stem]
-        tp_size = self.parallelism.tp_size
-        config = self.config.of_layer(layer)
-        widths = tuple(config.local_size(block, tp_size) for block in target.blocks)
-        count = len(parts.lora_names)
-        return LoRA(
-            down.t().contiguous().view(count, -1, down.shape[0]),
-            up.view(count, parts.lora_rank, -1),
-            widths or (up.shape[1],),
-        )
 
     def _local(self, num_layers: int) -> range:
         return self.parallelism.layers(num_layers, self.pp_rank)
@@ -462,13 +450,11 @@ def scaled_rows(linear: Linear, scales: str | float | None, widths: Sequence[int
     return replace(linear, weight=weight, bias=bias)
 
 
-def scaled_lora(
-    lora: LoRA | None, scales: str | float | None, widths: Sequence[int] = ()
-) -> LoRA | None:
-    """What adapters add to such a projection."""
-    if lora is None or scales in (None, 1.0):
+def scaled_lora(lora: LoRA, scales: str | float | None) -> LoRA:
+    """Return what adapters add to such a projection."""
+    if scales in (None, 1.0):
         return lora
-    factors = _factors(scales, widths, lora.up.device)
+    factors = _factors(scales, lora.widths if isinstance(scales, str) else (), lora.up.device)
     return replace(lora, up=(lora.up.float() * factors).to(lora.up.dtype))
 
 

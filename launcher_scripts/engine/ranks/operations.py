@@ -9,12 +9,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from launcher_scripts.common.errors import BusyError, LauncherError, ServerError
+from launcher_scripts.checkpoint.fastertransformer.manifest import source_digest
+from launcher_scripts.common.errors import (
+    BusyError,
+    ConfigError,
+    LauncherError,
+    Problems,
+    RequestError,
+    ServerError,
+    problem,
+)
 from launcher_scripts.engine.messages.message import (
     Action,
+    LoadLoRA,
     Operation,
     OperationReply,
     OperationRequest,
@@ -23,6 +37,7 @@ from launcher_scripts.engine.ranks.ranks import POLL_SECONDS, Ranks
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.operations import RankOperations
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.models.adapters import LORA_NAME, MAX_LORAS_KEY, Adapters
 
 
 class OperationError(LauncherError):
@@ -127,3 +142,125 @@ class Operations:
                 raise self._ranks.failure
             if reasons is not None:
                 return reasons
+
+
+@dataclass
+class AddedLoRA:
+    """An adapter that was added, or is being added.
+
+    number: by which requests choose it, which no other adapter ever has; None before it is ready
+    """
+
+    path: Path
+    slot: int
+    number: int | None = None
+
+
+@dataclass
+class LoRATable:
+    """The LoRA adapters of a running engine: those of its files, and those that were added.
+
+    Any thread may call. A slot is used again when the last row of its adapter has ended.
+    """
+
+    parts: Adapters
+    operate: Callable[[Operation], None]
+    _added: dict[str, AddedLoRA] = field(default_factory=dict)
+    _rows: dict[int, int] = field(default_factory=dict)  # by slot
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._next = len(self.parts.lora_names)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Name -> number of every adapter that requests may choose."""
+        numbers = {name: number for number, name in enumerate(self.parts.lora_names)}
+        with self._lock:
+            added = {name: added.number for name, added in self._added.items()}
+        return numbers | {name: number for name, number in added.items() if number is not None}
+
+    def enter(self, number: int | None, row: Future[Any]) -> int | None:
+        """Return the slot of the adapter that a row has chosen; it stays the adapter's until the
+        row ends. Raises RequestError for a number that no adapter has.
+        """
+        if number is None or 0 <= number < len(self.parts.lora_names):
+            return number
+        with self._lock:
+            slots = [added.slot for added in self._added.values() if added.number == number]
+            for slot in slots:
+                self._rows[slot] = self._rows.get(slot, 0) + 1
+        if not slots:
+            choices = [f"{number} ({name})" for name, number in self.numbers.items()]
+            message = "lora_task_id names no LoRA adapter of the model"
+            raise RequestError(problem(message, got=number, choices=choices or None))
+        row.add_done_callback(lambda _: self._leave(slots[0]))
+        return slots[0]
+
+    def load(self, name: str, path: Path) -> int:
+        """Add an adapter on all ranks between two steps; return the number by which requests choose
+        it. One of this name and path that is there already stays.
+
+        Raises ConfigError, OperationError with what does not fit, BusyError, and then nothing has
+        changed; ServerError when a rank is lost.
+        """
+        added = self._reserve(name, path)
+        if added.number is None:
+            try:
+                if not path.exists():
+                    raise ConfigError(problem("the adapter is not there", got=str(path)))
+                self.operate(LoadLoRA(path, source_digest(path), added.slot))
+            except BaseException:
+                with self._lock:
+                    del self._added[name]
+                raise
+            with self._lock:
+                added.number, self._next = self._next, self._next + 1
+        return added.number
+
+    def unload(self, name: str) -> None:
+        """Take an added adapter away: rows that have it end with it, and no more get it.
+
+        Raises ConfigError for a name that was not added.
+        """
+        with self._lock:
+            added = self._added.get(name)
+            if added is None or added.number is None:
+                text = "there is no such adapter that was added"
+                if name in self.parts.lora_names:
+                    text = "this adapter is of the exported files, which stay as they are"
+                raise ConfigError(problem(text, got=name, choices=list(self._added) or None))
+            del self._added[name]
+
+    def _leave(self, slot: int) -> None:
+        with self._lock:
+            self._rows[slot] -= 1
+
+    def _reserve(self, name: str, path: Path) -> AddedLoRA:
+        """Return the adapter of this name and path, or a free slot for it. Raises ConfigError."""
+        problems, parts = Problems(f"the LoRA adapter {name}"), self.parts
+        if not LORA_NAME.fullmatch(name):
+            problems.add("a name may have letters, digits, dots, - and _", got=name)
+        if parts.lora_slots is None:
+            problems.add(
+                "this model was started without slots for further adapters",
+                got=0,
+                change=f"{MAX_LORAS_KEY}=N (the number that can be added); restart the server",
+            )
+        problems.raise_if_any(ConfigError)
+        slots = range(len(parts.lora_names), parts.loras.count)
+        with self._lock:
+            same = self._added.get(name)
+            if same is not None and same.path == path and same.number is not None:
+                return same
+            if same is not None or name in parts.lora_names:
+                message = "there is an adapter of this name: unload it first"
+                raise ConfigError(problem(message, got=name))
+            used = {added.slot for added in self._added.values()}
+            free = [slot for slot in slots if slot not in used and not self._rows.get(slot)]
+            if not free:
+                running = " (rows of an unloaded one still run)" if len(used) < len(slots) else ""
+                message = f"all {len(slots)} slots for adapters are taken{running}"
+                choices = [f"unload {other}" for other in self._added] or ["try again"]
+                raise ConfigError(problem(message, got=name, choices=choices, change=MAX_LORAS_KEY))
+            return self._added.setdefault(name, AddedLoRA(path, free[0]))

@@ -46,6 +46,7 @@ from launcher_scripts.kernels.cuda.compiling import traits_of
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import with_lora_slots
 from launcher_scripts.models.family import ModelConfig, check_draft_model
 
 
@@ -90,6 +91,8 @@ class EngineSettings:
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     deterministic:   a row's tokens do not depend on the rows beside: every step has the same shape,
                      that of max_batch_size rows of full length, and prompts run one by one
+    max_loras:       slots for LoRA adapters that are added while the model is served, of at most
+                     max_lora_rank
     inter_token_target: seconds that a step over prompts may take, so that rows which decode get
                      their next tokens, and new requests their turn, in time; 0: no limit
     stall_timeout:   seconds without a sign of life after which a rank counts as lost
@@ -110,6 +113,8 @@ class EngineSettings:
     enable_prefix_caching: bool = False
     deterministic: bool = False
     verify: bool = True
+    max_loras: int = 0
+    max_lora_rank: int = 16
     inter_token_target: float = 0.05
     stall_timeout: float = 4.0
     start_timeout: float = 1800.0
@@ -125,6 +130,8 @@ class EngineSettings:
             problems.add("unknown device", got=self.device, choices=("auto", "cpu", "cuda"))
         if self.max_batch_size < 1:
             problems.add("max_batch_size must be at least 1", got=self.max_batch_size)
+        problems.check_minimum("max_loras", self.max_loras, 0)
+        problems.check_minimum("max_lora_rank", self.max_lora_rank, 1)
         if not 0 <= self.inter_token_target < inf:
             problems.add("inter_token_target must be 0 or more", got=self.inter_token_target)
         with problems.collecting():
@@ -274,7 +281,11 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
             f"{checkpoint.tp_size}; got {parallelism.tp_size}; change tensor_para_size in "
             f"config.pbtxt, or export again"
         )
-    checkpoint = replace(checkpoint, config=served_part(checkpoint.config, settings.model_type))
+    config = served_part(checkpoint.config, settings.model_type)
+    if settings.max_loras:
+        rows = family_of(config).weights(config)
+        config = with_lora_slots(config, rows, settings.max_loras, settings.max_lora_rank)
+    checkpoint = replace(checkpoint, config=config)
     depth = engine_family(checkpoint.config).depth(checkpoint.config)
     if parallelism.pp_size > depth:
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +17,14 @@ from launcher_scripts.common.errors import LauncherError
 from launcher_scripts.engine.distributed.heartbeat import OPERATING
 from launcher_scripts.engine.messages.message import (
     ExchangeWeights,
+    LoadLoRA,
     Operation,
     OperationReply,
     OperationRequest,
 )
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.engine.runner.weight_exchange import WeightExchange
+from launcher_scripts.engine.runner.weight_exchange import LoRALoad, WeightExchange
 
 
 class Cancelled(Exception):
@@ -50,8 +51,8 @@ class RankOperation(Protocol):
         ...
 
 
-Build = Callable[[Operation, Runner, EngineSettings, int], RankOperation]
-OPERATIONS: Mapping[type[Operation], Build] = {ExchangeWeights: WeightExchange}
+Build = Callable[[Any, Runner, EngineSettings, int], RankOperation]
+OPERATIONS: Mapping[type[Operation], Build] = {ExchangeWeights: WeightExchange, LoadLoRA: LoRALoad}
 
 
 class RankOperations:

@@ -161,7 +161,7 @@ class Runner:
         )
         self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
-        self._has_lora = bool(adapters_of(decoder.config).lora_names)
+        self._has_lora = bool(adapters_of(decoder.config).loras.count)
         self.draft = draft
         self._draft_model = None if draft is None else DraftModel(draft.launch, draft.states)
         self._unsettled: deque[StepResult] = deque()

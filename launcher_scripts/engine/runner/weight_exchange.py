@@ -1,4 +1,4 @@
-"""New weights in the tensors of the old ones, on one rank.
+"""New weights in the tensors of the old ones, on one rank; and LoRA adapters in slots for them.
 
 They are read into host memory while steps go on, and each file's bytes are compared with the
 manifest's digest. Then the tensors on the device and those on the host have each other's values:
@@ -12,18 +12,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import source_digest
+from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.files import MANIFEST, file_digest
-from launcher_scripts.engine.messages.message import ExchangeWeights
+from launcher_scripts.engine.messages.message import ExchangeWeights, LoadLoRA
+from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
-from launcher_scripts.engine.model.weights import Stored
+from launcher_scripts.engine.model.weights import DTYPES, Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.models.adapters import LoRASlots, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 HOST = torch.device("cpu")
@@ -37,9 +43,13 @@ class WeightExchange:
     """One rank's part of the exchange; a RankOperation (runner/operations.py)."""
 
     def __init__(
-        self, operation: ExchangeWeights, runner: Runner, settings: EngineSettings, rank: int
+        self,
+        operation: ExchangeWeights | LoadLoRA,
+        runner: Runner,
+        settings: EngineSettings,
+        rank: int,
     ) -> None:
-        self._operation = operation
+        self._operation: Any = operation
         self._network = runner.decoder
         self._settings = settings
         self._rank = rank
@@ -66,7 +76,11 @@ class WeightExchange:
         for name in served:
             check()
             # One after the other: the host has no room for two copies of all.
-            self._pairs.append((served[name], _pinned(fresh.pop(name), self._network.device)))
+            tensors = served[name], _pinned(fresh.pop(name), self._network.device)
+            if ".lora_" in name:  # adapters that were added stay as they are
+                stored = len(adapters_of(self._network.config).lora_names)
+                tensors = tensors[0][:stored], tensors[1][:stored]
+            self._pairs.append(tensors)
 
     def apply(self) -> None:
         """Let the device have the weights of the host, and the host those of the device."""
@@ -74,6 +88,71 @@ class WeightExchange:
         self._network.weights_changed()
 
     revert = apply
+
+
+class LoRALoad(WeightExchange):
+    """One rank's part of adding an adapter; a RankOperation.
+
+    Its values come into the memory of a slot, which rows of other adapters do not read.
+    """
+
+    def prepare(self, check: Callable[[], None]) -> None:
+        """Read this rank's part. Raises CheckpointError and ConfigError."""
+        # The readers of all formats are loaded when they are needed.
+        from launcher_scripts.checkpoint.sources.adapters import read_lora
+
+        path, weights, device = self._operation.path, self._network.weights, self._network.device
+        if (digest := source_digest(path)) != self._operation.digest:
+            message = f"{path} has other files than rank 0 has"
+            raise CheckpointError(problem(message, got=digest, choices=[self._operation.digest]))
+        parts, parallelism = adapters_of(weights.config), self._settings.parallelism
+        stack = read_lora(path, self._settings.checkpoint_dir)
+        check_slots(path, stack.fields, parts.loras)
+        slots = replace(parts.loras, count=1)
+        config = replace(weights.config, parts=replace(parts, **stack.fields, lora_slots=slots))
+
+        def read(spec: WeightSpec, layer: int | None) -> Stored:
+            check()
+            (tensor,) = stack.shards[spec.tensor_name(layer)]
+            blocks = full_blocks(spec, config.of_layer(layer), tensor.read())
+            tp_rank = parallelism.tp_rank(self._rank)
+            local = config.of_layer(layer), parallelism.tp_size, tp_rank
+            return np.concatenate(rank_columns(spec, *local, blocks), axis=-1)
+
+        dtype = DTYPES[self._settings.data_type]
+        loader = GPTWeightLoader(config, parallelism, self._rank, dtype, HOST, read)
+        for key, served in weights.loras.items():
+            loader.lora(*key)
+            for name in ("down", "up"):
+                values = getattr(loader.loras[key], name)[0]
+                if not bool(values.isfinite().all()):
+                    stems, layer, _ = key
+                    message = f"{path}: {', '.join(stems)} of layer {layer} is not finite"
+                    raise CheckpointError(problem(message, got=self._settings.data_type))
+                slot = getattr(served, name)[self._operation.slot]
+                self._pairs.append((slot, _pinned(values, device)))
+
+    def apply(self) -> None:
+        """Let the slot have the adapter."""
+        exchange(self._pairs)
+
+    revert = apply
+
+
+def check_slots(path: Path, fields: Mapping[str, Any], slots: LoRASlots) -> None:
+    """Raise ConfigError where an adapter with such fields does not fit into a slot."""
+    problems = Problems(f"the LoRA adapter {path}")
+    if fields["lora_rank"] > slots.rank:
+        problems.add(
+            "its rank is larger than the slots'",
+            got=fields["lora_rank"],
+            choices=[f"at most {slots.rank}"],
+            change="export.triton_deployment.max_lora_rank",
+        )
+    if others := sorted({*fields["lora_targets"]} - {*slots.targets}):
+        message = "it has projections that can only be merged"
+        problems.add(message, got=others, choices=slots.targets)
+    problems.raise_if_any(ConfigError)
 
 
 def named_tensors(weights: object) -> dict[str, Tensor]:
