@@ -211,7 +211,8 @@ class Engine:
             # By the adapter's number, which is never used again, as its slot is.
             if self.settings.enable_prefix_caching:
                 row.prefix = prefix_of(request, prompt, row.row_capacity, self.config)
-        row.request = replace(request, lora_adapter=slot)
+        if slot != request.lora_adapter:
+            row.request = replace(request, lora_adapter=slot)
         with self._lock:
             if self._error is None and not self._closed:
                 if session is not None:

@@ -74,6 +74,15 @@ FLAG_WORDS = {"false": "0", "true": "1"}
 # max_batch_size bounds one request; rows of many requests run together whatever it is, and the
 # widest beam search fits.
 ROWS_IN_FLIGHT = MAX_BEAMS
+# Parameter -> its minimum, and its text where it is absent; None: it must be there.
+INTEGERS: dict[str, tuple[int, str | None]] = {
+    "tensor_para_size": (1, None),
+    "pipeline_para_size": (1, "1"),
+    "int8_mode": (0, "0"),
+    "max_loras": (0, "0"),
+    "max_lora_rank": (1, str(EngineSettings.max_lora_rank)),
+    **dict.fromkeys(FLAGS, (0, "0")),
+}
 
 
 def model_type(config: Mapping[str, Any]) -> str:
@@ -95,17 +104,7 @@ def engine_settings(
     if unknown := sorted(values.keys() - set(PARAMETERS) - SERVER_PARAMETERS):
         print(f"{WHERE} without a meaning: {', '.join(unknown)}", file=sys.stderr, flush=True)
     problems = Problems("the model's config.pbtxt")
-    numbers = {
-        name: _integer(values, name, minimum, default, problems)
-        for name, minimum, default in (
-            ("tensor_para_size", 1, None),
-            ("pipeline_para_size", 1, "1"),
-            ("int8_mode", 0, "0"),
-            ("max_loras", 0, "0"),
-            ("max_lora_rank", 1, str(EngineSettings.max_lora_rank)),
-            *((name, 0, "0") for name in FLAGS),
-        )
-    }
+    numbers = {name: _integer(values, name, *row, problems) for name, row in INTEGERS.items()}
     layers = values.get(PIPELINES_OLD_NAME)
     if layers not in (None, str(numbers["pipeline_para_size"])):
         problems.add(
