@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -24,6 +25,8 @@ Golden = Callable[[str, str], None]
 # processors that are shared with other tests take twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Collection makes a million objects that stay: a search for garbage among them costs a third.
+gc.disable()
 
 # Of the jobs that tests start, instead of the user's index.
 STATE = tempfile.TemporaryDirectory(prefix="launcher-test-state-")
@@ -52,6 +55,11 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on Slurm wait most of the time: they come first, beside others that compute."""
     items.sort(key=lambda item: not item.path.is_relative_to(CHECKOUT / "tests" / "slurm"))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks.clients.scripted import ANSWER, GREETING, MODEL, instance, scripted_app, serving
 
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 QUESTION = "How warm is it?"
 PARAMETERS = {
     "type": "object",
@@ -35,6 +33,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(address: str) -> Any:
+    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
 
 
@@ -91,6 +90,7 @@ def test_a_tool_in_a_response(client: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_in_a_message(address: str, stream: bool) -> None:
+    anthropic = pytest.importorskip("anthropic")
     client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
     tool = {"name": "temperature", "input_schema": PARAMETERS, "cache_control": {"type": "any"}}
     tools = [tool, {"type": "web_search_20250305", "name": "web_search"}]

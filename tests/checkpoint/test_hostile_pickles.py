@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import pickletools
 import random
@@ -26,6 +27,7 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
+@functools.cache
 def number(value: int) -> bytes:
     data = pickle.encode_long(value)
     return pickle.LONG4 + struct.pack("<i", len(data)) + data
