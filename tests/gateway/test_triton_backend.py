@@ -248,7 +248,7 @@ def test_a_model_without_streams_answers_once() -> None:
 def test_an_added_adapter_is_loaded_before_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server that has started again since it was added."""
     engine, server = backend(news((4, 3, 0, True, [5, 6, 7, 2])))
-    replies = [{"error": "the adapter is not there", "kind": "OperationError"}, {"number": 7}]
+    replies: list[dict[str, Any]] = [{"error": "it is not there", "kind": ""}, {"number": 7}]
     operations = []
 
     async def operate(operation: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def test_an_added_adapter_is_loaded_before_its_first_row(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine, "operate", operate)
     row = replace(ROW, lora_adapter=1, added_lora=AddedLoRA("law", "/a", 1))
-    with pytest.raises(ApiError, match="no adapter law: the adapter is not there") as raised:
+    with pytest.raises(ApiError, match="no adapter law: it is not there") as raised:
         generate(engine, row)
     assert raised.value.status == 503
     for _ in range(2):

@@ -344,13 +344,13 @@ class GPTWeightLoader(WeightLoader):
         widths = tuple(
             size(axis, Partition.COLUMN_PARALLEL) for axis in target.blocks or (target.outputs,)
         )
-        blocks, like = max(1, len(target.blocks)), {"dtype": self.dtype, "device": self.device}
-        down: Tensor = torch.zeros(slots.count, blocks, slots.rank, inputs, **like)
-        up: Tensor = torch.zeros(slots.count, slots.rank, sum(widths), **like)
+        shape = slots.count, max(1, len(target.blocks)), slots.rank, inputs
+        down = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        up = down.new_zeros(slots.count, slots.rank, sum(widths))
         if stem in parts.lora_targets:
             count, rank = len(parts.lora_names), parts.lora_rank
             stored = self._tensor(f"layers.*.{stem}.lora_in.weight", self.dtype, layer)
-            down[:count, :, :rank] = stored.t().reshape(count, blocks, rank, inputs)
+            down[:count, :, :rank] = stored.t().reshape(count, -1, rank, inputs)
             stored = self._tensor(f"layers.*.{stem}.lora_out.weight", self.dtype, layer)
             up[:count, :rank] = stored.view(count, rank, -1)
         return LoRA(down.flatten(1, 2), up, widths)

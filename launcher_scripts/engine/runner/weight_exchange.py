@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
@@ -117,7 +118,8 @@ class LoRALoad(WeightExchange):
             blocks = full_blocks(spec, config.of_layer(layer), tensor.read())
             tp_rank = parallelism.tp_rank(self._rank)
             local = config.of_layer(layer), parallelism.tp_size, tp_rank
-            return np.concatenate(rank_columns(spec, *local, blocks), axis=-1)
+            part: NDArray[Any] = np.concatenate(rank_columns(spec, *local, blocks), axis=-1)
+            return part
 
         dtype = DTYPES[self._settings.data_type]
         loader = GPTWeightLoader(config, parallelism, self._rank, dtype, HOST, read)
