@@ -26,6 +26,7 @@ from launcher_scripts.models.adapters import with_lora_slots
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.test_lora_stack import CASES, peft, prompt_logits
 from tests.checkpoint.test_peft import LINEAR, MODELS
+from tests.checkpoint.tiny_models import LATER_DECODERS
 from tests.engine.small_t5 import t5_config
 
 IDS = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -69,6 +70,28 @@ def test_it_answers_as_adapters_that_were_exported(
         assert engine.loras.numbers == {"sql": 0, "law": number}
         for adapter, values in zip((None, 0, number), expected, strict=True):
             np.testing.assert_allclose(logits(engine, adapter), values, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ("deepseek_v3", ("q_b_proj", "kv_b_proj")),
+        ("qwen2_moe", ("q_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_latent_attention_and_models_with_experts(
+    tmp_path: Path, kind: str, modules: tuple[str, ...]
+) -> None:
+    """Their slots have no place for LoRA of an MLP, and one for zeros beside a projection."""
+    model = LATER_DECODERS[kind].save(tmp_path / "base")
+    law = peft(tmp_path / "law", model, modules, 2)
+    stored = export_folder(tmp_path / "base", tmp_path / "stored", lora_checkpoints=(law,))
+    (expected,) = prompt_logits(stored, (0,))
+    with running(export_folder(tmp_path / "base", tmp_path / "plain")) as engine:
+        values = logits(engine, engine.loras.load("law", Path(law)))
+        np.testing.assert_allclose(values, expected, rtol=0, atol=5e-5)
+        assert not np.allclose(values, logits(engine, None))
 
 
 @pytest.fixture(scope="module")
