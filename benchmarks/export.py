@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--tp-size", type=int, default=8)
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--format", choices=EXPORT_FORMATS, default=EXPORT_FORMATS[0])
+    parser.add_argument("--no-source-digest", action="store_true", help="as of sources over 8 GiB")
     parser.add_argument("--folder", type=Path, default=None, help="where to work")
     parser.add_argument("--save", action="store_true", help="keep the figures in results/")
     arguments = parser.parse_args()
@@ -159,6 +160,7 @@ def write_settings(
         "tokenizer": {"source": "none"},
         "format": options.format,
         "huggingface": {"folder": str(target)},
+        "digest_source": False if options.no_source_digest else None,
         **source.settings,
     }
     path.write_text(yaml.safe_dump(values))

@@ -34,6 +34,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     SourceCheckpoint,
 )
 from launcher_scripts.checkpoint.layout.tasks import (
+    MIN_BYTES,
     Task,
     checkpoint_type,
     make_plan,
@@ -41,7 +42,7 @@ from launcher_scripts.checkpoint.layout.tasks import (
     reject_unfit,
     write_all,
 )
-from launcher_scripts.checkpoint.layout.workers import Progress
+from launcher_scripts.checkpoint.layout.workers import Progress, beside
 from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
@@ -191,14 +192,14 @@ def export(settings: ExportSettings, reference: Compare | None = None) -> Path:
         name=name,
         earlier=weights,
     )
-    with writer:
+    with source_digests(settings, path) as digests, writer:
         for file_name, content in files.items():
             writer.copy(content, file_name)
         progress = Progress(f"exporting {path.name}", total)
         unfit = write_all(tasks, writer, opened.archive, progress, settings)
         progress.close()
         reject_unfit(tasks, unfit, f"the weights of {path}")
-        writer.source |= source_digests(settings, path)
+        writer.source |= digests()
         writer.seal()
         if settings.verify:
             verify_export(writer.partial, tasks, settings.processes)
@@ -295,12 +296,25 @@ def _sources(settings: ExportSettings, path: Path) -> list[Path]:
     return [path, *map(Path, parts)]
 
 
-def source_digests(settings: ExportSettings, path: Path) -> dict[str, Any]:
-    """The entry of the manifest with a digest of every checkpoint that was read; {} without."""
+@contextmanager
+def source_digests(settings: ExportSettings, path: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Compute a digest of every checkpoint that is read, beside what the block does.
+
+    The block gets what returns the entry of the manifest; {} without one.
+    """
     sources, requested = _sources(settings, path), settings.digest_source
+    size = sum(map(size_of, sources))
     if requested is None:
-        requested = settings.sign is not None or sum(map(size_of, sources)) < _DIGESTED_BYTES
-    return {SOURCE_DIGESTS: {str(x): source_digest(x) for x in sources}} if requested else {}
+        requested = settings.sign is not None or size < _DIGESTED_BYTES
+
+    def digests() -> dict[str, Any]:
+        return {SOURCE_DIGESTS: {str(x): source_digest(x) for x in sources}} if requested else {}
+
+    if not requested or settings.processes == 1 or size < MIN_BYTES:
+        yield digests
+        return
+    with beside(digests) as result:
+        yield result
 
 
 def reused(
@@ -318,8 +332,9 @@ def reused(
     target = settings.checkpoint_dir
     manifest = check_same(target, name, files)
     if manifest is not None and SOURCE_DIGESTS not in manifest.source:
-        digests = source_digests(settings, path)
-        replace(manifest, source={**manifest.source, **digests}).write(target)
+        with source_digests(settings, path) as digests:
+            source = {**manifest.source, **digests()}
+        replace(manifest, source=source).write(target)
     if settings.verify:
         verify()
     print(f"the earlier export is the same and is kept: {target}", flush=True)

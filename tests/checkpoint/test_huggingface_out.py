@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from transformers.models.auto import modeling_auto
 from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     HUGGINGFACE_FORMAT,
+    FileEntry,
     check_files,
     read_manifest,
+    source_digest,
 )
 from launcher_scripts.checkpoint.huggingface import folder as folder_module
 from launcher_scripts.checkpoint.huggingface.config_json import (
@@ -35,6 +38,7 @@ from launcher_scripts.checkpoint.huggingface.export import export_huggingface
 from launcher_scripts.checkpoint.huggingface.folder import HuggingFaceWriter
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
+from launcher_scripts.common.files import SOURCE_DIGESTS
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
@@ -382,31 +386,50 @@ def test_an_interruption_leaves_no_folder(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next run goes on with the shards that are complete."""
-    finish, names = HuggingFaceWriter.finish, list[str]()
+    add, names = HuggingFaceWriter.add, list[str]()
 
-    def stopping(self: HuggingFaceWriter, shard: Any) -> None:
+    def stopping(self: HuggingFaceWriter, entry: FileEntry) -> None:
         if len(names) == 2:
             raise KeyboardInterrupt
-        names.append(shard.name)
-        finish(self, shard)
+        add(self, entry)
+        if entry.name.startswith("model-"):
+            names.append(entry.name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HuggingFaceWriter, "finish", stopping)
+        patch.setattr(HuggingFaceWriter, "add", stopping)
         with pytest.raises(KeyboardInterrupt):
             convert(base, tmp_path / "out", max_shard_size="10KB")
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").is_dir()
     created: list[str] = []
     create = HuggingFaceWriter.create
 
-    def noted(self: HuggingFaceWriter, shard: Any) -> None:
+    def noted(self: HuggingFaceWriter, shard: Any) -> Any:
         created.append(shard.name)
-        create(self, shard)
+        return create(self, shard)
 
     monkeypatch.setattr(HuggingFaceWriter, "create", noted)
     out = convert(base, tmp_path / "out", max_shard_size="10KB")
     assert created and not {*created} & {*names}
     check_same_tensors(convert(base, tmp_path / "once"), out)
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("shard_size", ["10KB", "5GB"])
+def test_digests_are_computed_beside_the_writing(
+    shard_size: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (folder_module, export_module):
+        monkeypatch.setattr(module, "MIN_BYTES", 0)
+    out = convert(base, tmp_path / "out", max_shard_size=shard_size, digest_source=True)
+    manifest = read_manifest(out)
+    assert manifest is not None
+    assert manifest.source[SOURCE_DIGESTS] == {str(base): source_digest(base)}
+    problems = Problems("the folder")
+    check_files(out, manifest.entries, problems, digests=True)
+    problems.raise_if_any(CheckpointError)
+    for entry in manifest.files:
+        if entry.crc32 is not None:
+            assert entry.crc32 == f"{zlib.crc32((out / entry.name).read_bytes()):08x}"
 
 
 def test_a_full_disk_is_one_line(

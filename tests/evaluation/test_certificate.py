@@ -97,7 +97,10 @@ HANDFUL = {
     ("llama", "the other rotary layout"),
     ("qwen3", "sliding_window 5"),
     ("gpt2", "no bias of a norm, hidden"),
+    ("llama", "rotary_base 20000.0"),
     ("llama", "tokenizer: a dropped token"),
+    ("llama", "tokenizer: an added token more"),
+    ("mixtral", "queries' heads rolled"),
     ("llama", "a server that is not exact"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -213,18 +213,20 @@ def _files_of(folder: Path) -> list[tuple[str, Path]]:
 
 def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
     """The digest of a file, read in pieces."""
-    return file_digests(path, algorithm)[0]
+    digest = DIGESTS[algorithm]()
+    add_bytes([digest], path, 0, path.stat().st_size)
+    return digest.hexdigest()
 
 
-def file_digests(path: Path, *algorithms: str) -> list[str]:
-    """Digests of a file that is read once."""
-    digests = [DIGESTS[algorithm]() for algorithm in algorithms]
+def add_bytes(digests: Sequence[Digest], path: Path, first: int, last: int) -> None:
+    """Add the bytes [first, last) of a file, as many as it has, which are read once."""
+    piece = memoryview(bytearray(_HASH_CHUNK))
     with path.open("rb", buffering=0) as file:
-        piece = memoryview(bytearray(_HASH_CHUNK))
-        while size := file.readinto(piece):
+        file.seek(first)
+        while size := file.readinto(piece[: last - first]):
+            first += size
             for digest in digests:
                 digest.update(piece[:size])
-    return [digest.hexdigest() for digest in digests]
 
 
 def size_of(path: Path) -> int:

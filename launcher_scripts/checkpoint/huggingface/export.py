@@ -144,7 +144,7 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
         overwrite=settings.overwrite,
         name=name,
     )
-    with writer:
+    with source_digests(settings, opened.path) as digests, writer:
         for file_name, content in files.items():
             writer.copy(content, file_name)
         progress = Progress(f"exporting {opened.path.name}", total)
@@ -153,7 +153,7 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
         problems = Problems(f"the weights of {opened.path}")
         problems.add_first(sorted({str(error) for error in unfit}), 20)
         problems.raise_if_any(CheckpointError)
-        writer.source |= source_digests(settings, opened.path)
+        writer.source |= digests()
         writer.seal()
         if settings.verify:
             verify_shards(writer.partial, shards, settings)

@@ -27,9 +27,12 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
 )
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
+    DIGESTS,
     HUGGINGFACE_FORMAT,
+    Crc32,
+    Digest,
     FileEntry,
-    file_digests,
+    add_bytes,
 )
 from launcher_scripts.checkpoint.fastertransformer.output_folder import writing
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -153,19 +156,55 @@ class HuggingFaceWriter(FolderWriter):
             self.copy(json_bytes(index), INDEX)
         self.copy(json_bytes(self.config), CONFIG_NAME)
 
-    def create(self, shard: Shard) -> None:
+    def create(self, shard: Shard) -> ShardDigests:
         """Make a shard's file with its header."""
         path = self.partial / shard.name
         with writing(path), fresh_file(path) as out:
             write_all(out.fileno(), memoryview(shard.header))
             out.truncate(shard.nbytes)
+        return ShardDigests(shard, path)
 
-    def finish(self, shard: Shard) -> None:
-        """Count a shard whose tensors are all written."""
-        path = self.partial / shard.name
-        with writing(path):
-            digest, checksum = file_digests(path, ALGORITHM, "crc32")
-        self.add(FileEntry(shard.name, shard.nbytes, digest, None, None, ALGORITHM, checksum))
+    def count(self, digests: ShardDigests, position: int) -> None:
+        """Count a tensor that is written, and with the last one its shard."""
+        shard = digests.shard
+        with writing(digests.path):
+            digests.add(position)
+        if digests.is_complete:
+            values = [digest.hexdigest() for digest in digests.digests]
+            entry = (values[0], None, None, ALGORITHM, values[1])
+            self.add(FileEntry(shard.name, shard.nbytes, *entry))
+
+
+@dataclass
+class ShardDigests:
+    """The digests of a shard, which follow the tensors that are written in the file's order.
+
+    So they read what the system still holds in memory, while other processes write.
+
+    written: positions of tensors that are written, but not in the digests
+    count:   of the tensors in the digests
+    """
+
+    shard: Shard
+    path: Path
+    digests: tuple[Digest, ...] = field(default_factory=lambda: (DIGESTS[ALGORITHM](), Crc32()))
+    written: set[int] = field(default_factory=set)
+    count: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.count == len(self.shard.tensors)
+
+    def add(self, position: int) -> None:
+        tensors, start = self.shard.tensors, self.count
+        self.written.add(position)
+        while self.count in self.written:
+            self.written.remove(self.count)
+            self.count += 1
+        if self.count > start:
+            last = tensors[self.count - 1]
+            first = tensors[start].offset if start else 0
+            add_bytes(self.digests, self.path, first, last.offset + last.nbytes)
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
@@ -175,10 +214,10 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor to write, by its shard's position."""
+    """A tensor to write, by the positions of its shard and in it."""
 
     shard: int
-    item: ShardTensor
+    position: int
 
 
 @dataclass(frozen=True)
@@ -191,15 +230,16 @@ class _Work:
     workspace: Workspace = field(default_factory=Workspace)
     files: dict[str, int] = field(default_factory=dict)
 
-    def run(self, job: _Job, on_result: OnResult[tuple[int, int] | UnfitValues]) -> None:
-        """Write a tensor at its offset; `on_result` gets its shard's position and its bytes."""
-        tasks = [part.task for part in job.item.tensor.parts]
+    def run(self, job: _Job, on_result: OnResult[_Job | UnfitValues]) -> None:
+        """Write a tensor at its offset; `on_result` gets the job when it is done."""
+        item = self.writer.shards[job.shard].tensors[job.position]
+        tasks = [part.task for part in item.tensor.parts]
         for task in tasks:
             for values in task.views():
                 self.archive.check(values, task.name)
         try:
-            self._write(job)
-            on_result((job.shard, job.item.nbytes))
+            self._write(item, self.writer.partial / self.writer.shards[job.shard].name)
+            on_result(job)
         except UnfitValues as error:
             on_result(error.with_traceback(None))
         for task in tasks:
@@ -207,8 +247,7 @@ class _Work:
                 self.archive.check_size(values)
                 self.archive.forget(values)
 
-    def _write(self, job: _Job) -> None:
-        item, path = job.item, self.writer.partial / self.writer.shards[job.shard].name
+    def _write(self, item: ShardTensor, path: Path) -> None:
         offset = item.offset
         with writing(path):
             if path.name not in self.files:
@@ -269,28 +308,23 @@ def write_shards(
     writer: HuggingFaceWriter, archive: Archive, settings: ExportSettings, progress: Progress
 ) -> list[UnfitValues]:
     """Write all shards that an interrupted run has not; returns which values do not fit."""
-    left: dict[int, int] = {}
+    digests: dict[int, ShardDigests] = {}
     jobs: list[_Job] = []
     for number, shard in enumerate(writer.shards):
         if writer.holds_file(shard.name):
             progress.add(sum(item.nbytes for item in shard.tensors))
             continue
-        writer.create(shard)
-        left[number] = len(shard.tensors)
-        # Shard by shard, so that an interruption leaves whole ones; large tensors first.
-        ordered = sorted(shard.tensors, key=lambda item: item.nbytes, reverse=True)
-        jobs += [_Job(number, item) for item in ordered]
+        digests[number] = writer.create(shard)
+        # In the order of the files: digests follow, and an interruption leaves complete shards.
+        jobs += [_Job(number, position) for position in range(len(shard.tensors))]
     unfit: list[UnfitValues] = []
 
-    def on_result(result: tuple[int, int] | UnfitValues) -> None:
+    def on_result(result: _Job | UnfitValues) -> None:
         if isinstance(result, UnfitValues):
             unfit.append(result)
             return
-        number, size = result
-        progress.add(size)
-        left[number] -= 1
-        if not left[number]:
-            writer.finish(writer.shards[number])
+        progress.add(writer.shards[result.shard].tensors[result.position].nbytes)
+        writer.count(digests[result.shard], result.position)
 
     work = _Work(writer, archive, settings.allow_nonfinite)
     count = min(settings.processes, MAX_PROCESSES, len(os.sched_getaffinity(0)), len(jobs))

@@ -87,6 +87,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 SHORTENED = "a file of the checkpoint became shorter, or its disk failed, while it was read"
 OnResult = Callable[[Result], None]
+_FORK = multiprocessing.get_context("fork")
 
 
 def run_all(
@@ -105,22 +106,9 @@ def run_all(
         for item in items:
             work(item, on_result)
         return
-    context = multiprocessing.get_context("fork")
-    turns = context.Value("q", 0)
+    turns = _FORK.Value("q", 0)
     with _ended_workers() as processes:
-        results = {}
-        stop = StopRequest()
-        with stop.listening():  # Python drops what a handler raises in the midst of a fork
-            for _ in range(count):
-                receiver, sender = context.Pipe(duplex=False)
-                arguments = (items, work, turns, sender)
-                process = context.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
-                sender.close()
-                processes.append(process)
-                results[receiver] = process
-        if stop.received is not None:
-            signal.raise_signal(stop.received)
+        results = _start(items, work, turns, count, processes)
         while results:
             ready = wait(list(results))
             for receiver in [result for result in results if result in ready]:
@@ -131,6 +119,57 @@ def run_all(
                     raise matches
                 else:
                     on_result(matches)
+
+
+@contextmanager
+def beside(work: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
+    """Start `work` in a process of its own; the block gets a function that waits for its result.
+
+    The process ends with the block. The function raises what `work` has raised.
+    """
+
+    def run(item: Callable[[], Result], on_result: OnResult[Result]) -> None:
+        on_result(item())
+
+    turns = _FORK.Value("q", 0)
+    with _ended_workers() as processes:
+        ((receiver, process),) = _start([work], run, turns, 1, processes).items()
+
+        def result() -> Result:
+            received = _received(receiver, process)
+            if isinstance(received, BaseException):
+                raise received
+            value: Result = received
+            return value
+
+        yield result
+
+
+def _start(
+    items: Sequence[Item],
+    work: Callable[[Item, OnResult[Result]], None],
+    turns: Any,
+    count: int,
+    processes: list[ForkProcess],
+) -> dict[Connection, ForkProcess]:
+    """Start processes, which are added to `processes`; returns what comes from which.
+
+    turns: shared, of the next item; its memory gets another use when the caller drops it
+    """
+    results = {}
+    stop = StopRequest()
+    with stop.listening():  # Python drops what a handler raises in the midst of a fork
+        for _ in range(count):
+            receiver, sender = _FORK.Pipe(duplex=False)
+            arguments = (items, work, turns, sender)
+            process = _FORK.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            sender.close()
+            processes.append(process)
+            results[receiver] = process
+    if stop.received is not None:
+        signal.raise_signal(stop.received)
+    return results
 
 
 def _serve(

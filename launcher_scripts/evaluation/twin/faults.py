@@ -224,9 +224,11 @@ def faults_of(
             faults.append(Fault(part, finding.name, finding.text))
     faults = list(dict.fromkeys(faults))
     exact = any(fault.name is not None for fault in faults)
+    explained = any(finding.evidence.get("explained_by") for finding in findings)
     first = trace.first
     if first is not None and not exact and (served_differs or first.name is not None):
-        faults.insert(0, first)
+        # Logits that agree with other settings say more than a layer without an explanation.
+        faults.insert(len(faults) if explained and first.name is None else 0, first)
     unplaced = [one for one in findings if one.name == OTHER]
     if unplaced and not faults:
         compared = not trace.skipped
@@ -364,10 +366,33 @@ class LayerComparison:
             if error <= self._limit:
                 continue
             if step.operation == "attention" and expected is not None:
+                moved = self._moved_heads(steps[:index], matches)
+                if moved is not None:
+                    return _STEPS[step.branch, moved], f", {moved} heads in another order"
                 return part, _profile(step.values, expected, self._limit)
             detail = f", {step.operation}" if step.operation in ("query", "key", "value") else ""
             return part, detail
         return "layer", ""
+
+    def _moved_heads(
+        self, steps: Sequence[Step], matches: Sequence[tuple[float, Floats | None]]
+    ) -> str | None:
+        """Return the first operation whose heads are the original's, but not in its order.
+
+        Values within a head may be in another order: of a rotary layout, for one.
+        """
+        size = getattr(self._export.config, "head_size", None)
+        for step, (_, expected) in zip(steps, matches, strict=False):
+            if step.operation not in ("query", "key", "value") or expected is None or not size:
+                continue
+            if step.values.shape != expected.shape or step.values.shape[-1] % size:
+                continue
+            values, others = (
+                np.sort(side.reshape(len(side), -1, size), -1) for side in (step.values, expected)
+            )
+            if relative_error(values, others) > self._limit:
+                return step.operation
+        return None
 
     def _reliable(
         self, location: Location, differing: Sequence[Location], steps: Sequence[Step]

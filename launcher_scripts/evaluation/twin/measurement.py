@@ -177,8 +177,8 @@ def compare_models(
         comparison.inspection,
     )
     metrics = _metrics(items, compared)
-    if reading.own:
-        metrics["text_difference"] = _text_difference(settings, comparison, reading.own)
+    if own := _readable(comparison, reading.own[:_PRICED]):
+        metrics["text_difference"] = _text_difference(settings, comparison, own)
     record = measurements(compared, settings.margin, settings.alpha)
     if comparison.trace is not None:
         trace = comparison.trace()
@@ -258,11 +258,21 @@ def _max_tokens(settings: ReferenceSettings, comparison: ComparedModels) -> int:
     return max_tokens
 
 
+def _readable(
+    comparison: ComparedModels, pairs: Sequence[tuple[Row, Row]]
+) -> list[tuple[Row, Row]]:
+    """Return the texts whose ids are in the vocabulary: a wrong tokenizer may have others."""
+    if not pairs:
+        return []
+    row = pairs[0][1]
+    size = comparison.reference.logits(row.ids, row.decoder_ids).shape[-1]
+    return [pair for pair in pairs if max((*pair[0].ids, *pair[0].decoder_ids), default=0) < size]
+
+
 def _text_difference(
     settings: ReferenceSettings, comparison: ComparedModels, pairs: Sequence[tuple[Row, Row]]
 ) -> Metric:
     """Measure the effect of different tokenization on a few texts."""
-    pairs = pairs[:_PRICED]
     requests = (_request(served_row, 0) for served_row, _ in pairs)
     differences = []
     for (local, row), answer in zip(
