@@ -67,7 +67,7 @@ class HuggingFaceOptions:
         """
         for name in lists:
             message = f"{name} have no place in a transformers folder"
-            choices = ["adapter_checkpoints, which are merged"]
+            choices = ["adapter_checkpoints, which are merged", "lora_checkpoints"]
             problems.add(message, choices=choices, change=f"export.model.{name}")
         if _SIZE.fullmatch(self.max_shard_size) is None:
             problems.add(

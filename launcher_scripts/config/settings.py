@@ -213,7 +213,7 @@ class ExportSettings(ServingOptions, ModelOptions):
         check_options(self, problems, self.key_of)
         check_options(self.huggingface, problems, "export.huggingface.{}".format)
         if self.format == "huggingface":
-            lists = ("prompt_checkpoints", "lora_checkpoints")
+            lists = ("prompt_checkpoints",)
             self.huggingface.check(problems, [n for n in lists if getattr(self, n)])
         if self.source == "random" and self.tokenizer.source == "auto":
             problems.add(

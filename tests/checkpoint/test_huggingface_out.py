@@ -298,7 +298,7 @@ def test_an_adapter_is_merged(tmp_path: Path) -> None:
     for name, values in tensors(out).items():
         np.testing.assert_allclose(values, maker.merged[name].numpy(), rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match="adapter_checkpoints, which are merged"):
-        convert(tmp_path / "hf", tmp_path / "no", lora_checkpoints=adapters)
+        convert(tmp_path / "hf", tmp_path / "no", prompt_checkpoints=adapters)
 
 
 def test_shards_have_an_index(tmp_path: Path) -> None:

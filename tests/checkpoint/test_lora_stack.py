@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
@@ -21,7 +25,8 @@ from tests.checkpoint.exporting import (
     weight_bytes,
 )
 from tests.checkpoint.kept_lora import check_kept
-from tests.checkpoint.peft_maker import PeftMaker
+from tests.checkpoint.peft_maker import STEM, PeftMaker
+from tests.checkpoint.test_huggingface_out import check_same_tensors, convert, tensors
 from tests.checkpoint.test_peft import LINEAR, MODELS
 
 # kind -> modules of two adapters
@@ -34,6 +39,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "falcon_40b": (("query_key_value",), ("dense",)),
     "gptj": (("q_proj", "fc_in"), ("k_proj", "out_proj")),
 }
+
+FUSED = "gate_up_proj"
 
 
 def peft(folder: Path, model: Any, endings: tuple[str, ...], rank: int, **config: Any) -> str:
@@ -61,6 +68,77 @@ def test_each_adapter_adds_what_merging_it_adds(tmp_path: Path, kind: str) -> No
     ]
     config = check_kept(tmp_path / "base", tmp_path / "kept", adapters, merged)
     assert (config.parts.lora_names, config.parts.lora_rank) == (("sql", "law"), 4)
+
+
+def with_peft(model: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    """The model with an adapter as PEFT merges it: W + alpha / r * B @ A."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    found = load_file(folder / "adapter_model.safetensors")
+    modules = {name.split(".lora_")[0].removeprefix(STEM) for name in found}
+    assert modules == {*config["target_modules"]} and len(found) == 2 * len(modules)
+    merged = dict(model)
+    for module in modules:
+        down, up = (found[f"{STEM}{module}.lora_{side}.weight"] for side in "AB")
+        rank, alpha = (
+            config[f"{name}_pattern"].get(module, config[key])
+            for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
+        )
+        assert len(down) == rank
+        update = alpha / rank * (up @ down)
+        merged[f"{module}.weight"] = model[f"{module}.weight"] + (
+            update.T if config["fan_in_fan_out"] else update
+        )
+    return merged
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_adapters_beside_a_transformers_folder(tmp_path: Path, kind: str) -> None:
+    model, makers = MODELS[kind].save(tmp_path / "base"), {}
+    conv = kind == "gpt2"
+    for name, endings, rank in zip(("sql", "law"), CASES[kind], (4, 2), strict=True):
+        endings = tuple(ending for ending in endings if ending != FUSED)
+        makers[name] = maker = PeftMaker(model, seed=rank)
+        for module in maker.modules(*endings):
+            maker.lora(module, 2.0, rank, conv=conv)
+        values = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(endings)}
+        maker.write(tmp_path / name, **values, fan_in_fan_out=conv)
+    paths = tuple(str(tmp_path / name) for name in makers)
+    out = convert(tmp_path / "base", tmp_path / "out", lora_checkpoints=paths)
+    check_same_tensors(tmp_path / "base", out)
+    manifest = read_manifest(out)
+    assert manifest is not None
+    for name, maker in makers.items():
+        merged = with_peft(tensors(out), out / "adapters" / name)
+        for key, values in merged.items():
+            np.testing.assert_allclose(values, maker.merged[key], rtol=0, atol=1e-5, err_msg=key)
+        assert f"adapters/{name}/adapter_model.safetensors" in manifest.entries
+        again = (str(out / "adapters" / name),)
+        back = tensors(convert(out, tmp_path / name / "merged", adapter_checkpoints=again))
+        for key, values in merged.items():
+            np.testing.assert_allclose(back[key], values, rtol=0, atol=1e-6, err_msg=key)
+
+
+def test_rows_of_two_projections_in_one_module_are_refused(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "sql", MODELS["phi3"].save(tmp_path / "base"), (FUSED,), 2)
+    with pytest.raises(CheckpointError, match=r"as PEFT:\n- LoRA of .* no place; .*, which merges"):
+        convert(tmp_path / "base", tmp_path / "out", lora_checkpoints=(adapter,))
+    assert not (tmp_path / "out").exists()
+
+
+def test_nemos_adapter_gives_its_logits_in_transformers(shared_dir: Path, tmp_path: Path) -> None:
+    nemo = shared_dir / "fixtures" / "nemo"
+    adapter = nemo / "peft_gpt_lora_nemo1.23.0"
+    base = json.loads((adapter / "MANIFEST.json").read_text())["base_model_fixture"]
+    paths = (str(adapter / "model.nemo"),)
+    out = convert(nemo / base / "model.nemo", tmp_path / "out", "fp32", lora_checkpoints=paths)
+    (folder,) = (out / "adapters").iterdir()
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    merged = with_peft(tensors(out), folder)
+    model.load_state_dict({key: torch.from_numpy(v) for key, v in merged.items()}, strict=False)
+    with np.load(adapter / "reference.npz") as file, torch.no_grad():
+        found = model(torch.from_numpy(file["tokens"])).logits.numpy()
+        expected = file["logits"][..., : found.shape[-1]]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])

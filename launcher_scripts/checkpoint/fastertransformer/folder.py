@@ -287,8 +287,10 @@ class FolderWriter(ABC):
         fixed: what must stay of it, if it may be edited
         """
         path = self.partial / name
-        with writing(path), fresh_file(path) as out:
-            write_all(out.fileno(), memoryview(content))
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh_file(path) as out:
+                write_all(out.fileno(), memoryview(content))
         retained = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
         self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=retained))

@@ -39,6 +39,7 @@ from launcher_scripts.checkpoint.huggingface.folder import (
     verify_shards,
     write_shards,
 )
+from launcher_scripts.checkpoint.huggingface.lora import peft_files, without_lora
 from launcher_scripts.checkpoint.huggingface.tensors import (
     TargetTensor,
     centered,
@@ -112,7 +113,11 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
     """
     target, options = settings.checkpoint_dir, settings.huggingface
     reject_existing(target, settings.overwrite or settings.reuse)
-    opened = open_export(settings)
+    opened = complete = open_export(settings)
+    opened = replace(
+        opened,
+        **dict(zip(("tasks", "config"), without_lora(opened.tasks, opened.config), strict=True)),
+    )
     stated, local = settings, settings.weight_data_type == AUTO
     if local:
         settings = replace(settings, weight_data_type=opened.stored)
@@ -125,9 +130,10 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
     ]
     shards = make_shards(typed, options.max_shard_bytes)
     files = folder_files(opened, model.config)
+    files |= peft_files(complete.tasks, complete.config, model.tensors, str(target))
     source = opened.checkpoint.describe()
     metadata = {**source, "huggingface": asdict(replace(options, folder=None)), "own_types": local}
-    name = export_identity(settings, metadata, opened.config, opened.path)
+    name = export_identity(settings, metadata, complete.config, opened.path)
     if settings.reuse and not settings.overwrite and target.exists():
         verify = partial(verify_shards, target, shards, settings)
         return reused(settings, name, files, opened.path, verify)

@@ -6,6 +6,7 @@ Shards are laid out before they are written, so that several processes can write
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import threading
@@ -80,24 +81,29 @@ class Shard:
 
     @classmethod
     def of(cls, name: str, tensors: Sequence[tuple[TargetTensor, np.dtype[Any]]]) -> Shard:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end, offsets = 0, []
+        header = safetensors_header((tensor.name, tensor.shape, dtype) for tensor, dtype in tensors)
+        placed, offset = [], len(header)
         for tensor, dtype in tensors:
-            offsets.append(end)
-            end += tensor.size * dtype.itemsize
-            entries[tensor.name] = {
-                "dtype": _NAMES[dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offsets[-1], end],
-            }
-        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        header = struct.pack("<Q", len(text)) + text
-        placed = (
-            ShardTensor(tensor, dtype, len(header) + offset)
-            for (tensor, dtype), offset in zip(tensors, offsets, strict=True)
-        )
+            placed.append(ShardTensor(tensor, dtype, offset))
+            offset += placed[-1].nbytes
         return cls(name, header, tuple(placed))
+
+
+def safetensors_header(tensors: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> bytes:
+    """The start of a safetensors file with these names, shapes and types, in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape, dtype in tensors:
+        end = start + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
 
 
 def make_shards(

@@ -68,9 +68,10 @@ class Part:
         return self.task.tensors[self.index] if same and not self.shared else None
 
     def groups(self, workspace: Workspace | None = None) -> RowGroups:
-        return self._inverse(self.task.blocks(workspace))[self.index]
+        return self.inverse(self.task.blocks(workspace))[self.index]
 
-    def _inverse(self, blocks: Blocks) -> list[RowGroups]:
+    def inverse(self, blocks: Blocks) -> list[RowGroups]:
+        """Source tensors of blocks in the stored form."""
         if self.layout.inverse is None:
             raise CheckpointError(f"the layout of {self.task.name} has no inverse")
         return self.layout.inverse(blocks, self.task.config)
@@ -82,7 +83,7 @@ class Part:
             return self.source.shape
         values = np.broadcast_to(np.zeros((), "u1"), task.spec.shape_on(task.config, 1))
         blocks = full_blocks(task.spec, task.config, values)
-        return shape_of(self._inverse(blocks)[self.index])
+        return shape_of(self.inverse(blocks)[self.index])
 
 
 def shape_of(groups: RowGroups) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class TargetTensor:
         """Consecutive groups of rows, each of arrays side by side."""
         for start in range(0, len(self.parts), self.columns) if self.columns else ():
             parts = self.parts[start : start + self.columns]
-            sides = [_matrix(_read(part, Workspace())) for part in parts]
+            sides = [matrix_of(_read(part, Workspace())) for part in parts]
             arrays = [plain(side).T for side in sides]
             full = np.concatenate(arrays, axis=-1)
             if self.alternate:
@@ -213,7 +214,7 @@ def _agree(one: Part, other: Part) -> bool:
     tensors = [part.task.tensors[part.index :][:1] for part in (one, other)]
     if tensors[0] and tensors[0][0] is tensors[1][0] and one.task.changes == other.task.changes:
         return True
-    first, second = (_matrix(part.groups(Workspace())) for part in (one, other))
+    first, second = (matrix_of(part.groups(Workspace())) for part in (one, other))
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     step = max(_COMPARED // max(first[:1].size, 1), 1)
@@ -223,7 +224,8 @@ def _agree(one: Part, other: Part) -> bool:
     )
 
 
-def _matrix(groups: RowGroups) -> NDArray[Any]:
+def matrix_of(groups: RowGroups) -> NDArray[Any]:
+    """The rows as one array."""
     if len(groups) == len(groups[0]) == 1:
         return groups[0][0]
     dtype = groups[0][0].dtype
