@@ -13,6 +13,7 @@ from launcher_scripts.kernels.operands import AttentionScores, Heads, RelativeBi
 from tests.kernels.kernel_checks import (
     CACHES,
     DEVICE,
+    DOT_TYPES,
     assert_close,
     fused,
     parts,
@@ -28,6 +29,9 @@ SPANS = ((300, 0, 70), (2, 130, 3), (500, 0, 1), (150, 63, 65), (380, 0, 64))
 
 KINDS = ("plain", "alibi", "relative", "window", "wide window", "softcap", "sinks")
 GROUPED, OTHERS = (Heads(4, 2, 12),), (Heads(2, 2, 16), Heads(2, 1, 160))
+# Types and heads that Hopper's own kernel takes.
+HALVES = [(dtype, dtype) for dtype in DOT_TYPES if dtype != torch.float32]
+PAIRS = (Heads(4, 2, 64), Heads(8, 2, 128))
 
 
 def filled_cache(heads: Heads, dtype: torch.dtype):
@@ -48,7 +52,11 @@ def with_tiles(spans: VarlenBatch) -> VarlenBatch:
 
 @pytest.mark.parametrize(
     ("types", "heads", "kind"),
-    [*product(CACHES[::3], GROUPED, KINDS), *product(CACHES, OTHERS, ("plain", "window"))],
+    [
+        *product(CACHES[::3], GROUPED, KINDS),
+        *product(CACHES, OTHERS, ("plain", "window")),
+        *product(HALVES, PAIRS, ("plain",)),
+    ],
     ids=str,
 )
 def test_prompt_attention(types, heads, kind):

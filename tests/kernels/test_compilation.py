@@ -10,6 +10,8 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from launcher_scripts.kernels.cuda import (  # noqa: E402
     attention_tile,
@@ -20,6 +22,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     embedding,
     epilogues,
     gemv,
+    hopper_attention,
     lora,
     many_rows,
     norm,
@@ -367,6 +370,31 @@ def test_attention_of_prompts(dtype, kept, relative, size):
     kernel = prompt_attention.attend_prompts
     ptx = compile_kernel(kernel, pointers, numbers, constants, **options)
     assert ("wgmma" in ptx) != exact
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 128), ("fp16", 64)])
+def test_attention_of_pairs_of_heads(dtype, size):
+    """The warps that multiply keep what they have in registers."""
+    module = hopper_attention
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    block = [module.KEYS_PER_TILE, size]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
+    rows = f"tensordesc<{dtype}{block},{layout!r}>"
+    constants = {"HEADS": 32, "GROUP": 4, "SIZE": size, "QUERIES": 64, "TILE": block[0]}
+    constants |= {"STAGES": module.STAGES, "REGISTERS": module.CONSUMER_REGISTERS}
+    constants |= {"PRODUCER_REGISTERS": module.PRODUCER_REGISTERS}
+    signature = {"query": f"*{dtype}", "key_rows": rows, "value_rows": rows, "tiles": "*i64"}
+    signature |= {"out": f"*{dtype}", "pool_tokens": "i32", "scale": "fp32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    kernel = module.attend_group
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, places)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    ptx = compiled.asm["ptx"]
+    assert "wgmma" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+    assert f"setmaxnreg.inc.sync.aligned.u32 {module.CONSUMER_REGISTERS}" in ptx.replace("\t", "")
+    assert compiled.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))

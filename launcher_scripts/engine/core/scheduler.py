@@ -155,7 +155,7 @@ class Scheduler:
         starts = [] if self._holds() else self._admit()
         under_way = min(len(self._launched), self._stages - 1)
         running = self._in_turn(self._steps - under_way)
-        waiting = sum(row.prefill_length - row.prefilled for row in self._reading.values())
+        waiting = [row.prefill_length - row.prefilled for row in self._reading.values()]
         reads = waiting or self._draft_model
         limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
         drafts, proposals = plan_drafts(running, limits.tokens if self._draft_model else 0)

@@ -28,11 +28,16 @@ TOKENS_PER_DECODING_ROW = 4
 # Up to so many steps with the fewest tokens keep the times between tokens even: a 1.3B with 128
 # clients got its tokens every 6.0 ms at worst (p99) with 512 prompt tokens a step, 8.0 with 1,024.
 EVEN_STEPS = 2
+# While no short prompt waits, steps may be longer, by so many times what prompts are per row that
+# decodes, up to twice the target: they read the caches of those rows less often, and a prompt
+# that all wait for ends sooner.
+STRETCH_PER_SHARE = 6
 # A prompt whose last tokens would need a step more has them in this one: so many, as a share.
 OVERSHOOT = 0.25
 # A pass that is too large for a CUDA graph takes the host milliseconds, so it has so many times the
-# tokens of the largest graph at least.
+# tokens of the largest graph at least, unless the device needs so many seconds for that graph.
 LAUNCHED_SHARE = 1.5
+LAUNCH_HIDDEN_SECONDS = 0.03
 # An estimate is the median of so many durations: it outlasts a step that recorded a graph. Passes
 # over fewer tokens take about as long as over none.
 SAMPLES = 9
@@ -94,45 +99,60 @@ class PromptBudget:
         """Duration of a step without prompts; 0 before one was seen."""
         return median(self._decode_seconds) if self._decode_seconds else 0.0
 
-    def limits(self, decoding: int, waiting: int) -> Limits:
-        """Return the limits of a step in which this many rows decode, and this many prompt tokens
-        wait."""
+    def limits(self, decoding: int, waiting: Sequence[int]) -> Limits:
+        """Return the limits of a step in which this many rows decode, and prompts wait, each with
+        so many tokens left."""
         if not self._target:
             return Limits(self._max_tokens, self._max_tokens)
-        if decoding and waiting <= EVEN_STEPS * MIN_MIXED_TOKENS:
+        stretch = 1.0
+        if decoding and sum(waiting) <= EVEN_STEPS * MIN_MIXED_TOKENS:
             budget = 0
         elif self._seconds_per_token:
-            seconds = max(self._target - self._base_seconds * bool(decoding), self._target / 2)
+            stretch = self._stretch(decoding, waiting)
+            target = self._target * stretch
+            seconds = max(target - self._base_seconds * bool(decoding), target / 2)
             budget = int(seconds / median(self._seconds_per_token))
         else:
             budget = 0 if decoding else self._max_tokens
         budget = max(budget, MIN_MIXED_TOKENS, decoding * TOKENS_PER_DECODING_ROW)
-        limit = int(budget * (1 + OVERSHOOT))
+        limit = max(budget, int(budget / stretch * (1 + OVERSHOOT)))
         if self._recorded is not None:
             sizes = self._recorded(decoding)
-            if budget < sizes[-1] * LAUNCHED_SHARE:
+            if budget < sizes[-1] * self._launched_share(sizes[-1]):
                 budget = max((sizes[0], *(size for size in sizes if size <= budget)))
                 limit = max(size for size in sizes if size <= max(limit, budget))
         return Limits(min(budget, self._max_tokens), min(limit, self._max_tokens))
 
+    def _stretch(self, decoding: int, waiting: Sequence[int]) -> float:
+        """How many times the target a step may take."""
+        if min(waiting, default=0) <= MIN_MIXED_TOKENS:
+            return 1.0
+        return 1 + min(1, STRETCH_PER_SHARE * len(waiting) / max(decoding, 1))
+
+    def _launched_share(self, largest: int) -> float:
+        """How many times the tokens of the largest graph are launched kernel by kernel."""
+        seconds = median(self._seconds_per_token) if self._seconds_per_token else 0.0
+        return 1.0 if seconds * largest >= LAUNCH_HIDDEN_SECONDS else LAUNCHED_SHARE
+
     def shares(self, rows: Sequence[Row], limits: Limits) -> Iterator[tuple[Row, int]]:
         """Rows, which are in the order they came, and how many tokens of their prompts run now.
 
-        Half of the budget is for the prompt that came first, so that it ends; the rest for the
-        shortest ones, so that none waits for a much longer one.
+        Half of the budget is for the prompt that came first, so that it ends; the rest for those
+        with the fewest tokens left, so that none waits for a much longer one, and of several long
+        ones one ends after the other.
         """
         if not rows:
             return
-        first, *others = rows[:1] if self._one_by_one else rows
+        rows = rows[:1] if self._one_by_one else rows
         remaining = {row.slot: row.prefill_length - row.prefilled for row in rows}
-        reserve = min(limits.tokens // 2, remaining[first.slot])
-        left, counts = limits.tokens - reserve, {}
-        for row in sorted(others, key=lambda row: remaining[row.slot]):
-            counts[row.slot] = min(remaining[row.slot], left)
-            left -= counts[row.slot]
-        counts[first.slot] = min(remaining[first.slot], reserve + left)
+        counts = dict.fromkeys(remaining, 0)
+        counts[rows[0].slot] = min(limits.tokens // 2, remaining[rows[0].slot])
+        left = limits.tokens - counts[rows[0].slot]
+        for row in sorted(rows, key=lambda row: remaining[row.slot]):
+            more = min(remaining[row.slot] - counts[row.slot], left)
+            counts[row.slot], left = counts[row.slot] + more, left - more
         spare = limits.max_tokens - limits.tokens
-        for row in (first, *others):
+        for row in rows:
             count = counts[row.slot]
             rest = remaining[row.slot] - count
             if count and rest <= spare:

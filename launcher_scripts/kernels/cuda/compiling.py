@@ -52,6 +52,14 @@ def tell_of_compilation(begins: Callable[[], None], finished: Callable[[], None]
     return True
 
 
+@cache
+def has_gluon() -> bool:
+    """Return whether this Triton has the Gluon that hopper_attention is written in (from 3.6)."""
+    from triton import __version__
+
+    return tuple(int(number) for number in __version__.split(".")[:2]) >= (3, 6)
+
+
 def settle_keys(package: str) -> None:
     """Have all processes find the same kernels in Triton's cache, whichever they launch first.
 

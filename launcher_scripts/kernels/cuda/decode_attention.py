@@ -39,6 +39,7 @@ from launcher_scripts.kernels.operands import (
 
 SHORT_CONTEXT = 256  # tokens
 MEDIUM_CONTEXT = 1024
+LONG_CONTEXT = 8192
 # Query heads of all rows together.
 FEWEST_HEADS = 20
 FEWER_HEADS = 48
@@ -83,7 +84,7 @@ def attention_shape(
     heads memory bandwidth is the bound, and matrix products (tl.dot) come nearest to it.
     """
     queries, short = rows * heads.num_heads, longest <= SHORT_CONTEXT
-    if dtype != torch.float32 and _multiplies(rows, heads, short):
+    if dtype != torch.float32 and _multiplies(rows, heads, longest):
         return _with_products(rows, heads, short, in_bytes=cached == torch.float8_e4m3fn)
     if not short:
         return AttentionShape(_splits(longest, queries), 16, 1)
@@ -92,14 +93,16 @@ def attention_shape(
     return AttentionShape(1, 32, 2 if queries < MAX_HEADS else 1)
 
 
-def _multiplies(rows: int, heads: Heads, short: bool) -> bool:
-    """Return whether matrix products pay: sooner with keys that several query heads share."""
+def _multiplies(rows: int, heads: Heads, longest: int) -> bool:
+    """Return whether matrix products pay: sooner with keys that several query heads share, which
+    are read once for these; always where they are many."""
+    short = longest <= SHORT_CONTEXT
     queries, pairs = rows * heads.num_heads, rows * heads.num_kv_heads
     if heads.group == 1:
         return MANY_PAIRS <= pairs < MAX_PAIRS if short else pairs >= FEWEST_LONE_PAIRS
     if short:
         return pairs >= FEWEST_SHORT_PAIRS
-    return pairs >= FEWEST_PAIRS or queries >= MANY_HEADS
+    return pairs >= FEWEST_PAIRS or queries >= MANY_HEADS or longest > LONG_CONTEXT
 
 
 def _with_products(rows: int, heads: Heads, short: bool, *, in_bytes: bool) -> AttentionShape:

@@ -10,7 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference, reference_attention
 from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, MIN_SIDE, capped, reached
-from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options, traits_of
+from launcher_scripts.kernels.cuda.compiling import (
+    HOPPER,
+    has_gluon,
+    launcher,
+    pdl_options,
+    traits_of,
+)
 from launcher_scripts.kernels.cuda.loads import for_products, in_halves
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
@@ -278,6 +284,23 @@ def _load(pointers, mask, MASKED: tl.constexpr):
     return tl.load(pointers)
 
 
+def _has_wide_tiles(query: Tensor, cache: LayerCache, scores: AttentionScores, window: int) -> bool:
+    """Return whether hopper_attention takes these heads: of 16 bits, in pairs that share keys and
+    values, with scores as they are."""
+    if traits_of(query.device).capability != HOPPER or not has_gluon():
+        return False
+    _, num_heads, size = query.shape
+    plain = scores.slopes is None and scores.sinks is None and scores.relative is None
+    return (
+        query.dtype == cache.keys.dtype != torch.float32
+        and size in (64, 128)
+        and num_heads // cache.keys.shape[0] % 2 == 0
+        and plain
+        and not window
+        and scores.softcap is None
+    )
+
+
 def prompt_attention(
     query: Tensor,
     cache: LayerCache,
@@ -290,6 +313,10 @@ def prompt_attention(
     tokens, num_heads, size = query.shape
     if spans.tiles is None or size > WIDEST_PROMPT_HEAD:
         return reference.prompt_attention(query, cache, spans, scores, window=window)
+    if _has_wide_tiles(query, cache, scores, window):
+        from launcher_scripts.kernels.cuda.hopper_attention import group_attention
+
+        return group_attention(query, cache, spans.tiles, scores.scale)
     slopes, relative, sinks = scores.slopes, scores.relative, scores.sinks
     out = query.new_empty(tokens, num_heads * size)
     wide = size > WIDE_HEAD
