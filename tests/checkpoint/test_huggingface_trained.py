@@ -23,7 +23,10 @@ def trained(shared_dir: Path) -> Path:
     return shared_dir / "fixtures" / "hf" / "t5_multi30k"
 
 
-@pytest.mark.parametrize(("tp_size", "data_type"), [(1, "fp32"), (2, "bf16"), (4, "fp32")])
+@pytest.mark.parametrize(
+    ("tp_size", "data_type"),
+    [pytest.param(1, "fp32", marks=pytest.mark.slow), (2, "bf16"), (4, "fp32")],
+)
 def test_greedy_translation(
     shared_dir: Path, trained: Path, tmp_path: Path, tp_size: int, data_type: str
 ) -> None:

@@ -84,7 +84,7 @@ def check(folder: Path, config: Any, stored: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_tensor_arrives(case: str, tp_size: int, tmp_path: Path) -> None:
     changes, variant = CASES[case]
     config = small_t5(**changes)

@@ -28,7 +28,11 @@ def count(parallelism: Parallelism, rank: int, port: int, results: Queue[int]) -
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "groups"), [(Parallelism(2, 1), 2), (Parallelism(1, 2), 3)], ids=["tp", "pp"]
+    ("parallelism", "groups"),
+    [
+        pytest.param(Parallelism(2, 1), 2, id="tp", marks=pytest.mark.slow),
+        pytest.param(Parallelism(1, 2), 3, id="pp"),
+    ],
 )
 def test_a_rank_is_in_no_group_of_its_own(parallelism: Parallelism, groups: int) -> None:
     """All ranks are one group; the tensor-parallel ones another, the stages two more."""

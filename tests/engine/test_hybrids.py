@@ -273,6 +273,19 @@ def served(
     patch.undo()
 
 
+# Mamba-2, delta nets, latent attention, convolutions: the slow ones have states of these kinds.
+KINDS = ("nemotron_h", "qwen3_next", "kimi_linear", "lfm2")
+of_every_kind = pytest.mark.parametrize(
+    "served",
+    [
+        pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow], id=name)
+        for name in FAMILIES
+    ],
+    indirect=True,
+    scope="module",
+)
+
+
 def test_logits_and_tokens_are_those_of_transformers(served: Served) -> None:
     prompt = text(150)
     request = GenerateRequest(prompt, 64, end_id=NO_END, return_context_logits=True)
@@ -284,6 +297,7 @@ def test_logits_and_tokens_are_those_of_transformers(served: Served) -> None:
     check(served.model, prompt, answer.output_ids)
 
 
+@of_every_kind
 def test_prompts_are_found_as_far_as_states_were_kept(served: Served) -> None:
     """The same prompt, one that parts from it, and one that goes on where its answer ended."""
     first = text(90, 2)
@@ -306,6 +320,7 @@ def test_a_session_goes_on(served: Served) -> None:
     served.engine.close_session(session)
 
 
+@of_every_kind
 def test_drafts_change_nothing(served: Served) -> None:
     prompt = text(6, 9) * 7
     plain = served.ask(prompt, 40)
@@ -313,6 +328,7 @@ def test_drafts_change_nothing(served: Served) -> None:
     check(served.model, prompt, plain)
 
 
+@of_every_kind
 def test_beams_are_those_of_transformers(served: Served) -> None:
     pair = Pair(served.model, served.engine, NO_END - 1)
     prompt = text(13, 10)
@@ -323,6 +339,7 @@ def test_beams_are_those_of_transformers(served: Served) -> None:
     assert [list(beam.output_ids) for beam in output.beams] == texts
 
 
+@of_every_kind
 def test_rows_that_lose_their_place_and_prompts_in_pieces(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,9 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("model", ["gpt", "rope", "window", "latent"])
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("rope", marks=pytest.mark.slow), "window", "latent"]
+)
 def test_a_row_has_its_tokens_however_it_runs(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Alone; among others; with a prompt in pieces; behind a copied prefix; computed again; in
     steps that are graphs. A prompt attends to its own tokens as they are kept."""

@@ -53,7 +53,9 @@ def check_same(alone: Engine, together: Engine, seed: int) -> None:
     together.close()
 
 
-@pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window", "latent"])
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("rope", marks=pytest.mark.slow), "longrope", "window", "latent"]
+)
 def test_a_row_gets_its_tokens_beside_prompts(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Prompts are cut, too, so that most of their passes have rows that decode."""
     monkeypatch.setattr(step_budget, "MIN_MIXED_TOKENS", 20)

@@ -42,8 +42,8 @@ ALIBI = small_config(num_layers=2, position_embedding="alibi", norm_placement="p
     ("config", "tp", "pp"),
     [
         (GPT2, 2, 1),
-        (GPT2, 1, 2),
-        (MODERN, 4, 1),
+        pytest.param(GPT2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(MODERN, 4, 1, marks=pytest.mark.slow),
         (MODERN, 2, 2),
         (GPT2, 1, 3),
         (ALIBI, 2, 1),

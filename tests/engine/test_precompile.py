@@ -233,8 +233,9 @@ def named(launches: set[tuple[str, str]]) -> set[str]:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *(("gpt", kind) for kind in ({}, INT8, FP8, KEPT_FP8)),
+        *(("gpt", kind) for kind in ({}, INT8)),
         ("t5", FP8 | KEPT_FP8),
+        *(pytest.param("gpt", kind, marks=pytest.mark.slow) for kind in (FP8, KEPT_FP8)),
         *(pytest.param("t5", kind, marks=pytest.mark.slow) for kind in ({}, INT8)),
     ],
     ids=str,

@@ -34,9 +34,9 @@ STRANGERS = 40
 _LISTENS = "0A"
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = load_engine(tmp_path, CONFIG, random_tensors(CONFIG), 2, 2)
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = load_engine(tmp_path_factory.mktemp("strangers"), CONFIG, random_tensors(CONFIG), 2, 2)
     yield engine
     engine.close()
 

@@ -179,7 +179,7 @@ def test_mixed_rows_go_on_and_say_so(served, monkeypatch):
     assert swaps.digests == DigestChain.of(second) != DigestChain.of(first)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_rows_of_several_ranks_go_on(tmp_path: Path, monkeypatch, tp, pp):
     """With stages, steps are in flight when the weights are to be exchanged."""
     first, second = exports(tmp_path, GPT2, tp)

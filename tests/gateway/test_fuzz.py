@@ -41,7 +41,7 @@ def client() -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_no_body_makes_the_gateway_fail(client: Any, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([*BODIES[path].model_fields, "unknown"])

@@ -147,7 +147,7 @@ def test_a_client_that_reads_nothing_gives_its_places_back(monkeypatch: pytest.M
     monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.2)
     backend = FakeBackend(lambda _: [5] * 100_000, at_once=100)
     app = make_app([served(backend, max_len=None)], SETTINGS)
-    values = {"prompt": "Hello", "max_tokens": 100_000, "n": 16, "stream": True}
+    values = {"prompt": "Hello", "max_tokens": 100_000, "n": 4, "stream": True}
     body = json.dumps({**values, "stop": "never" * 9}).encode()
     with listening(app) as address, opened(address) as link:
         link.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)

@@ -1,6 +1,6 @@
 """A pytest plugin for kernel checks under the interpreter, which takes most of its time away.
 
-With --eighth every check runs with an eighth of its parameters; their names tell which.
+With --share N every check runs with one of N of its parameters; their names tell which.
 
 The interpreter replaces the language's builtins at every launch and call of a helper, describes
 the shape of every value anew, and adds tuples of numbers one after the other. None of that changes
@@ -21,19 +21,19 @@ from triton.runtime import interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--eighth", action="store_true")
+    parser.addoption("--share", type=int, default=1, metavar="N")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--eighth"):
-        seen: set[str] = set()
-        kept = []
-        for item in items:
-            check = item.nodeid.partition("[")[0]
-            if check not in seen or not zlib.crc32(item.nodeid.encode()) % 8:
-                seen.add(check)
-                kept.append(item)
-        items[:] = kept
+    share = config.getoption("--share")
+    seen: set[str] = set()
+    kept = []
+    for item in items:
+        check = item.nodeid.partition("[")[0]
+        if check not in seen or not zlib.crc32(item.nodeid.encode()) % share:
+            seen.add(check)
+            kept.append(item)
+    items[:] = kept
 
 
 def pytest_configure() -> None:
