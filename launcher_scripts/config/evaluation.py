@@ -385,6 +385,7 @@ class WatchOptions:
     swap_server: str | None = option(
         None, "ready file or job of a running server of the same sizes"
     )
+    swap_ca: ConfigPath | None = option(None, "certificates to trust, of its gateway with TLS")
     max_checkpoints: int | None = option(None, "end after this many evaluations", lower=1)
     idle_timeout: float | None = option(
         None, "end after this many seconds without a new checkpoint", lower=0

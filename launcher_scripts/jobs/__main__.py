@@ -155,6 +155,9 @@ def _add_specific(command: argparse.ArgumentParser, name: str) -> None:
             metavar="SECONDS",
             help="that requests have to end; then nothing is exchanged (%(default)s)",
         )
+        command.add_argument(
+            "--ca", metavar="FILE", help="a gateway with TLS: certificates to trust (the system's)"
+        )
     elif name == "tunnel":
         command.add_argument(
             "--via", metavar="USER@HOST", help="login node of the cluster (you on this machine)"

@@ -127,6 +127,7 @@ class Request:
     checkpoint: Path = Path()
     mode: str = ""
     drain_timeout: float = 0.0
+    ca: str | None = None
 
     def chosen(self) -> list[Job]:
         jobs = choose_jobs(self.results, self.jobs)
@@ -300,7 +301,7 @@ def swap(request: Request) -> int:
     status, reply = 0, dict[str, Any]()
     for key in keys:  # one of them is an admin's
         seconds = _READ_SECONDS + request.drain_timeout
-        status, reply = _post(str(ready["openai"]), body, key, seconds)
+        status, reply = _post(str(ready["openai"]), body, key, seconds, request.ca)
         if status != _FORBIDDEN:
             break
     if status != 200:
@@ -346,20 +347,28 @@ def _ready_files(results: Path | None, name: str) -> Iterator[tuple[Path, Mappin
 
 
 def _post(
-    openai: str, body: Mapping[str, Any], key: str, seconds: float
+    openai: str, body: Mapping[str, Any], key: str, seconds: float, ca: str | None
 ) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of the gateway's answer; openai: http(s)://host:port/v1"""
+    """Status and JSON of the gateway's answer; openai: http(s)://host:port/v1, ca: a PEM file"""
     url = urlsplit(openai)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     connection: HTTPConnection = HTTPConnection(url.netloc, timeout=seconds)
     if url.scheme == "https":
-        context = ssl.create_default_context()
+        try:
+            context = ssl.create_default_context(cafile=ca)
+        except OSError as error:  # SSLError, too
+            message = f"cannot read the certificates: {error}"
+            raise ServerError(problem(message, got=ca, change="--ca")) from error
         connection = HTTPSConnection(url.netloc, timeout=seconds, context=context)
     try:
         with contextlib.closing(connection):
             connection.request("POST", "/admin/weights", json.dumps(body), headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
+    except ssl.SSLCertVerificationError as error:
+        message = f"the certificate of the gateway at {openai} is not trusted: {error}"
+        change = "--ca (a PEM file, for example deploy.gateway.tls_certificate)"
+        raise ServerError(problem(message, got=ca, change=change)) from error
     except (OSError, HTTPException, ValueError) as error:
         raise ServerError(f"the gateway at {openai} did not answer: {error}") from error
 

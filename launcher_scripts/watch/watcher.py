@@ -132,6 +132,8 @@ class Runs:
             return f"{folder} has {len(repositories)} model repositories"
         command = [sys.executable, "-m", "launcher_scripts.jobs", "swap"]
         command += [str(self._settings.swap_server), str(repositories[0])]
+        if self._settings.swap_ca is not None:
+            command += ["--ca", self._settings.swap_ca]
         result = subprocess.run(
             command,
             cwd=self._settings.folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,13 @@ RESULT = {
 
 
 @contextmanager
-def fake_gateway(folder: Path, error: str = "") -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+def fake_gateway(
+    folder: Path, error: str = "", tls: tuple[str, str] | None = None
+) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
     """The ready file of a server behind it, and the bodies that come with the right key.
 
     error: what it answers instead
+    tls:   PEM files of its certificate and of the key
     """
     bodies: list[dict[str, Any]] = []
 
@@ -52,10 +56,14 @@ def fake_gateway(folder: Path, error: str = "") -> Iterator[tuple[Path, list[dic
     keys.write_text(f"clients=sk-of-clients\nadmin={ADMIN_KEY}\n")
     keys.chmod(0o600)
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(*tls)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         ready = folder / "ready.json"
-        openai = f"http://127.0.0.1:{server.server_port}/v1"
+        openai = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}/v1"
         ready.write_text(json.dumps({"openai": openai, "api_keys": str(keys)}))
         try:
             yield ready, bodies

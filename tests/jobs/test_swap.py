@@ -9,6 +9,7 @@ import pytest
 
 from launcher_scripts.jobs.__main__ import main
 from tests.jobs.fake_gateway import fake_gateway
+from tests.server.test_protection import certificates
 
 
 def test_the_command_asks_with_the_key_of_an_admin(tmp_path: Path, capsys, monkeypatch) -> None:
@@ -38,3 +39,22 @@ def test_a_server_without_a_gateway_or_keys_says_what_to_change(
     ready.write_text(json.dumps(content))
     assert main(["swap", str(ready), "/exports/new"]) == 1
     assert change in capsys.readouterr().err
+
+
+def test_a_certificate_that_the_system_does_not_trust(tmp_path: Path, capsys) -> None:
+    pem = certificates(tmp_path)
+    with fake_gateway(tmp_path, tls=(pem["server.pem"], pem["server.key"])) as (ready, bodies):
+        line = ["swap", str(ready), "/exports/new"]
+        assert main([*line, "--ca", pem["ca.pem"]]) == 0
+        assert len(bodies) == 1
+        capsys.readouterr()
+        for ca, reason in (
+            (None, "is not trusted: "),
+            (pem["client.pem"], "is not trusted: "),
+            (pem["names"], "cannot read the certificates: "),
+            (str(tmp_path / "absent.pem"), "cannot read the certificates: "),
+        ):
+            assert main([*line, *(["--ca", ca] if ca else [])]) == 1
+            error = capsys.readouterr().err
+            assert reason in error and "change --ca" in error
+        assert len(bodies) == 1

@@ -23,6 +23,7 @@ from launcher_scripts.watch.watcher import Runs, Watcher
 from tests.browser import browser
 from tests.evaluation.test_page import emulate, needs_browser
 from tests.jobs.fake_gateway import fake_gateway
+from tests.server.test_protection import certificates
 from tests.processes import wait_for
 
 # Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.
@@ -140,14 +141,18 @@ def test_the_same_command_again_evaluates_nothing_twice(settings: Settings, save
     assert [calls(chosen, step) for step in (10, 20)] == [1, 1]
 
 
-@pytest.mark.parametrize("error", ["", "the probe disagrees"])
+@pytest.mark.parametrize(("error", "tls"), [("", True), ("the probe disagrees", False)])
 def test_a_server_gets_the_weights_of_the_newest_go(
-    settings: Settings, save: Save, tmp_path: Path, error: str
+    settings: Settings, save: Save, tmp_path: Path, error: str, *, tls: bool
 ) -> None:
+    (tmp_path / "pem").mkdir()
+    pem = certificates(tmp_path / "pem") if tls else {}
+    files = (pem["server.pem"], pem["server.key"]) if tls else None
+    ca = pem.get("ca.pem")
     save(10, right=50)
     save(20, right=50, verdict="NO-GO")
-    with fake_gateway(tmp_path, error) as (ready, bodies):
-        chosen = settings(swap="after_go", swap_server=str(ready))
+    with fake_gateway(tmp_path, error, files) as (ready, bodies):
+        chosen = settings(swap="after_go", swap_server=str(ready), swap_ca=ca)
         results = Path(chosen.results_dir) / "checkpoints" / "iter_0000010"
         repository = results / "tiny" / "export_1" / "model_repo"
         repository.mkdir(parents=True)
