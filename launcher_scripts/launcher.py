@@ -50,8 +50,10 @@ _MODULES = {
 }
 CHECKOUT = Path(__file__).resolve().parent.parent
 _SLURM_TIMEOUT = 10.0
-# Names of folders inside a checkpoint, which do not name the model.
-_INNER_FOLDERS = re.compile(r"checkpoints?|iter_\d+|weights|snapshots|[0-9a-f]{40}|\d+")
+# Names of folders inside a checkpoint and of its file, which do not name the model.
+_INNER_FOLDERS = re.compile(
+    r"checkpoints?|iter_\d+|weights|snapshots|[0-9a-f]{40}|\d+|model\.(nemo|gguf)"
+)
 _HUB_FOLDER = re.compile(r"models--[^/]+?--(?P<name>[^/]+)")
 _EXPORT_FILES = {"t5": "t5/export_t5", "bart": "bart/export_bart", "agm": "agm/export_agm"}
 _ENCODER_FILE = "t5/export_t5_encoder"
@@ -148,7 +150,7 @@ def slurm_answers() -> bool:
 def _export_file(path: Path) -> str | None:
     """The file of conf/export for a checkpoint of another family than GPT; None for GPT."""
     from launcher_scripts.checkpoint.formats import nemo_config
-    from launcher_scripts.checkpoint.sources import huggingface_architectures
+    from launcher_scripts.checkpoint.sources import huggingface_architectures, locations
     from launcher_scripts.common.errors import LauncherError
     from launcher_scripts.models import family_of
 
@@ -161,7 +163,7 @@ def _export_file(path: Path) -> str | None:
     except (LauncherError, OSError):
         return None  # main.py says what is wrong with the checkpoint
     if config is None:
-        return None
+        return _EXPORT_FILES["t5"] if locations.holds_core_t5(checkpoint) else None
     name = family_of(config).name
     return _ENCODER_FILE if name == "t5" and _is_encoder(checkpoint) else _EXPORT_FILES.get(name)
 

@@ -249,8 +249,8 @@ class Deploy(ServiceStage):
                 checks.problems.add(
                     f"{key} has no effect without the stage export: {config} has {served[name]}",
                     got=value,
-                    change="stages=[export,deploy], which writes config.pbtxt again and keeps the "
-                    f"weights; or leave {key} out",
+                    change="'stages=[export,deploy]', which writes config.pbtxt again and keeps "
+                    f"the weights; or leave {key} out",
                 )
 
     def _check_replicas(self) -> None:
@@ -298,14 +298,14 @@ class Deploy(ServiceStage):
             problems.add(
                 "nobody judges the server that deploy.promote holds back",
                 got=list(stages),
-                change="stages=[deploy,evaluate], or deploy.promote=null",
+                change="'stages=[deploy,evaluate]', or deploy.promote=null",
             )
         if "gateway" in {*stages, *self.brings}:
             problems.add(
                 "a gateway's job of the same command line waits for a server that is held back",
                 got=list(stages),
-                change="stages=[gateway] on a command line of its own, which follows the published "
-                "servers; deploy.gateway.port=null",
+                change="'stages=[gateway]' on a command line of its own, which follows the "
+                "published servers; deploy.gateway.port=null",
             )
 
     def _check_remote(self) -> None:
@@ -323,7 +323,7 @@ class Deploy(ServiceStage):
 
     def _check_repository(self) -> None:
         checks, key = self.launch.checks, "deploy.model_repository"
-        message = "the model repository (stages=[export,deploy] writes it first)"
+        message = "the model repository ('stages=[export,deploy]' writes it first)"
         if checks.exists(message, self.repository, key) and not checks.problems.messages:
             checks.problems.add(
                 "no model of the repository names the fastertransformer backend",

@@ -224,7 +224,7 @@ class Evaluate(Stage):
         if settings.harness is not None:
             self._check_harness(settings.harness)
         if "deploy" not in self.launch.stages:
-            message = "the ready file of a running server (stages=[deploy,evaluate] starts one)"
+            message = "the ready file of a running server ('stages=[deploy,evaluate]' starts one)"
             checks.exists(message, settings.ready_file, "evaluate.ready_file", self._ready_files())
         if self.block.in_deploy_job:
             self._check_deploy_job()
@@ -374,7 +374,7 @@ class Evaluate(Stage):
             self.launch.checks.problems.add(
                 "no deploy job of this command line to run in",
                 got=list(self.launch.stages),
-                change="evaluate.in_deploy_job, stages=[deploy,evaluate] or evaluate.ready_file",
+                change="evaluate.in_deploy_job, 'stages=[deploy,evaluate]' or evaluate.ready_file",
             )
 
 

@@ -196,7 +196,7 @@ class Export(Stage):
             checks.problems.add(
                 "export.format=huggingface writes no model repository for the later stages",
                 got=later,
-                choices=["stages=[export]"],
+                choices=["'stages=[export]'"],
                 change="stages or export.format",
             )
         retained = settings.overwrite or settings.reuse

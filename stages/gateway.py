@@ -83,6 +83,7 @@ class Gateway(ServiceStage):
             message = "the folder of tokenizer files"
             checks.exists(message, settings.tokenizer_dir, "gateway.tokenizer_dir")
         if "deploy" not in self.launch.stages:
-            message = "a server's ready file, or their folder (stages=[deploy,gateway] starts one)"
+            start = "'stages=[deploy,gateway]' starts one"
+            message = f"a server's ready file, or their folder ({start})"
             for ready in settings.ready:
                 checks.exists(message, ready, "gateway.ready")

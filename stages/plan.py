@@ -134,7 +134,7 @@ class Ladder(Stage):
             problems.add(
                 "a ladder serves and evaluates every rung",
                 got=list(stages),
-                change="stages=[export,deploy,evaluate]",
+                change="'stages=[export,deploy,evaluate]'",
             )
         if not self._rungs[0].block.stop_server:
             problems.add(
@@ -342,7 +342,7 @@ def _read(values: Mapping[str, Any]) -> Launch:
 def _in_order(names: tuple[str, ...]) -> tuple[str, ...]:
     problems = Problems("the stages")
     if not names:
-        problems.add("no stages", choices=STAGES, change="stages=[...]")
+        problems.add("no stages", choices=STAGES, change="'stages=[...]'")
     for name in names:
         with problems.collecting():
             lookup(STAGES, name, "stages")

@@ -94,7 +94,7 @@ class Watch(Stage):
             checks.problems.add(
                 "a watch starts the other stages itself, once per checkpoint",
                 got=list(launch.stages),
-                change="stages=[watch]",
+                change="'stages=[watch]'",
             )
         checks.exists("the training's folder", self.settings.training_dir, "watch.training_dir")
         checks.paths("the watch's {}", self.settings, "watch")

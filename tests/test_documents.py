@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import errno
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,3 +108,80 @@ def test_the_index_names_every_document() -> None:
     index = set(LINK.findall((DOCS / "README.md").read_text("utf-8")))
     others = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
     assert sorted(others - index) == []
+
+
+def messages() -> Iterator[str]:
+    """The texts of the program, with a null character for each value that is filled in."""
+    rooms = ("launcher_scripts", "stages")
+    for path in [
+        ROOT / "main.py",
+        *(file for room in rooms for file in (ROOT / room).rglob("*.py")),
+    ]:
+        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    getattr(part, "value", "\0") if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+                yield str(node.value)
+    for template in (ROOT / "templates").glob("*.j2"):
+        yield from template.read_text("utf-8").splitlines()
+    yield os.strerror(errno.ENOSPC)
+
+
+def indexed_messages() -> list[str]:
+    """The parts of messages in the first column of the index of errors."""
+    rows = re.findall(r"^\| (.+?) \| ", (DOCS / "errors.md").read_text("utf-8"), re.MULTILINE)
+    cells = [row for row in rows if not row.startswith(("*", "message", "`error.code`", "---"))]
+    return [part for cell in cells for part in re.split(r"[,;] (?:or )?", cell)]
+
+
+def test_the_index_of_errors_has_messages_of_the_program() -> None:
+    texts = list(messages())
+    whole = set(texts)
+    unknown = []
+    for part in indexed_messages():
+        if part.startswith("`"):
+            found = part.strip("`") in whole
+        else:
+            pattern = re.compile(".*".join(re.escape(text.strip()) for text in part.split("...")))
+            found = any(map(pattern.search, texts))
+        if not found:
+            unknown.append(part)
+    assert unknown == []
+    assert len(indexed_messages()) > 60
+
+
+UNQUOTED = re.compile(
+    r"(?:^|[\s`(])((?:[a-z_]+\.)*[a-z_]+=\[[^\s`'\"]*\])(?=[\s`.,;:)]|$)", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_lists_on_command_lines_are_quoted(document: Path) -> None:
+    """zsh takes a bracket for a pattern of file names."""
+    assert UNQUOTED.findall(document.read_text("utf-8")) == []
+
+
+def test_suggested_lists_are_quoted() -> None:
+    """An error's advice is copied to the command line."""
+    unquoted = []
+    for path in [
+        file for room in ("launcher_scripts", "stages") for file in (ROOT / room).rglob("*.py")
+    ]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg in ("change", "choices"):
+                texts = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+                unquoted += [text for text in texts if UNQUOTED.search(str(text))]
+    assert unquoted == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/first-model.md"])
+def test_commands_can_be_pasted(name: str) -> None:
+    """A terminal's zsh knows no comments."""
+    blocks = FENCED.findall((ROOT / name).read_text("utf-8"))
+    commands = [line for block in blocks for line in block.splitlines() if "#" in line]
+    assert commands == []

@@ -123,7 +123,8 @@ class Installation:
                     "this tritonserver is too old to have these options",
                     got=unknown,
                     change="deploy.server.tritonserver or the container (Triton 24.01 has them "
-                    "all), or leave out what needs them: deploy.server.security.restricted_apis=[]",
+                    "all), or leave out what needs them: "
+                    "'deploy.server.security.restricted_apis=[]'",
                 )
             )
 

@@ -53,7 +53,7 @@ def check_exports(settings: EvaluateSettings) -> None:
     for name in settings.export:
         if find_spec(name) is None:
             text = f"evaluate.export needs the package {name} in the job's Python"
-            raise ExportError(problem(text, change=f"pip install {name}, or evaluate.export=[]"))
+            raise ExportError(problem(text, change=f"pip install {name}, or 'evaluate.export=[]'"))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def export_results(settings: EvaluateSettings, exporter: Exporter) -> None:
         location = exporter.write(results)
     except Exception as error:
         text = f"cannot export the results to {exporter.title}: {error}"
-        change = f"env_vars.{exporter.change}, or evaluate.export=[]"
+        change = f"env_vars.{exporter.change}, or 'evaluate.export=[]'"
         raise ExportError(problem(text, change=change)) from error
     print(f"exported to {exporter.title}: {location}", flush=True)
 

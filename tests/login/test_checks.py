@@ -481,7 +481,7 @@ def test_ranks_fill_the_nodes(plan: Planner, arguments: list[str]) -> None:
 
 def test_deploying_needs_a_repository(problems: Finder, tmp_path: Path) -> None:
     (found,) = problems("stages=[deploy]")
-    assert "the model repository (stages=[export,deploy] writes it first) is not there" in found
+    assert "the model repository ('stages=[export,deploy]' writes it first) is not there" in found
     (tmp_path / "empty").mkdir()
     (found,) = problems("stages=[deploy]", f"deploy.model_repository={tmp_path / 'empty'}")
     assert "no model of the repository names the fastertransformer backend" in found

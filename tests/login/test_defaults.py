@@ -195,6 +195,6 @@ def test_serving_options_of_an_exported_model_need_the_export(
         ("decoupled", "False", "True"),
         ("data_type", "fp16", "'bf16'"),
     ):
-        has = f"/model_repo/m/config.pbtxt has {served}; got {value}; change stages=[export,deploy]"
+        has = f"/model_repo/m/config.pbtxt has {served}; got {value}; change 'stages="
         start = f"{key}.{name} has no effect without the stage export: {tmp_path}"
         assert any(start in line and has in line for line in message.splitlines()), message

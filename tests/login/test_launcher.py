@@ -16,6 +16,8 @@ from launcher_scripts import launcher
 from launcher_scripts.launcher import launcher_arguments, model_name
 from tests.login.conftest import write_nemo
 
+CORE = Path(__file__).parents[1] / "data" / "core"
+
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,6 +34,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("/runs/gpt/checkpoints/iter_0000100", "gpt"),
         (f"/hub/models--org--Qwen3-0.6B/snapshots/{'0a' * 20}", "Qwen3-0.6B"),
         ("/models/a model (1)", "a-model-1"),
+        ("/models/gpt-2b/model.nemo", "gpt-2b"),
         ("/models/ensemble", "ensemble-model"),
         ("/", "model"),
     ],
@@ -97,6 +100,10 @@ def test_the_family_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         found = launcher_arguments("serve", folder, [])
         assert found[0] == export_file
         assert "deploy.gateway.port=8000" in found
+    core = CORE / "mcore016_t5_relative_a"
+    for path in (core, core / "checkpoint"):
+        assert launcher_arguments("serve", path, [])[0] == "export=t5/export_t5"
+    assert launcher_arguments("serve", CORE / "mcore019_qwen3_nonhomog_a", [])[0][:6] == "stages"
     nemo = write_nemo(tmp_path / "n.nemo", encoder={"num_layers": 1}, decoder={})
     assert launcher_arguments("judge", nemo, [])[:2] == [
         "export=t5/export_t5",

@@ -97,11 +97,20 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
 def test_checkpoints_of_nemo(shared_dir: Path) -> None:
     for folder in sorted((shared_dir / "fixtures" / "nemo").glob("*gpt_*")):
         for path in folder.glob("*.nemo"):
+            if folder.name.startswith(("gpt_ptuning", "gpt_ia3", "gpt_adapter")):
+                with pytest.raises(CheckpointError, match="a prompt or an adapter, not a model"):
+                    read_sizes(path)
+                continue
             sizes = read_sizes(path)
-            assert sizes is not None
-            if not folder.name.startswith(("gpt_p", "gpt_ia3", "gpt_adapter", "peft_")):
-                assert sizes.tp_sizes() is not None, folder.name
-                assert sizes.num_layers in (2, 4, 8), folder.name
+            assert sizes is not None and sizes.tp_sizes() is not None, folder.name
+            assert sizes.num_layers in (2, 4, 8), folder.name
+
+
+@pytest.mark.parametrize("part", [{"language_model_path": "/b"}, {"peft": {}, "encoder": {}}])
+def test_a_part_of_a_model_is_named(tmp_path: Path, part: dict[str, object]) -> None:
+    path = write_nemo(tmp_path / "part.nemo", ffn_hidden_size=None, **part)
+    with pytest.raises(CheckpointError, match=r"part\.nemo is a prompt or an adapter.* its model"):
+        read_sizes(path)
 
 
 @pytest.mark.parametrize(("mode", "looks"), [("w", True), ("w:gz", False)])

@@ -23,8 +23,8 @@ from launcher_scripts.watch.watcher import Runs, Watcher
 from tests.browser import browser
 from tests.evaluation.test_page import emulate, needs_browser
 from tests.jobs.fake_gateway import fake_gateway
-from tests.server.test_protection import certificates
 from tests.processes import wait_for
+from tests.server.test_protection import certificates
 
 # Stands in for main.py: the checkpoint's file says which items are right, or what goes wrong.
 COMMAND = """

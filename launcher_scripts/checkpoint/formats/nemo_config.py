@@ -26,6 +26,12 @@ from launcher_scripts.common.untrusted import (
 )
 
 CONFIG_NAME = "model_config.yaml"
+# In place of the sizes of a model: a prompt's or an adapter's.
+_PARTS = ("language_model_path", "peft")
+PART_ADVICE = (
+    "a prompt or an adapter, not a model: name it in export.model.prompt_checkpoints, "
+    "ia3_checkpoints, adapter_checkpoints or lora_checkpoints, and its model here"
+)
 _DEPTH = 3  # of folders in a checkpoint that are looked into
 
 
@@ -82,20 +88,22 @@ def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def read_sizes(path: Path) -> NemoSizes | None:
     """The sizes of a .nemo file or an unpacked folder; None when `path` is neither.
 
-    Raises CheckpointError when the file is broken.
+    Raises CheckpointError when the file is broken, or is a part of a model.
     """
     result = read_config(path)
     if result is None:
         return None
-    _, config = result
-    if isinstance(config.get("encoder"), dict):
-        # Both stacks of a T5 are divided alike.
-        config = config["encoder"]
-    return NemoSizes(
+    _, raw = result
+    # Both stacks of a T5 are divided alike.
+    config = raw["encoder"] if isinstance(raw.get("encoder"), dict) else raw
+    sizes = NemoSizes(
         _size(config, "num_layers"),
         _size(config, "num_attention_heads"),
         _size(config, "ffn_hidden_size"),
     )
+    if sizes == NemoSizes(None, None, None) and any(key in raw for key in _PARTS):
+        raise CheckpointError(f"{path} is {PART_ADVICE}")
+    return sizes
 
 
 def read_config(path: Path) -> tuple[str, dict[str, Any]] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.nemo_config import PART_ADVICE
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenRule
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -23,6 +24,7 @@ T5_TABLE = "encoder_embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 # The folder of one rank, as Megatron-LM and NeMo call it; groups `tp` and `pp` are the rank.
 RANK_FOLDER = r"(?:tp|mp)_rank_(?P<tp>\d+)(?:_(?:pp_rank_)?(?P<pp>\d+))?/"
+_ADAPTER = re.compile("adapter|prompt_table")
 _LAYER = re.compile(r"((?:.+\.)?(?:encoder|decoder)\.(?:model\.)?layers\.)(\d+)(\..+)")
 
 
@@ -132,6 +134,8 @@ def table_rows(archive: Archive, shards: Shards, table: str) -> int:
     """Rows of the vocabulary's table, over all ranks."""
     rows = sum(shard.shape[0] for shard in shards.get(table, ()) if shard.shape)
     if not rows:
+        if any(_ADAPTER.search(name) for name in shards):
+            raise CheckpointError(f"{archive.path} is {PART_ADVICE}")
         raise CheckpointError(problem(f"{archive.path} lacks the word embeddings", got=table))
     return rows
 

@@ -26,6 +26,9 @@ _TRAINED = ".ckpt"
 _ITERATION = re.compile(r"iter_\d+")
 _WEIGHTS = (".safetensors", ".bin")
 _PARTS = re.compile(r".+\.(safetensors|bin|pt|pth|index\.json)|config\.json|config\.ini")
+_TABLE = ".metadata"
+_CROSS_ATTENTION = "decoder.layers.cross_attention."
+_MAX_TABLE = 1 << 28
 _MAX_FOLDERS = 200
 _MAX_FILES = 20_000
 _MAX_LISTED = 10
@@ -93,6 +96,21 @@ def hub_advice(path: str) -> str:
         f"; it looks like the name of a model on a hub, which is not downloaded here: run "
         f"`hf download {path} --local-dir FOLDER` first, and name the folder"
     )
+
+
+def holds_core_t5(path: Path) -> bool:
+    """Return whether a folder has a T5 that Megatron-LM core saved, or trainings of one: the names
+    of its tensors are the folders' (zarr), or in the table of all tensors (torch_dist).
+    """
+    try:
+        files = _files(path) if path.is_dir() else []
+        return any(_CROSS_ATTENTION in str(file) for file in files) or any(
+            _CROSS_ATTENTION.encode() in (path / file).read_bytes()[:_MAX_TABLE]
+            for file in files
+            if file.name == _TABLE
+        )
+    except OSError:
+        return False
 
 
 def not_a_checkpoint(path: Path) -> str:
