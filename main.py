@@ -19,6 +19,11 @@ def leave(number: int, _frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":  # before the imports, which take a second
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from launcher_scripts.common.command_line import open_missing_streams
+
+        open_missing_streams()
     if {"-h", "--help"} & {*sys.argv[1:]}:
         sys.path.insert(0, str(Path(__file__).resolve().parent))
         from launcher_scripts.common.command_line import help_text

@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -61,13 +62,22 @@ _ENCODER_FILE = "t5/export_t5_encoder"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replace this process by main.py or the command of jobs; returns only for errors and help."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("error: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if str(CHECKOUT) not in sys.path:
         sys.path.insert(0, str(CHECKOUT))
+    from launcher_scripts.common.command_line import open_missing_streams, with_open_output
+
+    open_missing_streams()
     word, *others = arguments or ["--help"]
     if word in ("-h", "--help", "help"):
-        from launcher_scripts.common.command_line import with_open_output
-
         return with_open_output(lambda: print(__doc__))
     if word in _MODULES:
         return _run(["-m", *_MODULES[word], *others])

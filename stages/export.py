@@ -214,7 +214,7 @@ class Export(Stage):
             path = snapshot_of(path)
             lacking = not_a_checkpoint(path) if source == AUTO else ""
             if lacking:
-                raise CheckpointError(problem(f"{path}: {lacking}", change=CHECKPOINT_KEY))
+                raise CheckpointError(f"{path}: {lacking}")
             model = read_sizes(path, source)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from launcher_scripts.common.overlay import LATER_STEPS
 from launcher_scripts.steps import packages
 from stages import STAGES
 from tests.whole_job import WORDS, run_whole_job
@@ -202,6 +203,19 @@ def test_a_python_that_is_too_old(
     printed = capsys.readouterr()
     assert "error: convert_checkpoint needs Python 3.10 or later" in printed.err
     assert printed.out == ""
+
+
+def test_the_first_step_looks_for_what_later_ones_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: name != "torch" or None)
+    packages.check_packages("convert_checkpoint")
+    monkeypatch.setenv(LATER_STEPS, "start_server,judge")
+    with pytest.raises(SystemExit, match="3"):
+        packages.check_packages("convert_checkpoint")
+    error = capsys.readouterr().err
+    assert error.startswith("error: convert_checkpoint: ") and " does not have torch; " in error
+    assert "--with torch" in error
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,17 @@ class CommandParser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
+def open_missing_streams() -> None:
+    """Connect standard streams that are closed with /dev/null, also for other programs: files that
+    are opened later would get their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", closefd=False))
+
+
 def with_open_output(body: Callable[[], int | None]) -> int:
     """Returns the exit code of `body`, or that of SIGPIPE if the reader of stdout, for example
     `head`, closes it before `body` ends. Other broken pipes are errors of `body`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from launcher_scripts.common.command_line import CommandParser, with_open_output
-from launcher_scripts.common.errors import LauncherError
+from launcher_scripts.common.errors import LauncherError, problem
 from launcher_scripts.common.processes import bus_errors_as, process_name, signal_when_parent_dies
 from launcher_scripts.config.options import Option, build, option_of
 from launcher_scripts.config.settings import (
@@ -33,6 +34,8 @@ from launcher_scripts.config.settings import (
 )
 
 Values = dict[str, Any]
+# Of a disk or of a user's share of it, not of a program.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # A key of the export's configuration, and the fields that have other names than their keys.
 _KEY = re.compile(r"export\.(?:model|triton_deployment|run)\.(?P<name>\w+)(?:=(?P<value>[\w.]+))?")
 _FIELDS = {
@@ -183,8 +186,11 @@ def run_step(
         by_flags = flags is not None and "settings" not in args
         print(flags.in_flags(str(error)) if flags and by_flags else error, file=sys.stderr)
         return failed
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            print(_disk_problem(error), file=sys.stderr)
+        else:
+            traceback.print_exc()
         return failed
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -192,6 +198,12 @@ def run_step(
         return 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _disk_problem(error: OSError) -> str:
+    file = "" if error.filename is None else f": {error.filename}"
+    change = "base_results_dir, or free some room there: the same command continues"
+    return problem(f"cannot write{file}: {error.strerror}", change=change)
 
 
 def resumed(settings: ExportSettings) -> ExportSettings:

@@ -20,6 +20,8 @@ import yaml
 
 from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
+from launcher_scripts.checkpoint.fastertransformer.output_folder import Journal
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
@@ -210,6 +212,32 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: usage)
     refused_export(source, tmp_path, "10 bytes free")
+
+
+def test_no_room_for_a_file(source: Path, tmp_path: Path) -> None:
+    """A limit of a file's size fails as a full disk does."""
+    settings = big_settings(source, tmp_path)
+    command = [sys.executable, "-m", convert_checkpoint.__name__, "--settings", str(settings)]
+    limited = 'ulimit -f 1 && exec "$@"'
+    ran = subprocess.run(
+        ["bash", "-c", limited, "bash", *command], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
+    assert "cannot write" in ran.stderr and "File too large" in ran.stderr
+    assert not (tmp_path / "m" / "1").exists() or not any((tmp_path / "m" / "1").iterdir())
+    assert convert_checkpoint.main(["--settings", str(settings)]) == 0
+    FTCheckpoint.open(tmp_path / "m" / "1" / "1-gpu")
+
+
+def test_no_room_for_the_list_of_files(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "m")
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, journal._file.fileno())
+    os.close(full)
+    with pytest.raises(OSError, match="No space left on device"):
+        journal.add(FileEntry("a.bin", 1, "00"))
+    journal.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "processes"])

@@ -18,6 +18,7 @@ from launcher_scripts.cluster.slurm_script import (
     registry_name,
 )
 from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.overlay import LATER_STEPS
 from tests.login.conftest import Planner
 from tests.login.test_golden import BASE, ENROOT, IMAGE, folder_of
 
@@ -186,3 +187,24 @@ def test_a_folder_without_packages_is_found_at_login(plan: Planner) -> None:
     made = plan(*BASE, IMAGE, "cluster.overlay=/nowhere/packages")
     said = "".join(made.absent)
     assert "'/nowhere/packages/overlay.json'; change cluster.overlay" in said
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "enroot"])
+def test_the_first_job_looks_for_the_packages_of_later_steps_of_its_image(
+    plan: Planner, runtime: str
+) -> None:
+    """Nobody can look into an image from the login node."""
+    stages = "stages=[export,deploy,evaluate]"
+
+    def later(*more: str) -> list[list[str]]:
+        made = plan(*BASE, IMAGE, f"cluster.container_runtime={runtime}", *more)
+        return [
+            job.env.get(LATER_STEPS, "").split(",") if LATER_STEPS in job.env else []
+            for job in made.jobs(folder_of)
+        ]
+
+    steps = ["judge", "measure_accuracy", "measure_speed", "start_server"]
+    assert later(stages) == [steps, [], []]
+    assert later(stages, "++deploy.cluster.python=/opt/other") == [steps[:3], [], []]
+    assert later("stages=[export]") == [[]]
+    assert later(stages, "cluster.container_runtime=none") == [[], [], []]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts import launcher
 from launcher_scripts.common.processes import Interruption
 
 # Runs in the launcher: a signal comes at an import, while a finalizer runs.
@@ -93,3 +94,24 @@ def test_a_signal_that_python_drops_is_found_by_the_next_check(
         assert dropped == [KeyboardInterrupt]
         with pytest.raises(KeyboardInterrupt):
             interruption.check()
+
+
+def test_closed_standard_streams(command: list[str], tmp_path: Path) -> None:
+    """As some daemons start programs."""
+    closed = subprocess.run(
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command], cwd=tmp_path, check=False
+    )
+    assert closed.returncode == 0
+    (folder,) = (tmp_path / "the results").glob("tiny/export_*/jobs/001")
+    assert (folder / "ran").read_text() == "convert_checkpoint\nwrite_model_repository\n"
+
+
+def test_an_interruption_before_main_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "launcher_arguments", interrupted)
+    assert launcher.main(["serve", "model"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "error: stopped by SIGINT\n"

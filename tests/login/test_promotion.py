@@ -80,7 +80,7 @@ def test_an_evaluation_of_a_server_that_is_not_held_back_publishes_nothing(
         (("deploy.promote=later",), "unknown promote; got 'later'; choices: after_gate"),
         ((PROMOTE, "stages=[export,deploy]"), "nobody judges the server"),
         ((PROMOTE, "stages=[deploy,gateway,evaluate]"), "waits for a server that is held back"),
-        ((PROMOTE, "deploy.replicas=2", "deploy.gateway.port=0"), "stages=.gateway. on a command"),
+        ((PROMOTE, "deploy.replicas=2", "deploy.gateway.port=0"), "stages=.gateway.. on a command"),
         ((PROMOTE, "evaluate.ready_file=/r/ready.json"), "the verdict on another server"),
         ((PROMOTE, "evaluate.in_deploy_job=True"), "outlives its evaluation"),
         ((PROMOTE, "evaluate.ladder=[fp32]"), "the servers of a ladder are stopped"),

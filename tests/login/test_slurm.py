@@ -37,6 +37,32 @@ def test_stages_are_chained(run: Run, arguments: list[str], calls: Path, tmp_pat
     assert "--mpi=none" in Path(f"{calls}.2.sh").read_text()
 
 
+def test_only_the_first_job_waits_for_a_training(
+    run: Run, arguments: list[str], calls: Path
+) -> None:
+    """The command line's --dependency replaces that of the script."""
+    training = "cluster.dependency='afterok:4711'"
+    result = run("stages=[export,deploy]", *arguments, training)
+    assert result.returncode == 0, result.stderr
+    export, deploy = calls.read_text().splitlines()
+    assert export.startswith("--kill-on-invalid-dep=yes /")
+    assert deploy.startswith("--dependency=afterok:101 --kill-on-invalid-dep=yes /")
+    assert "--dependency=afterok:4711" in Path(f"{calls}.1.sh").read_text()
+
+
+def test_fewer_cpus_than_a_server_needs_are_a_note(
+    run: Run, arguments: list[str], calls: Path
+) -> None:
+    assert not calls.exists()
+    more = ("cluster.exclusive=False", "cluster.cpus_per_task=1")
+    result = run("stages=[export,deploy]", *arguments, *more)
+    assert result.returncode == 0, result.stderr
+    assert (
+        "note: cluster.cpus_per_task=1 is fewer than the 3 CPUs that the deploy job needs"
+        in result.stdout
+    )
+
+
 def test_a_refusal_is_one_message(run: Run, arguments: list[str], calls: Path) -> None:
     result = run("stages=[export,deploy]", *arguments, REFUSE="1")
     assert result.returncode == 3

@@ -8,6 +8,7 @@ is one finished file with its size and digest. A run that exports the same finds
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -169,7 +170,8 @@ class Journal:
         """Give up the lock; with `remove` the list goes, too."""
         if remove:
             (self.folder / FILE_NAME).unlink(missing_ok=True)
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that a full disk did not take
+            self._file.close()
 
     def _read(self, lines: list[str]) -> dict[str, FileEntry]:
         """The entries of an earlier run; none when it exported something else.
