@@ -17,10 +17,10 @@ def test_the_scheduler_is_asked_and_nothing_is_queued(
         f"container={image}",
         f"container_mounts=[{image.parent}:/images:ro]",
         "env_vars.NCCL_DEBUG=INFO",
-        SBATCH_PARTITION="single",
+        SBATCH_PARTITION="batch",
         SBATCH_TIMELIMIT="5",
     )
-    assert "# SBATCH_PARTITION=single: a default of this shell, sbatch --partition" in ran.stdout
+    assert "# SBATCH_PARTITION=batch: a default of this shell, sbatch --partition" in ran.stdout
     assert "# SBATCH_TIMELIMIT is not used: the job sets --time" in ran.stdout
     for name in ("export_tiny", "deploy_tiny", "evaluate_tiny"):
         assert f"# The scheduler on {name}: sbatch: Job" in ran.stdout
