@@ -163,17 +163,15 @@ def test_rounded_weights_are_verified(data_type: str, tmp_path: Path) -> None:
 def test_bytes_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that the disk does wrong: nothing is left, and the tensor is named."""
     MODELS["gpt2"].make().save_pretrained(tmp_path / "hf")
-    finish = folder_module.HuggingFaceWriter.finish
+    add = folder_module.ShardDigests.add
 
-    def damaged(
-        self: folder_module.HuggingFaceWriter, shard: folder_module.Shard, *more: Any
-    ) -> None:
-        with (self.partial / shard.name).open("r+b") as file:
-            file.seek(shard.tensors[0].offset)
+    def damaged(self: folder_module.ShardDigests, position: int) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(self.shard.tensors[position].offset)
             file.write(b"\x01")
-        finish(self, shard, *more)
+        add(self, position)
 
-    monkeypatch.setattr(folder_module.HuggingFaceWriter, "finish", damaged)
+    monkeypatch.setattr(folder_module.ShardDigests, "add", damaged)
     with pytest.raises(CheckpointError, match=r"transformer\.\S+ differs from the source"):
         convert(tmp_path / "hf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
