@@ -108,7 +108,7 @@ def test_checkpoints_of_nemo(shared_dir: Path) -> None:
 
 @pytest.mark.parametrize("part", [{"language_model_path": "/b"}, {"peft": {}, "encoder": {}}])
 def test_a_part_of_a_model_is_named(tmp_path: Path, part: dict[str, object]) -> None:
-    path = write_nemo(tmp_path / "part.nemo", ffn_hidden_size=None, **part)
+    path = write_nemo(tmp_path / "part.nemo", **part)
     with pytest.raises(CheckpointError, match=r"part\.nemo is a prompt or an adapter.* its model"):
         read_sizes(path)
 

@@ -101,7 +101,7 @@ def read_sizes(path: Path) -> NemoSizes | None:
         _size(config, "num_attention_heads"),
         _size(config, "ffn_hidden_size"),
     )
-    if sizes == NemoSizes(None, None, None) and any(key in raw for key in _PARTS):
+    if sizes.num_layers is sizes.num_heads is None and any(key in raw for key in _PARTS):
         raise CheckpointError(f"{path} is {PART_ADVICE}")
     return sizes
 
