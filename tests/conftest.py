@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,9 +64,11 @@ def import_tests(worker: str, count: int) -> None:
     """
     paths = sorted((CHECKOUT / "tests").rglob("test_*.py"))
     first = int(worker.removeprefix("gw")) * len(paths) // count
-    for path in (*paths[first:], *paths[:first]):
-        with contextlib.suppress(Exception, pytest.skip.Exception):
-            importlib.import_module(".".join(path.relative_to(CHECKOUT).with_suffix("").parts))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in (*paths[first:], *paths[:first]):
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(path.relative_to(CHECKOUT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
