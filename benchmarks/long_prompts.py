@@ -1,7 +1,7 @@
 """First tokens and times between tokens under long prompts, the engine in this process.
 
     python3 -m benchmarks.long_prompts --out long-prompts.json [--shape 8b-modern] \
-        [--loads chats long short] [--targets 0.05 0.1 0]
+        [--loads chats-32 long-8 short] [--targets 0.05 0.1 0]
 
 Clients in this process each have one request at a time (greedy, random bfloat16 weights). Each
 value of `inter_token_target` gets an engine of its own; the first load warms it up. The last row
@@ -44,10 +44,14 @@ class Load:
     outputs: tuple[int, int]
 
 
+CHATS, LONG, OUTPUTS = (1024, 6144), (19_000, 21_000), (16, 256)
 LOADS = {
-    "short": Load(128, (32, 512), (16, 256)),
-    "chats": Load(32, (1024, 6144), (16, 256)),
-    "long": Load(8, (19_000, 21_000), (64, 64)),
+    "short": Load(128, (32, 512), OUTPUTS),
+    "chats-8": Load(8, CHATS, OUTPUTS),
+    "chats-32": Load(32, CHATS, OUTPUTS),
+    "long-1": Load(1, LONG, OUTPUTS),
+    "long-8": Load(8, LONG, OUTPUTS),
+    "long-8-64": Load(8, LONG, (64, 64)),
 }
 
 
@@ -149,7 +153,9 @@ def behind_long_prompts(engine: Engine) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=CONFIGS, default="8b-modern")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["chats", "long", "short"])
+    parser.add_argument(
+        "--loads", nargs="+", choices=LOADS, default=["chats-32", "long-8", "short"]
+    )
     parser.add_argument("--targets", type=float, nargs="+", default=[0.05], help="seconds")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)

@@ -25,6 +25,7 @@ CLIENTS = 128
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
 RUNS = (
+    "long-prompts",
     "serve",
     "serve-tp",
     "generate",
@@ -40,7 +41,8 @@ CONTENTS = (
     "| How long does a request take? | [Requests](#requests-through-the-server) |",
     "| How many clients can one server take? | [Requests in flight](#requests-in-flight) |",
     "| How soon does the first token come? "
-    "| [Streaming](#streaming), [Gateway](#through-the-gateway), [Start](#start) |",
+    "| [Long prompts](#long-prompts), [Streaming](#streaming), [Gateway](#through-the-gateway), "
+    "[Start](#start) |",
     "| How close are the kernels to the hardware? | [Decode steps](#decode-steps) |",
     "| What do weights in bytes and more GPUs bring? "
     "| [int8, fp8](#weights-in-bytes), [NVLink](#tensor-parallelism-over-nvlink) |",
@@ -128,6 +130,8 @@ def headline() -> list[str]:
     small, large = (row for row in result("gateway")["rows"] if row["clients"] == CLIENTS)
     times = [row["tokens_per_s"] / row["vllm"]["tokens_per_s"] for row in (small, large)]
     step = next(row for row in result("decode")["rows"] if row["model"] == "5b")
+    long = next(row for row in result("long-prompts")["rows"] if row["load"] == "long-8")
+    first, other = long["first_token_ms"], long["vllm"]["first_token_ms"]
     lines = (
         f"A request with {one['input']} tokens in and {one['output']} out takes {one['ms']:.1f} ms"
         f" with GPT 5B: CTranslate2 takes {one['peers']['ctranslate2'] / one['ms']:.1f} times as"
@@ -138,6 +142,9 @@ def headline() -> list[str]:
         f"{CLIENTS} clients stream {small['tokens_per_s']:,} tokens/s of GPT 1.3B through the"
         f" OpenAI gateway, {times[0]:.2f} times the rate of vLLM's server, and"
         f" {large['tokens_per_s']:,} of an 8B of Llama-3.1's shape, {times[1]:.2f} times.",
+        f"{long['clients']} clients with prompts of 20,000 tokens get the first token of an 8B"
+        f" after {first['p50']:.0f} ms (p50) and {first['p99']:,.0f} (p99): vLLM's engine takes"
+        f" {other['p50']:.0f} and {other['p99']:,.0f}.",
         f"A decode step of one row takes {step['ms']:.2f} ms with GPT 5B. Reading its weights, keys"
         f" and values alone takes {step['share_of_floor']:.0%} of that.",
     )
@@ -152,6 +159,7 @@ def performance() -> list[str]:
         joined(headline()),
         f"![Latency of a request by model size, and beside peers]({FIGURE.name})",
         joined(CONTENTS),
+        *_long_prompts(),
         *_served(),
         *_in_flight(),
         *_streaming(),
@@ -181,6 +189,19 @@ def _method() -> list[str]:
             "or its bytes, and the bytes that every further token has to read, at the rates of the",
             f"run. Those of the requests through the server: {_rates(result('serve'))}.",
         ),
+    ]
+
+
+def _long_prompts() -> list[str]:
+    report = result("long-prompts")
+    return [
+        "## Long prompts",
+        prose(
+            "`benchmarks.long_prompts`, an 8B of Llama-3.1's shape, the engine in the clients'",
+            f"process. In brackets: vLLM {report['vllm']}, its engine in the clients' process as",
+            f"well, on the same machine right after{mark('long-prompts')}.",
+        ),
+        joined(tables.long_prompts_table(report["rows"])),
     ]
 
 

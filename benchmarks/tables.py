@@ -233,6 +233,27 @@ def gateway_table(rows: list[dict]) -> list[str]:
     return table([*header, "tokens/s"], lines)
 
 
+def long_prompts_table(rows: list[dict]) -> list[str]:
+    """First tokens, times between tokens and rates under long prompts; vLLM's in brackets."""
+    header = ["clients", "tokens in", "out", "first token p50 / p99, ms"]
+    header += ["between tokens p50 / p99, ms", "tokens/s", "prompt tokens/s"]
+    lines = []
+    for row in rows:
+        cells = [str(row["clients"])]
+        cells += [
+            "-".join(f"{each:,}" for each in sorted({*row[k]})) for k in ("inputs", "outputs")
+        ]
+        for name in ("first_token_ms", "between_tokens_ms"):
+            times = [row, row["vllm"]] if "vllm" in row else [row]
+            own, *peer = (f"{each[name]['p50']:,.0f} / {each[name]['p99']:,.0f}" for each in times)
+            cells.append(own + "".join(f" ({each})" for each in peer))
+        for name in ("tokens_per_s", "prompt_tokens_per_s"):
+            peer = [f" ({row['vllm'][name]:,})"] if "vllm" in row else []
+            cells.append(f"{row[name]:,}" + "".join(peer))
+        lines.append(cells)
+    return table(header, lines)
+
+
 def load_table(report: dict) -> list[str]:
     """Seconds from the command to what was done: of the first start, and of the fastest later."""
     first, *later = report["starts"]
