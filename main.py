@@ -54,7 +54,7 @@ try:
         with_texts_of_variables,
     )
     from stages.defaults import fill_in
-    from stages.gateway import register_deployed_gateway
+    from stages.deploy import register_deployed_gateway
     from stages.plan import Plan, configurations, make_plan
 except ModuleNotFoundError as missing:
     print(

@@ -10,7 +10,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, weight_files
 from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.sources.random_checkpoint import is_gain
+from launcher_scripts.checkpoint.sources.fastertransformer import is_gain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings

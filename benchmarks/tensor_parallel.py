@@ -31,12 +31,12 @@ from benchmarks.shapes import CONFIGS, LARGE
 from benchmarks.steps import encode_ms, step_ms
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import (
+    LOOPBACK,
     Communicator,
     ProcessGroupCommunicator,
     join_store,
     open_store,
 )
-from launcher_scripts.engine.distributed.sockets import LOOPBACK
 from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 

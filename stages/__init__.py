@@ -1,9 +1,8 @@
 """The phases of a deployment, in the order in which they run."""
 
-from stages.deploy import Deploy
+from stages.deploy import Deploy, Gateway
 from stages.evaluate import Evaluate
 from stages.export import Export
-from stages.gateway import Gateway
 from stages.stage import Stage
 from stages.watch import Watch
 

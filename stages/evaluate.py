@@ -25,8 +25,7 @@ from launcher_scripts.config.policy import opened
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import ServedModel
-from stages.deploy import Deploy
-from stages.gateway import Gateway
+from stages.deploy import Deploy, Gateway
 from stages.stage import ClientRun, Stage
 
 MAX_LISTED = 10

@@ -96,15 +96,15 @@ DOORS = {
         "launcher_scripts/engine/",
         "launcher_scripts/backends/fastertransformer/",
         "launcher_scripts/evaluation/tasks/transformers_model.py",
-        "launcher_scripts/evaluation/tasks/nemo_model.py",
-        "launcher_scripts/evaluation/tasks/core_model.py",
+        "launcher_scripts/evaluation/tasks/megatron_models.py",
+        "launcher_scripts/evaluation/tasks/megatron_models.py",
         "launcher_scripts/checkpoint/layout/layouts.py",
     ),
     "transformers": ("launcher_scripts/evaluation/tasks/transformers_model.py",),
     "lm_eval": ("launcher_scripts/evaluation/lm_eval_program.py",),
-    "megatron": ("launcher_scripts/evaluation/tasks/core_model.py",),
-    "nemo": ("launcher_scripts/evaluation/tasks/nemo_model.py",),
-    "pytorch_lightning": ("launcher_scripts/evaluation/tasks/nemo_model.py",),
+    "megatron": ("launcher_scripts/evaluation/tasks/megatron_models.py",),
+    "nemo": ("launcher_scripts/evaluation/tasks/megatron_models.py",),
+    "pytorch_lightning": ("launcher_scripts/evaluation/tasks/megatron_models.py",),
 }
 
 

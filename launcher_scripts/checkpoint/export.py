@@ -19,14 +19,12 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     FileEntry,
     Manifest,
     check_files,
-    read_manifest,
-    size_of,
-    source_digest,
-)
-from launcher_scripts.checkpoint.fastertransformer.output_folder import (
     identity,
     partial_folder,
+    read_manifest,
     reject_existing,
+    size_of,
+    source_digest,
 )
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
@@ -46,14 +44,16 @@ from launcher_scripts.checkpoint.layout.workers import Progress, beside
 from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
-from launcher_scripts.checkpoint.sources.fastertransformer import FasterTransformerSource
+from launcher_scripts.checkpoint.sources.fastertransformer import (
+    FasterTransformerSource,
+    RandomCheckpoint,
+)
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.huggingface import HuggingFaceCheckpoint
 from launcher_scripts.checkpoint.sources.locations import hub_advice, not_a_checkpoint, snapshot_of
 from launcher_scripts.checkpoint.sources.megatron import MegatronCheckpoint
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.sources.nemo import NemoCheckpoint
-from launcher_scripts.checkpoint.sources.random_checkpoint import RandomCheckpoint
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.checkpoint.verification import Forecast, verify_export, weight_bytes
 from launcher_scripts.common.errors import (

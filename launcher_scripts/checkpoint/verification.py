@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import DTYPES, FTCheckpoint, WeightFile
 from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, DIGESTS, file_digest
-from launcher_scripts.checkpoint.formats.dtypes import Workspace, float32
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, Workspace, float32
 from launcher_scripts.checkpoint.layout.layouts import rank_columns
 from launcher_scripts.checkpoint.layout.streaming import strips
 from launcher_scripts.checkpoint.layout.tasks import Task

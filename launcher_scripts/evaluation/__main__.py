@@ -14,8 +14,8 @@ from launcher_scripts.common.exit_codes import ERROR
 with installed_packages("evaluation"):
     from launcher_scripts.config.policy import PolicySettings, read_policy
     from launcher_scripts.evaluation import gate, report_difference
+    from launcher_scripts.evaluation.journal import read_content, report_file
     from launcher_scripts.evaluation.report import Report
-    from launcher_scripts.evaluation.report_content import read_content, report_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from launcher_scripts.config.policy import (
 )
 from launcher_scripts.evaluation import comparison
 from launcher_scripts.evaluation.comparison import ComparedAnswers
-from launcher_scripts.evaluation.report_content import harness_samples, harness_tasks, read_content
+from launcher_scripts.evaluation.journal import harness_samples, harness_tasks, read_content
 from launcher_scripts.evaluation.tasks import task as statistics
 from launcher_scripts.evaluation.tasks.task import Interval
 

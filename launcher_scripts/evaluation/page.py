@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.common.rendering import render
-from launcher_scripts.evaluation import costs, plots
+from launcher_scripts.evaluation import plots, speed
 
 Section = Mapping[str, Any]
 
@@ -61,8 +61,8 @@ def html(report: Section) -> str:
         "ladder": _ladder(report["ladder"]) if report.get("ladder") else None,
         "load": {"plots": _load_plots(runs), "timelines": list(_timelines(runs))} if runs else None,
         "speed": {"plots": plots.speed(report["speed"]["rows"])} if report.get("speed") else None,
-        "cost": costs.cost_table(report),
-        "floors": costs.floor_table(report),
+        "cost": speed.cost_table(report),
+        "floors": speed.floor_table(report),
         "provenance": _provenance(report),
     }
     return render(
@@ -197,7 +197,7 @@ def _key_figures(report: Section) -> Iterator[dict[str, str]]:
         first = best["first_token_ms"] or {"p50": None, "p99": None}
         after, latest = milliseconds(first["p50"]), milliseconds(first["p99"])
         yield _key("time to first token", f"{after} ms", f"p99 {latest} ms; {where}")
-        cost = costs.cost_table(report)
+        cost = speed.cost_table(report)
         if cost and cost["price"] is not None:
             lowest = min(row["cost"] for row in cost["rows"] if row["cost"] is not None)
             note = f"at {cost['price']:g} USD per GPU hour"

@@ -46,13 +46,12 @@ from launcher_scripts.config.evaluation import (
     TaskSettings,
 )
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.evaluation.costs import step_reads
 from launcher_scripts.evaluation.gate import Verdict
 from launcher_scripts.evaluation.harness import HarnessResult
+from launcher_scripts.evaluation.journal import FILE_NAME, SCHEMA, read_content
 from launcher_scripts.evaluation.load.figures import LoadRun, Saturation
 from launcher_scripts.evaluation.page import html
-from launcher_scripts.evaluation.report_content import FILE_NAME, SCHEMA, read_content
-from launcher_scripts.evaluation.speed import SpeedRow
+from launcher_scripts.evaluation.speed import SpeedRow, step_reads
 from launcher_scripts.evaluation.tables import LadderRow
 from launcher_scripts.evaluation.tasks.task import TaskResult
 from launcher_scripts.evaluation.twin.measurement import ReferenceResult

@@ -24,8 +24,8 @@ from launcher_scripts.evaluation.comparison import (
     is_perplexity,
     same_item,
 )
-from launcher_scripts.evaluation.journal import differences
-from launcher_scripts.evaluation.report_content import (
+from launcher_scripts.evaluation.journal import (
+    differences,
     harness_items,
     harness_tasks,
     read_content,

@@ -12,8 +12,8 @@ from launcher_scripts.common.exit_codes import VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.evaluation import LadderPrecision
 from launcher_scripts.evaluation.harness import HarnessResult
+from launcher_scripts.evaluation.journal import harness_tasks
 from launcher_scripts.evaluation.load.figures import LoadRun, Percentiles
-from launcher_scripts.evaluation.report_content import harness_tasks
 from launcher_scripts.evaluation.speed import SpeedRow
 from launcher_scripts.evaluation.tasks.task import Metric, Speed, TaskResult
 from launcher_scripts.evaluation.twin.measurement import ReferenceResult

@@ -9,7 +9,7 @@ from typing import Any
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.clients.remote import parameter
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
-from launcher_scripts.common.files import DigestChain
+from launcher_scripts.common.files import DigestChain, parse_json, read_plain
 from launcher_scripts.common.tokenizer import (
     COMPANION_FILES,
     GENERATION_FILE,
@@ -20,7 +20,6 @@ from launcher_scripts.common.tokenizer import (
     chat_templates,
     load_tokenizer,
 )
-from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.backend import Backend, Replicas
 from launcher_scripts.gateway.fleet import EMBEDDING, GENERATING, Fleet, TokenModel

@@ -12,8 +12,7 @@ from typing import Any
 from launcher_scripts.common.errors import LauncherError, problem
 from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.config.settings import EvaluateSettings
-from launcher_scripts.evaluation.journal import locked, remove_journals
-from launcher_scripts.evaluation.report_content import FILE_NAME, read_content
+from launcher_scripts.evaluation.journal import FILE_NAME, locked, read_content, remove_journals
 from launcher_scripts.steps.command import run_step
 
 _MAX_PARAM = 500  # characters of a value that MLflow takes

@@ -35,7 +35,7 @@ from launcher_scripts.evaluation.report import (
 from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
-from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from launcher_scripts.steps.measure_accuracy import log_progress
 

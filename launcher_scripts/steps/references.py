@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.export import export, open_source
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import float32
+from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
 from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.repository.text_models import TRANSFORMERS
@@ -36,8 +36,7 @@ from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.core_model import CoreModel
-from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import CoreModel, NemoModel
 from launcher_scripts.evaluation.tasks.task import HiddenStates, NoReferenceError, Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel, TransformersText
 from launcher_scripts.evaluation.twin.diagnosis import AlteredFile

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
-from launcher_scripts.evaluation.tasks.nemo_model import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:

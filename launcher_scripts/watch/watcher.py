@@ -23,22 +23,23 @@ from launcher_scripts.common.processes import signal_when_parent_dies, this_envi
 from launcher_scripts.config.evaluation import AFTER_GO, WatchSettings
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.evaluation.checks import TaskSection, tasks_of
-from launcher_scripts.evaluation.report_content import read_content
+from launcher_scripts.evaluation.journal import read_content
 from launcher_scripts.watch.regression import MAX_BEFORE, Tasks, comparisons, regressions
 from launcher_scripts.watch.series import (
     ENDED,
     FAILED,
     JUDGED,
     NO_GO,
+    PAGE_NAME,
     SKIPPED,
     STARTED,
     WAITING,
     WRITTEN,
     Entry,
     Series,
+    write_trend,
 )
 from launcher_scripts.watch.training import saved_checkpoints
-from launcher_scripts.watch.trend import PAGE_NAME, write_trend
 
 LOG = "watch.log"
 _STOP_TIMEOUT = 120.0

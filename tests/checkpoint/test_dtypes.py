@@ -6,7 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, to_bfloat16, widened
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    BFLOAT16,
+    converted,
+    to_bfloat16,
+    widened,
+)
 
 EDGES = [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF]  # 0, inf, largest
 TIES = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF808000, 0x00008000, 0x00018000]

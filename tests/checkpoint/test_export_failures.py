@@ -20,8 +20,7 @@ import yaml
 
 from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
-from launcher_scripts.checkpoint.fastertransformer.output_folder import Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Journal
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism

@@ -18,7 +18,7 @@ import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_sizes
-from launcher_scripts.common import untrusted
+from launcher_scripts.common import files
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint.exporting import refused_export
@@ -98,7 +98,7 @@ def test_a_harmful_archive(case: str, mode: str, tmp_path: Path) -> None:
 def test_the_members_of_an_archive_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(untrusted, "_MAX_MEMBERS", 3)
+    monkeypatch.setattr(files, "_MAX_MEMBERS", 3)
     path = tmp_path / "a.nemo"
     path.write_bytes(b"".join(header(tarfile.REGTYPE, 0, str(n)) for n in range(4)) + END)
     refused_export(path, tmp_path, "it has more than 3 members")

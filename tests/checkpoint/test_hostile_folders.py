@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.output_folder import FILE_NAME as JOURNAL
-from launcher_scripts.checkpoint.fastertransformer.output_folder import Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import JOURNAL_NAME as JOURNAL
+from launcher_scripts.checkpoint.fastertransformer.manifest import Journal
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.files import atomic_write
 from tests.checkpoint.exporting import export_folder

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launcher_scripts.checkpoint.formats import pickles, safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats import pickles, source_tensor, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, widened
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, widened
 from launcher_scripts.common.errors import CheckpointError
 
 torch.manual_seed(3)
@@ -46,7 +46,7 @@ def widened_torch(tensor: torch.Tensor) -> np.ndarray:
 
 def test_safetensors_are_read_as_views(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = read(tmp_path, safetensors_file.load, "model.safetensors")
+    found = read(tmp_path, source_tensor.load_safetensors, "model.safetensors")
     check({name: array for name, array in found.items() if array.size}, without_empty(TENSORS))
     assert found["bfloat"].dtype == BFLOAT16
     assert found["empty"].shape == (0, 3)
@@ -61,7 +61,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, kept: int) -> None:
     save_file({"a": torch.ones(4, 4)}, tmp_path / "whole")
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:kept])
     with pytest.raises(CheckpointError, match=r"cut short|damaged"):
-        read(tmp_path, safetensors_file.load, "model.safetensors")
+        read(tmp_path, source_tensor.load_safetensors, "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_impossible_entries_are_refused(tmp_path: Path, entry: Any) -> None:
     content = struct.pack("<Q", len(header)) + header + bytes(8)
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        read(tmp_path, safetensors_file.load, "model.safetensors")
+        read(tmp_path, source_tensor.load_safetensors, "model.safetensors")
 
 
 def test_the_old_format_of_torch_is_read_as_views(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, widened
+from launcher_scripts.checkpoint.formats.source_tensor import FLOAT8, widened
 from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.verification import Forecast
 from launcher_scripts.models import family_of

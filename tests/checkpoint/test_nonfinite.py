@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.formats.dtypes import widened
+from launcher_scripts.checkpoint.formats.source_tensor import widened
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.megatron_maker import Maker
 from tests.checkpoint.test_export_failures import edited

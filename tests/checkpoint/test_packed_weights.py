@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
-from launcher_scripts.checkpoint.formats import safetensors_file
+from launcher_scripts.checkpoint.formats import source_tensor
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import FLOAT8
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import FLOAT8, SourceTensor
 from launcher_scripts.checkpoint.sources import packed_weights
 from launcher_scripts.checkpoint.sources.huggingface_quantization import KEY, weight_schemes
 from launcher_scripts.common.errors import Problems
@@ -37,7 +36,7 @@ ROUNDED = {"ct_nvfp4": 2.0**-8, "bnb_int8": 1e-7}
 def stored(name: str) -> tuple[dict[str, SourceTensor], np.ndarray, dict[str, Any]]:
     """The tensors of module `m`, the weight by the library's own reader, and its settings."""
     file = f"{name}.safetensors"
-    arrays = safetensors_file.load(Archive(FOLDER).region(file), file)
+    arrays = source_tensor.load_safetensors(Archive(FOLDER).region(file), file)
     with safe_open(FOLDER / file, "np") as opened:
         config = json.loads(opened.metadata()["config"])
     expected = arrays.pop("expected")

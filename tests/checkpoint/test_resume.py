@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
-from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
-from launcher_scripts.checkpoint.fastertransformer.output_folder import FILE_NAME, Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import JOURNAL_NAME, FileEntry, Journal
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
@@ -80,7 +79,7 @@ def test_an_altered_file_is_written_again(source: Path, tmp_path: Path, written:
     content[0] ^= 1
     (partial / altered).write_bytes(content)
     (partial / "stray.bin").write_bytes(b"from nowhere")
-    with (partial / FILE_NAME).open("a") as journal:
+    with (partial / JOURNAL_NAME).open("a") as journal:
         journal.write('{"name": "model.wte.b')
     written.clear()
     folder = export_folder(source, tmp_path, 2)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, converted
 from launcher_scripts.checkpoint.layout import streaming
 from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.common.errors import CheckpointError

@@ -16,7 +16,7 @@ import torch
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive, Region
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, widened
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, widened
 from launcher_scripts.common.errors import CheckpointError
 
 

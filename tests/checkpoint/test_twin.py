@@ -16,7 +16,7 @@ from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.evaluation.tasks import core_model, transformers_model
+from launcher_scripts.evaluation.tasks import megatron_models, transformers_model
 from launcher_scripts.steps import references, twin
 from launcher_scripts.steps.convert_checkpoint import convert
 from tests.checkpoint.test_huggingface_agm import make as make_agm
@@ -224,7 +224,7 @@ def test_an_encoder_decoder_of_the_core_has_no_twin(
 def test_what_a_tool_changes_outside_of_the_core(
     values: dict[str, Any], reasons: list[str]
 ) -> None:
-    assert core_model.unsupported_reasons(values) == reasons
+    assert megatron_models.unsupported_reasons(values) == reasons
 
 
 def test_a_model_that_transformers_would_fill_with_random_weights_has_no_twin(

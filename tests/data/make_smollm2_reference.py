@@ -16,7 +16,7 @@ import torch
 from gguf import GGUFReader, dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from launcher_scripts.evaluation.report_content import SCHEMA
+from launcher_scripts.evaluation.journal import SCHEMA
 from launcher_scripts.evaluation.tasks import lambada
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model import latent_attention
-from launcher_scripts.engine.model.states import LayerStates, TokenState, bytes_per_token
+from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState, bytes_per_token
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, load_weights, open_checkpoint
 from launcher_scripts.kernels import reference

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.engine.distributed.sockets import (
+from launcher_scripts.engine.distributed.communicator import (
     EVERY,
     LOOPBACK,
     interface_addresses,

@@ -21,8 +21,7 @@ from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Scheduler
 from launcher_scripts.engine.messages.plan import Copy, Plan
 from launcher_scripts.engine.model import kv_cache
-from launcher_scripts.engine.model.kv_cache import ExtentAllocator, KVCache
-from launcher_scripts.engine.model.states import LayerStates, TokenState
+from launcher_scripts.engine.model.kv_cache import ExtentAllocator, KVCache, LayerStates, TokenState
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from launcher_scripts.models.family import ModelConfig

@@ -17,7 +17,7 @@ from launcher_scripts.engine.distributed.heartbeat import (
     RankProgress,
     Watchdog,
 )
-from launcher_scripts.engine.distributed.step_times import SLOW_LINKS, seconds_per_token
+from launcher_scripts.engine.runner.graphs import SLOW_LINKS, seconds_per_token
 from tests.engine.small_models import small_config
 from tests.processes import wait_for
 

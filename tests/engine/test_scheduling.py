@@ -18,8 +18,13 @@ from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.messages.plan import Plan
-from launcher_scripts.engine.model.kv_cache import ExtentAllocator, plan_capacity
-from launcher_scripts.engine.model.states import LayerStates, TokenState, bytes_per_token
+from launcher_scripts.engine.model.kv_cache import (
+    ExtentAllocator,
+    LayerStates,
+    TokenState,
+    bytes_per_token,
+    plan_capacity,
+)
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.engine.small_models import (
     context_logits,

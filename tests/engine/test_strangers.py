@@ -19,11 +19,13 @@ import torch.distributed as dist
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.distributed.communicator import (
+    LOOPBACK,
     ProcessGroupCommunicator,
+    drop_connections,
     join_store,
+    listening_ports,
     open_store,
 )
-from launcher_scripts.engine.distributed.sockets import LOOPBACK, drop_connections, listening_ports
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import load_engine, random_tensors, small_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.evaluation import plots
-from launcher_scripts.evaluation.costs import cost_table, floor_table, price_of, step_reads
 from launcher_scripts.evaluation.page import TITLES, clipped, formatted, hardware, html, size
+from launcher_scripts.evaluation.speed import cost_table, floor_table, price_of, step_reads
 from tests.browser import browser, missing
 
 EXAMPLE_FILE = Path(__file__).with_name("example_report.json")

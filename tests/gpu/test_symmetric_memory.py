@@ -12,11 +12,11 @@ from numpy.linalg import norm
 
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import (
+    LOOPBACK,
     ProcessGroupCommunicator,
     join_store,
     open_store,
 )
-from launcher_scripts.engine.distributed.sockets import LOOPBACK
 from launcher_scripts.engine.model.families import kernels_for
 from launcher_scripts.kernels.operands import Linear, Norm
 

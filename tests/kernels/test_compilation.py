@@ -19,8 +19,8 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     candidates,
     decode_attention,
     dot,
+    elementwise,
     embedding,
-    epilogues,
     gemv,
     hopper_attention,
     lora,
@@ -223,11 +223,11 @@ def test_what_looks_tokens_up_finds_them_and_copies_them():
     assert compile_kernel(embedding.look_up, pointers, numbers, {"BLOCK": 64})
     pointers = {"logits": "fp32", "values": "fp32", "places": "i32"}
     numbers = dict.fromkeys(("stride", "size"), "i32")
-    assert compile_kernel(epilogues.block_argmax, pointers, numbers, {"BLOCK": 1024})
+    assert compile_kernel(elementwise.block_argmax, pointers, numbers, {"BLOCK": 1024})
     pointers = {"largest": "fp32", "places": "i32", "values": "fp32"}
     pointers |= dict.fromkeys(("tokens", "column", "slots"), "i64")
     constants = {"KEEP": True, "USE_PDL": True, "BLOCK": 64}
-    assert compile_kernel(epilogues.pick_largest, pointers, {"parts": "i32"}, constants)
+    assert compile_kernel(elementwise.pick_largest, pointers, {"parts": "i32"}, constants)
     pointers = dict.fromkeys(("tokens", "slots", "memory", "written"), "i64")
     numbers = dict.fromkeys(("count", "lines", "width", "padding"), "i32")
     constants = {"USE_PDL": True, "BLOCK": 256}
@@ -410,7 +410,7 @@ def test_attend_spans(dtype, relative):
 def test_multiply_gate(dtype):
     pointers = {"up": dtype, "gate": dtype}
     constants = {"ACTIVATION": 1, "USE_PDL": True, "BLOCK": 2048}
-    assert compile_kernel(epilogues.multiply_gate, pointers, {"size": "i32"}, constants)
+    assert compile_kernel(elementwise.multiply_gate, pointers, {"size": "i32"}, constants)
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])

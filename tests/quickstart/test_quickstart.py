@@ -24,7 +24,7 @@ from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.evaluation import gate
 from launcher_scripts.evaluation.comparison import compare
-from launcher_scripts.evaluation.report_content import read_content
+from launcher_scripts.evaluation.journal import read_content
 from launcher_scripts.evaluation.tasks.task import Metric, TaskResult
 from launcher_scripts.steps import quickstart
 from tests.processes import wait_for

@@ -18,8 +18,8 @@ from typing import Any
 from launcher_scripts.checkpoint.fastertransformer.ini_keys import IniFormat, IniKeys
 from launcher_scripts.checkpoint.fastertransformer.ini_tables import FORMATS, task_sections
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
+from launcher_scripts.common.files import read_plain
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.untrusted import read_plain
 from launcher_scripts.config.settings import CHECKPOINT_KEY, DATA_TYPES, DRAFT_MODEL_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of

@@ -26,20 +26,18 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     SMALL,
     Crc32,
     FileEntry,
+    Journal,
     Manifest,
     check_files,
     check_size,
     content_digest,
-    read_manifest,
-)
-from launcher_scripts.checkpoint.fastertransformer.output_folder import (
-    Journal,
     partial_folder,
+    read_manifest,
     reject_existing,
     replace_folder,
     writing,
 )
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, dtype_name
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, dtype_name
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.untrusted import open_plain, open_tar, tar_members
+from launcher_scripts.common.files import open_plain, open_tar, tar_members
 
 try:
     from zlib_ng.zlib_ng import crc32 as crc32

@@ -21,11 +21,15 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive, Region
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
 from launcher_scripts.checkpoint.formats.pickles import Record
-from launcher_scripts.checkpoint.formats.source_tensor import Piece, SourceTensor, check_axes
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    BFLOAT16,
+    Piece,
+    SourceTensor,
+    check_axes,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup, problem
-from launcher_scripts.common.untrusted import parse_json
+from launcher_scripts.common.files import parse_json
 
 METADATA = "metadata.json"
 EXTRA_STATE = "_extra_state"

@@ -14,8 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.common.errors import CheckpointError
-from launcher_scripts.common.parallelism import divisors
-from launcher_scripts.common.untrusted import (
+from launcher_scripts.common.files import (
     MAX_YAML_BYTES,
     mapping,
     open_plain,
@@ -24,6 +23,7 @@ from launcher_scripts.common.untrusted import (
     read_plain,
     tar_members,
 )
+from launcher_scripts.common.parallelism import divisors
 
 CONFIG_NAME = "model_config.yaml"
 # In place of the sizes of a model: a prompt's or an adapter's.

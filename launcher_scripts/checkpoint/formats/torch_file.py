@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles
 from launcher_scripts.checkpoint.formats.archive import Checksum, Region
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, FLOAT8
-from launcher_scripts.checkpoint.formats.source_tensor import check_axes
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, FLOAT8, check_axes
 from launcher_scripts.common.errors import CheckpointError, problem
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.export import (
     reused,
     source_digests,
 )
-from launcher_scripts.checkpoint.fastertransformer.output_folder import reject_existing
+from launcher_scripts.checkpoint.fastertransformer.manifest import reject_existing
 from launcher_scripts.checkpoint.huggingface.config_json import (
     candidates,
     class_name,
@@ -60,8 +60,8 @@ from launcher_scripts.checkpoint.tokenizers.text_probe import (
 )
 from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import SPACE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.files import parse_json
 from launcher_scripts.common.tokenizer import GENERATION_FILE, OPTIONAL_FILES
-from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.models.gpt_dialects import DIALECTS
 

@@ -34,11 +34,11 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     Digest,
     FileEntry,
     add_bytes,
+    writing,
 )
-from launcher_scripts.checkpoint.fastertransformer.output_folder import writing
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import Workspace
-from launcher_scripts.checkpoint.formats.safetensors_file import DTYPES as SAFETENSORS
+from launcher_scripts.checkpoint.formats.source_tensor import DTYPES as SAFETENSORS
+from launcher_scripts.checkpoint.formats.source_tensor import Workspace
 from launcher_scripts.checkpoint.huggingface.tensors import TargetTensor
 from launcher_scripts.checkpoint.layout.streaming import UnfitValues, strips
 from launcher_scripts.checkpoint.layout.tasks import MAX_PROCESSES, MIN_BYTES

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import float32
+from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.huggingface.folder import json_bytes, safetensors_header
 from launcher_scripts.checkpoint.huggingface.tensors import Part, TargetTensor, matrix_of
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS

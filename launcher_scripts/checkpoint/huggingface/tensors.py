@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import FLOATS, Workspace, float32, plain
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    FLOATS,
+    SourceTensor,
+    Workspace,
+    float32,
+    plain,
+)
 from launcher_scripts.checkpoint.layout.inverses import Blocks, RowGroups
 from launcher_scripts.checkpoint.layout.layouts import (
     LAYOUTS,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import float32, plain
+from launcher_scripts.checkpoint.formats.source_tensor import float32, plain
 from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 # Of a table of positions, that of the first token; the rows before are for padding.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, converted, float32, widened
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, converted, float32, widened
 from launcher_scripts.checkpoint.layout.inverses import (
     FIRST_ROW,
     Blocks,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import (
+from launcher_scripts.checkpoint.formats.source_tensor import (
     BFLOAT16,
     Workspace,
     converted,

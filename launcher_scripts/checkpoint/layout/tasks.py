@@ -22,16 +22,16 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import (
+from launcher_scripts.checkpoint.formats.source_tensor import (
     BFLOAT16,
     FLOATS,
+    SourceTensor,
     Workspace,
     dtype_name,
     float32,
     plain,
     widened,
 )
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.inverses import Blocks
 from launcher_scripts.checkpoint.layout.layouts import (
     LAYOUTS,

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.manifest import check_files
-from launcher_scripts.checkpoint.fastertransformer.output_folder import reject_links
+from launcher_scripts.checkpoint.fastertransformer.manifest import check_files, reject_links
 from launcher_scripts.checkpoint.layout.tasks import compute_type
 from launcher_scripts.checkpoint.repository.text_models import TOKEN_MODEL, write_text_models
 from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE

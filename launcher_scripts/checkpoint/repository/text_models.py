@@ -11,6 +11,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import FILE_NAME as 
 from launcher_scripts.checkpoint.fastertransformer.manifest import check_file_list, write_file_list
 from launcher_scripts.common import text_deltas, tokenizer
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.files import parse_json
 from launcher_scripts.common.rendering import render
 from launcher_scripts.common.tokenizer import (
     Tokenizer,
@@ -18,7 +19,6 @@ from launcher_scripts.common.tokenizer import (
     load_tokenizer,
     tokenizer_files,
 )
-from launcher_scripts.common.untrusted import parse_json
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract import text_names
 from launcher_scripts.contract.text import TextContract

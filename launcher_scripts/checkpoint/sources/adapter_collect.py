@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import Workspace, float32
 from launcher_scripts.checkpoint.formats.nemo_config import section
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    SourceTensor,
+    Workspace,
+    concatenated,
+    float32,
+)
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.layout.tasks import Task, make_plan

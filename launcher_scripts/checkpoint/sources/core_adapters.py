@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.formats.dtypes import float32
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.core_layers import concatenated_ranks

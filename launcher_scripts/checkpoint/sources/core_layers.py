@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.checkpoint.sources.huggingface_hybrids import heterogeneous_layers
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import mapping, parse_json
+from launcher_scripts.common.files import mapping, parse_json
 from launcher_scripts.models.family import branches_text, layer_list
 from launcher_scripts.models.gpt import SCORE_FUNCTIONS, GPTConfig, expert_groups
 

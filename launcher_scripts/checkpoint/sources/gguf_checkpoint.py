@@ -13,9 +13,8 @@ from gguf import GGMLQuantizationType, ReaderTensor
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16, Workspace
 from launcher_scripts.checkpoint.formats.gguf_file import Fields, open_gguf, read_tensor
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, SourceTensor, Workspace
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     PREDICTORS_NOTE,
     FullTensors,

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats import source_tensor, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, same_values
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
@@ -57,8 +57,8 @@ from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import sepa
 from launcher_scripts.checkpoint.sources.locations import foreign_weights, listed_shards
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.files import mapping, parse_json
 from launcher_scripts.common.tokenizer import BYT5, GENERATION_FILE, OPTIONAL_FILES, is_byt5
-from launcher_scripts.common.untrusted import mapping, parse_json
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 
@@ -193,7 +193,9 @@ def _state_dict(archive: Archive, file: str) -> dict[str, NDArray[Any]]:
             f"{origin} is a pointer of git-lfs, not the weights; expected the file itself; "
             "run `git lfs pull` in the repository, or download it with huggingface-cli"
         )
-    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load_state
+    load = (
+        source_tensor.load_safetensors if file.endswith(".safetensors") else torch_file.load_state
+    )
     tensors = dict(torch_file.tensors_of(load(region, origin).items(), origin))
     if not tensors:
         raise CheckpointError(f"{origin} holds no state dict")

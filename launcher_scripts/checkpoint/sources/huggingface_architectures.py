@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.sources import huggingface_latent as latent
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, RawConfig, text_config
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.untrusted import mapping, parse_json, read_plain
+from launcher_scripts.common.files import mapping, parse_json, read_plain
 from launcher_scripts.models.family import ModelConfig
 
 CONFIG_NAME = "config.json"

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launcher_scripts.checkpoint.formats import safetensors_file, torch_file
+from launcher_scripts.checkpoint.formats import source_tensor, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import float32
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     SourceCheckpoint,
     renamed,
@@ -386,7 +385,9 @@ def _read_tensors(archive: Archive) -> dict[str, SourceTensor]:
     if file is None:
         raise CheckpointError(problem(f"{archive.path} holds no weights", choices=WEIGHT_FILES))
     origin = f"{file} of {archive.path}"
-    load = safetensors_file.load if file.endswith(".safetensors") else torch_file.load_state
+    load = (
+        source_tensor.load_safetensors if file.endswith(".safetensors") else torch_file.load_state
+    )
     loaded = load(archive.region(file), origin)
     stored = dict(torch_file.tensors_of(loaded.items(), origin))
     if len(stored) < len(loaded):

@@ -16,8 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import FLOAT8, FLOATS, Workspace, widened
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    FLOAT8,
+    FLOATS,
+    SourceTensor,
+    Workspace,
+    widened,
+)
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import Mxfp4Scheme
 from launcher_scripts.checkpoint.sources.packed_weights import (

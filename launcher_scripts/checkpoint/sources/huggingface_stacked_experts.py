@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import Workspace, float32
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, Workspace, float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.common.errors import Problems
 

@@ -38,7 +38,7 @@ from launcher_scripts.checkpoint.sources.merging import Adapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.untrusted import mapping, parse_yaml
+from launcher_scripts.common.files import mapping, parse_yaml
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.family import ModelConfig
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import float32
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
+from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, float32
 from launcher_scripts.checkpoint.layout.inverses import Blocks
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
 from launcher_scripts.checkpoint.layout.tasks import Task, fits, source_of, stored_blocks

@@ -25,9 +25,13 @@ import numpy as np
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.dtypes import float32, widened
 from launcher_scripts.checkpoint.formats.nemo_config import section
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, concatenated
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    SourceTensor,
+    concatenated,
+    float32,
+    widened,
+)
 from launcher_scripts.checkpoint.layout.source_checkpoint import flattened, merged_stages, renamed
 from launcher_scripts.checkpoint.sources.nemo_files import (
     distributed_tensors,

@@ -31,7 +31,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     renamed,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.common.untrusted import mapping, parse_yaml, read_plain
+from launcher_scripts.common.files import mapping, parse_yaml, read_plain
 
 WEIGHTS_NAME = "model_weights.ckpt"
 DISTRIBUTED_FOLDER = "model_weights/"

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.dtypes import (
+from launcher_scripts.checkpoint.formats.source_tensor import (
     E8M0,
     FLOAT8,
     FLOATS,
+    SourceTensor,
     Workspace,
     dtype_name,
     float32,
 )
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import fp4_pairs
 from launcher_scripts.common.errors import Problems
 

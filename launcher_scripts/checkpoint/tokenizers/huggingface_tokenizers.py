@@ -33,8 +33,8 @@ from launcher_scripts.checkpoint.tokenizers.vocabularies import (
     SentencePieceModel,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.files import mapping, parse_json
 from launcher_scripts.common.tokenizer import OPTIONAL_FILES, is_of_library
-from launcher_scripts.common.untrusted import mapping, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

@@ -9,18 +9,12 @@ from typing import Any, TypeVar
 
 from launcher_scripts.checkpoint.formats.nemo_config import folders, read_config, section
 from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.files import open_plain, open_tar, parse_json, read_plain, tar_members
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
     GENERATION_FILE,
     OPTIONAL_FILES,
     is_byt5,
-)
-from launcher_scripts.common.untrusted import (
-    open_plain,
-    open_tar,
-    parse_json,
-    read_plain,
-    tar_members,
 )
 
 KEY = "export.model.tokenizer"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from launcher_scripts.checkpoint.tokenizers.vocabularies import PRE_TOKENIZERS
-from launcher_scripts.common.tokenizer.base import FAIRSEQ_TOKENS, MASK
-from launcher_scripts.common.tokenizer.translators import languages_of
+from launcher_scripts.common.tokenizer.base import FAIRSEQ_TOKENS, MASK, languages_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -34,6 +34,7 @@ from launcher_scripts.checkpoint.tokenizers.text_probe import (
     unified_files,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
+from launcher_scripts.common.files import parse_json, read_plain
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
     COMPANION_FILES,
@@ -42,7 +43,6 @@ from launcher_scripts.common.tokenizer import (
     Tokenizer,
     chat_templates,
 )
-from launcher_scripts.common.untrusted import parse_json, read_plain
 from launcher_scripts.config.export import TokenizerSettings
 
 _LISTED = 8  # tokens in a note

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .base import (
     OPTIONAL_FILES,
+    SpecialIds,
     TokenizationError,
     Tokenizer,
     TokenizerError,
@@ -21,13 +22,14 @@ from .base import (
 )
 from .fast import GPT2Tokenizer, HuggingFaceTokenizer
 from .pieces import (
+    BYT5,
+    ByT5Tokenizer,
     M2M100Tokenizer,
     MarianTokenizer,
     PieceTokenizer,
     SentencePieceTokenizer,
+    is_byt5,
 )
-from .translators import SpecialIds
-from .utf8 import BYT5, ByT5Tokenizer, is_byt5
 
 __all__ = [
     "BYT5",

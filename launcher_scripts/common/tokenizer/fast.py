@@ -12,10 +12,11 @@ from .base import (
     Tokenizer,
     library_call,
     named_special_tokens,
+    template_of_translator,
     tokenizer_config,
+    translator_of,
 )
 from .pieces import piece_bytes
-from .translators import template_of_translator, translator_of
 
 END_OF_TEXT = "<|endoftext|>"
 # Usual names of special tokens, for a tokenizer.json that comes without the files that say so.

@@ -21,13 +21,13 @@ from launcher_scripts.engine.core.prefix_cache import (
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
 from launcher_scripts.engine.core.session import Session
-from launcher_scripts.engine.core.snapshots import StateCopies
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.core.step_budget import (
     TOKENS_PER_DECODING_ROW,
     Limits,
     PromptBudget,
     RowExtents,
+    StateCopies,
     plan_drafts,
     take_drafts,
 )

@@ -10,8 +10,8 @@ from typing import Any
 from launcher_scripts import kernels
 from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeightLoader
+from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState
 from launcher_scripts.engine.model.recurrent import row_states
-from launcher_scripts.engine.model.states import LayerStates, TokenState
 from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
 from launcher_scripts.engine.model.weights import WeightLoader
 from launcher_scripts.kernels import reference

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.engine.distributed.communicator import Communicator
+from launcher_scripts.engine.model.kv_cache import RowState
 from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Input, Sublayer
-from launcher_scripts.engine.model.states import RowState
 from launcher_scripts.engine.model.weights import SublayerWeights
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.ops import Ops

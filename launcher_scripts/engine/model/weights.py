@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher_scripts.checkpoint.formats.dtypes import BFLOAT16
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.engine.messages.plan import NO_TASK

@@ -15,10 +15,13 @@ from torch.distributed import TCPStore
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.engine.distributed.communicator import (
+    LOOPBACK,
     Communicator,
     ProcessGroupCommunicator,
     close_store,
+    listening_address,
     open_store,
+    published_addresses,
 )
 from launcher_scripts.engine.distributed.heartbeat import (
     EXCHANGE_SECONDS,
@@ -26,11 +29,6 @@ from launcher_scripts.engine.distributed.heartbeat import (
     Heartbeat,
     RankProgress,
     Watchdog,
-)
-from launcher_scripts.engine.distributed.sockets import (
-    LOOPBACK,
-    listening_address,
-    published_addresses,
 )
 from launcher_scripts.engine.messages.message import (
     Decoder,

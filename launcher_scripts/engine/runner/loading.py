@@ -26,21 +26,22 @@ from launcher_scripts.common.quantization import (
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.heartbeat import RankProgress
-from launcher_scripts.engine.distributed.step_times import watch_steps
 from launcher_scripts.engine.messages.message import Message, RankInfo
 from launcher_scripts.engine.model.families import FAMILIES, engine_family, kernels_for
 from launcher_scripts.engine.model.forward_context import StepGraphs
-from launcher_scripts.engine.model.kv_cache import KVCache, available_memory, plan_capacity
-from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.model.states import (
+from launcher_scripts.engine.model.kv_cache import (
+    KVCache,
     LayerStates,
     RowStatePool,
+    available_memory,
     bytes_per_row,
     bytes_per_token,
+    plan_capacity,
     plan_snapshots,
 )
+from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.weights import DTYPES, Reader
-from launcher_scripts.engine.runner.graphs import GraphCache
+from launcher_scripts.engine.runner.graphs import GraphCache, watch_steps
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import traits_of
 from launcher_scripts.kernels.ops import Ops

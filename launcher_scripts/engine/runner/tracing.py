@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.formats.dtypes import float32
+from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.verification import full_tensor
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.decode_step import DecodeStep
 from launcher_scripts.engine.model.families import engine_family, kernels_for
 from launcher_scripts.engine.model.forward_context import PrefillContext
-from launcher_scripts.engine.model.kv_cache import KVCache
+from launcher_scripts.engine.model.kv_cache import KVCache, RowStatePool
 from launcher_scripts.engine.model.layers import (
     MLP,
     Chunk,
@@ -34,7 +34,6 @@ from launcher_scripts.engine.model.layers import (
     Sublayer,
 )
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.model.states import RowStatePool
 from launcher_scripts.kernels.operands import Heads, Spans, VarlenBatch, span_blocks
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 

@@ -6,8 +6,8 @@ import configparser
 from pathlib import Path
 
 from launcher_scripts.common.errors import ConfigError, problem
+from launcher_scripts.common.files import read_plain
 from launcher_scripts.common.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from launcher_scripts.common.untrusted import read_plain
 from launcher_scripts.models.repository import FILE_NAME, parse_ini
 
 KEY = "evaluate.tokenizer_dir"

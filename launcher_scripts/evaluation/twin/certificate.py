@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.files import CHAIN, atomic_write, value_digest
-from launcher_scripts.common.untrusted import parse_json, read_plain
+from launcher_scripts.common.files import CHAIN, atomic_write, parse_json, read_plain, value_digest
 from launcher_scripts.evaluation.tasks.logits import (
     Equivalence,
     RowComparison,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.loads import for_products, in_halves, kept, prefetch_both
+from launcher_scripts.kernels.cuda.elementwise import for_products, in_halves, kept, prefetch_both
 from launcher_scripts.kernels.cuda.norm import store_expected
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -26,7 +26,7 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     store_head,
 )
 from launcher_scripts.kernels.cuda.compiling import NO_PDL, launcher, pdl_options, traits_of
-from launcher_scripts.kernels.cuda.loads import in_halves
+from launcher_scripts.kernels.cuda.elementwise import in_halves
 from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
 from launcher_scripts.kernels.operands import (
     AttentionScores,

@@ -33,14 +33,16 @@ from launcher_scripts.kernels.cuda.compiling import (
     pdl_options,
     traits_of,
 )
-from launcher_scripts.kernels.cuda.epilogues import (
+from launcher_scripts.kernels.cuda.elementwise import (
     ACTIVATION_CODES,
+    BYTES,
     activate,
     activate_gated,
     best_of_parts,
+    of_four_bits,
+    prefetch,
 )
 from launcher_scripts.kernels.cuda.gemv import scales_of
-from launcher_scripts.kernels.cuda.loads import BYTES, of_four_bits, prefetch
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
 from launcher_scripts.kernels.operands import Hidden, Linear
 

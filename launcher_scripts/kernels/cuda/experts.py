@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import DotTile, launcher, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS, MIN_BATCH, add_pieces, halves
-from launcher_scripts.kernels.cuda.epilogues import ACTIVATION_CODES, activate, activate_gated
+from launcher_scripts.kernels.cuda.elementwise import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 

@@ -28,11 +28,11 @@ from launcher_scripts.kernels.cuda.dot import (
     dot_summands,
     fits,
 )
+from launcher_scripts.kernels.cuda.elementwise import argmax as argmax
+from launcher_scripts.kernels.cuda.elementwise import gated
 from launcher_scripts.kernels.cuda.embedding import begin_step as begin_step
 from launcher_scripts.kernels.cuda.embedding import copy_to_host as copy_to_host
 from launcher_scripts.kernels.cuda.embedding import embed as embed
-from launcher_scripts.kernels.cuda.epilogues import argmax as argmax
-from launcher_scripts.kernels.cuda.epilogues import gated
 from launcher_scripts.kernels.cuda.experts import mixture as mixture
 from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options, row_tile
-from launcher_scripts.kernels.cuda.epilogues import (
+from launcher_scripts.kernels.cuda.elementwise import (
     ACTIVATION_CODES,
     activate,
     activate_gated,

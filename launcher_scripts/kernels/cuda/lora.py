@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
-from launcher_scripts.kernels.cuda.loads import prefetch_if
+from launcher_scripts.kernels.cuda.elementwise import prefetch_if
 from launcher_scripts.kernels.cuda.norm import load_row_stats, norm_code, norm_terms, parts_of
 from launcher_scripts.kernels.operands import Linear
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
-from launcher_scripts.kernels.cuda.loads import E4M3_MAX
+from launcher_scripts.kernels.cuda.elementwise import E4M3_MAX
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 

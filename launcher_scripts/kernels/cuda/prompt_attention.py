@@ -17,7 +17,7 @@ from launcher_scripts.kernels.cuda.compiling import (
     pdl_options,
     traits_of,
 )
-from launcher_scripts.kernels.cuda.loads import for_products, in_halves
+from launcher_scripts.kernels.cuda.elementwise import for_products, in_halves
 from launcher_scripts.kernels.operands import (
     QUERIES_PER_TILE,
     SPAN_QUERIES,
