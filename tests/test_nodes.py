@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -125,3 +128,29 @@ def test_mpirun_s_default_binding_to_a_core_is_undone(env: dict[str, str], widen
         assert (note is not None) == widened
     finally:
         os.sched_setaffinity(0, before)
+
+
+BINDING = """
+import os
+import shutil
+import subprocess
+import sys
+from launcher_scripts.common.hosts import unbind_from_core
+print(unbind_from_core(os.environ), *sorted(os.sched_getaffinity(0)), sep="|")
+"""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+@pytest.mark.parametrize("asked", [(), ("--bind-to", "core")])
+def test_a_binding_of_mpirun_itself(asked: tuple[str, ...]) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("this machine has one CPU")
+    root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    command = ["mpirun", *asked, "-n", "1", sys.executable, "-c", BINDING]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **root}
+    )
+    note, *left = ran.stdout.strip().split("|")
+    assert len(left) == (1 if asked else len(cpus))
+    assert note.startswith("None" if asked else "mpirun bound this server to 1 of ")

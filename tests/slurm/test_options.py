@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launcher_scripts.cluster.slurm_queue import mpi_types
@@ -43,3 +45,14 @@ def test_setup_and_options_of_one_stage(slurm: TestCluster, submit: Submit) -> N
         "CPUs/Task=3"
         in slurm.run("scontrol", "show", "job", submit.record("deploy")["job_id"]).stdout
     )
+
+
+def test_a_module_s_pythonpath_comes_after_the_launcher(
+    slurm: TestCluster, submit: Submit, launcher: Path
+) -> None:
+    step = "import os\nprint('path', os.environ['PYTHONPATH'])\n"
+    (launcher / "steps" / "convert_checkpoint.py").write_text(step, encoding="utf-8")
+    setup = "cluster.setup=['export PYTHONPATH=/of/a/module:$PYTHONPATH']"
+    submit("stages=[export]", setup, PYTHONPATH="/of/the/shell")
+    assert ended(slurm, submit, "export") == ("COMPLETED", "0:0"), submit.log("export")
+    assert f"path {launcher.parent}:/of/a/module:/of/the/shell\n" in submit.log("export")
