@@ -113,11 +113,9 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
     """
     target, options = settings.checkpoint_dir, settings.huggingface
     reject_existing(target, settings.overwrite or settings.reuse)
-    opened = complete = open_export(settings)
-    opened = replace(
-        opened,
-        **dict(zip(("tasks", "config"), without_lora(opened.tasks, opened.config), strict=True)),
-    )
+    complete = open_export(settings)
+    tasks, config = without_lora(complete.tasks, complete.config)
+    opened = replace(complete, tasks=tasks, config=config)
     stated, local = settings, settings.weight_data_type == AUTO
     if local:
         settings = replace(settings, weight_data_type=opened.stored)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -38,23 +38,38 @@ CHUNK_BYTES = 1 << 25
 CHUNKS_UNDER_WAY = 4  # an exchange needs so much device memory
 MEMORY_SHARE = 0.9  # of the host's free memory that new weights may have
 Pair = tuple[Tensor, Tensor]
+Exchanged = TypeVar("Exchanged", ExchangeWeights, LoadLoRA)
 
 
-class WeightExchange:
-    """One rank's part of the exchange; a RankOperation (runner/operations.py)."""
+class TensorExchange(Generic[Exchanged]):
+    """One rank's part of an operation that gives tensors on the device new values: what both kinds
+    of RankOperation here (runner/operations.py) share. `prepare` collects the pairs.
+    """
 
     def __init__(
-        self,
-        operation: ExchangeWeights | LoadLoRA,
-        runner: Runner,
-        settings: EngineSettings,
-        rank: int,
+        self, operation: Exchanged, runner: Runner, settings: EngineSettings, rank: int
     ) -> None:
-        self._operation: Any = operation
+        self._operation: Exchanged = operation
         self._network = runner.decoder
         self._settings = settings
         self._rank = rank
         self._pairs: list[Pair] = []
+
+    def apply(self) -> None:
+        """Let the device have the values of the host, and the host those of the device."""
+        exchange(self._pairs)
+        self._note_change()
+
+    def revert(self) -> None:
+        """Undo `apply`: the same exchange once more."""
+        self.apply()
+
+    def _note_change(self) -> None:
+        """Renew what is derived of the tensors."""
+
+
+class WeightExchange(TensorExchange[ExchangeWeights]):
+    """One rank's part of the exchange of all weights."""
 
     def prepare(self, check: Callable[[], None]) -> None:
         """Read this rank's new weights. Raises CheckpointError and ConfigError."""
@@ -83,16 +98,12 @@ class WeightExchange:
                 tensors = tensors[0][:stored], tensors[1][:stored]
             self._pairs.append(tensors)
 
-    def apply(self) -> None:
-        """Let the device have the weights of the host, and the host those of the device."""
-        exchange(self._pairs)
+    def _note_change(self) -> None:
         self._network.weights_changed()
 
-    revert = apply
 
-
-class LoRALoad(WeightExchange):
-    """One rank's part of adding an adapter; a RankOperation.
+class LoRALoad(TensorExchange[LoadLoRA]):
+    """One rank's part of adding an adapter.
 
     Its values come into the memory of a slot, which rows of other adapters do not read.
     """
@@ -133,12 +144,6 @@ class LoRALoad(WeightExchange):
                     raise CheckpointError(problem(message, got=self._settings.data_type))
                 slot = getattr(served, name)[self._operation.slot]
                 self._pairs.append((slot, _pinned(values, device)))
-
-    def apply(self) -> None:
-        """Let the slot have the adapter."""
-        exchange(self._pairs)
-
-    revert = apply
 
 
 def check_slots(path: Path, fields: Mapping[str, Any], slots: LoRASlots) -> None:
