@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers.utils import sentencepiece_model_pb2_new
 
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import build_tokenizer
+from launcher_scripts.checkpoint.tokenizers.vocabularies import PRE_TOKENIZERS
 
 FILE = Path(__file__).parents[1] / "data" / "gguf" / "vocabularies.json"
 VOCABULARIES: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -50,6 +51,49 @@ def test_published_vectors(name: str) -> None:
         [vocabulary["ids"][token] for token in ids(tokenizer, text)] for text in vocabulary["texts"]
     ]
     assert found == vocabulary["expected"]
+
+
+# Name of a cut -> words, joined by |, of texts that tell it from the others.
+WORDS = {
+    "afmoe": ["1|234|567|漢字かな|ABC", " |한국어| |ไทย", "=y|/\n"],
+    "bailingmoe": ["It|'S| |1|2", "a|=y|/\n", "a|;'|x"],
+    "chameleon": ["IMGIMGAIZ|a|  |b|'|s|\n|\n"],
+    "cohere2moe": ["1|234|567| It's|camel|Case|/\n"],
+    "deepseek-llm": ["a| B|1234|漢字|ABC| é|;|\n|\n| x", " |ბ|a", "a|  "],
+    "exaone-moe": ["漢字 é abc|1|2|;\n|\n|a"],
+    "glm4": ["It|'S| |123|4|;\n\n| x"],
+    "gpt3-finnish": ["It's| 1234|,| x=y/"],
+    "grok-2": ["It|'S| |1|2|;\n\n| x"],
+    "hunyuan-dense": ["123|4|漢字かな|ABC|.com|=|12"],
+    "jais-2": ["a|" + " " * 8 + "|  | z", "It|'S| |123|4"],
+    "kimi-k2": ["漢字|かなABCdef| camel|Case| it's|123|4|;\n|/\n"],
+    "laguna": ["It|'S| |1|/|\n\n|a"],
+    "llama4": ["It's| |123|4|camel|Case|/\n"],
+    "minicpm5": ["It|'S| |123|4|;\n\n| x"],
+    "seed-coder": ["It|'S| |1|2|;|\n\n| x"],
+    "spark2_5": ["1|2|3|4|漢字|ABC|;|\n|\n| x"],
+    "stablelm2": ["It|'S| |1|2|;\n\n| x"],
+    "superbpe": ["a b |12|345|678| c, d"],
+    "tiny_aya": ["1|234|567| It's|camel|Case|/\n"],
+    "trillion": ["It|'s| 1234|;|\n|\n|x"],
+    "ufakzeka": ["Ankara|'da|'ya| |1|2"],
+    "viking": ["It's| |1|2|,| x=y/"],
+    "youtu": ["한국어|，。|漢字かな|It's| |1|2|camel|Case"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_cuts_into_words(name: str) -> None:
+    """The expressions stand in llama.cpp's list of pre-tokenizers, too (src/llama-vocab.cpp)."""
+    tokenizer = build_tokenizer(
+        {"model": "gpt2", "pre": name, "tokens": [], "merges": [], "token_type": []}
+    )
+    cut = tokenizer.pre_tokenizer
+    assert cut is not None and PRE_TOKENIZERS[name].normalized is False
+    for joined in WORDS[name]:
+        text = joined.replace("|", "")
+        words = [text[start:end] for _, (start, end) in cut.pre_tokenize_str(text)]
+        assert words == joined.split("|")
 
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS))

@@ -24,6 +24,7 @@ TARGET = Path(__file__).with_name("gguf") / "vocabularies.json"
 BYTE_PAIRS = (
     "command-r",
     "deepseek-coder",
+    "deepseek-llm",
     "falcon",
     "gpt-2",
     "llama-bpe",

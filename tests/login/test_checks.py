@@ -627,7 +627,7 @@ def test_a_name_on_the_hub_is_no_path(problems: Finder) -> None:
     assert "run `hf download org/model-1B --local-dir FOLDER` first" in found
 
 
-@pytest.mark.parametrize("kind", ["megatron", "bridge", "transformers"])
+@pytest.mark.parametrize("kind", ["megatron", "bridge", "inner", "transformers"])
 def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
     problems: Finder, plan: Planner, arguments: list[str], tmp_path: Path, kind: str
 ) -> None:
@@ -635,11 +635,16 @@ def test_a_folder_without_its_tokenizer_is_found_before_a_job_starts(
     inner = folder / "iter_0000001" / "tokenizer" if kind == "bridge" else folder
     inner.mkdir(parents=True)
     mark = "config.json" if kind == "transformers" else "latest_checkpointed_iteration.txt"
+    mark = f"ckpt/{mark}" if kind == "inner" else mark
+    (folder / mark).parent.mkdir(exist_ok=True)
+    if kind == "inner":
+        (folder / "ckpt" / "metadata.json").write_text("{}")
     (folder / mark).write_text("{}" if kind == "transformers" else "1")
     given = f"export.model.checkpoint_path={folder}"
     (inner / "vocab.json").write_text("{}")
     (found,) = problems(given)
-    assert f"{folder} holds no tokenizer; choices: tokenizer.json, spiece.model" in found
+    assert f"{folder} holds no tokenizer; put the files of one of these sets into that" in found
+    assert "folder; choices: tokenizer.json, spiece.model" in found
     assert "; change export.model.tokenizer: name the files" in found
     assert plan(LOCAL, *arguments, given, "export.model.tokenizer=none").stages
     (inner / "merges.txt").write_text("")

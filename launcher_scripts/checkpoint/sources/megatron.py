@@ -110,7 +110,7 @@ class MegatronCheckpoint(TensorShards):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Exported name -> content of a tokenizer that lies in the checkpoint's folder."""
-        return tokenizer_files.plain_files(self.archive)
+        return tokenizer_files.plain_files(self.archive, self.root)
 
     def extra_files(self) -> dict[str, bytes]:
         """args.txt: a line `name:value` per training argument."""

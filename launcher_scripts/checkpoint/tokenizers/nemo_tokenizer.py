@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -46,8 +46,10 @@ SOURCE_SETS: tuple[Mapping[str, str], ...] = (
     {"vocab.json": "vocab.json", "sentencepiece.bpe.model": "sentencepiece.bpe.model"},
     {"sentencepiece.bpe.model": "sentencepiece.bpe.model"},
 )
-# What only folders of transformers and of Megatron-LM and its kin hold.
+# What only folders of transformers and of Megatron-LM and its kin hold, and what is in one of the
+# latter or below.
 _INDICATORS = ("config.json", "latest_checkpointed_iteration.txt")
+_INNER_INDICATORS = (_INDICATORS[1], ".metadata", "model_optim_rng.pt")
 # What lies behind so much of a compressed archive is left to the conversion.
 _MAX_DECOMPRESSED_BYTES = 2**30
 Match = TypeVar("Match")
@@ -94,20 +96,39 @@ def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
 def check_tokenizer(path: Path) -> None:
     """Raises CheckpointError when a checkpoint lacks its tokenizer's files: a .nemo file, an
     unpacked one, or a folder of transformers or Megatron-LM."""
-    if any((path / mark).is_file() for mark in _INDICATORS):
-        if not any(_is_complete(path / folder) for folder in folders(path)):
-            choices = [" + ".join(names) for names in SOURCE_SETS]
-            raise CheckpointError(
-                problem(f"{path} holds no tokenizer", choices=choices, change=ADVICE)
-            )
-        return
-    result = read_config(path)
+    result = None
+    if not any((path / mark).is_file() for mark in _INDICATORS):
+        result = read_config(path)
+        if result is None and not _is_megatrons(path):
+            return
     if result is None:
+        if not any(_is_complete(path / folder) for folder in folders(path)):
+            raise CheckpointError(no_tokenizer(path, SOURCE_SETS))
         return
     root, config = result
     names = _names(path, root)
     if names is not None:
         named_files(config, path, lambda value, pattern: find_name(names, value, pattern))
+
+
+def no_tokenizer(path: Path, sets: Iterable[Iterable[str]], foreign: Sequence[str] = ()) -> str:
+    """Say that a checkpoint has no tokenizer, and where its files may come from.
+
+    sets: names of files that are one together;  foreign: files of forms that are not read
+    """
+    suffix = f"; {', '.join(foreign)} must be converted first" if foreign else ""
+    return problem(
+        f"{path} holds no tokenizer{suffix}; put the files of one of these sets into that folder",
+        choices=[" + ".join(names) for names in sets],
+        change=ADVICE,
+    )
+
+
+def _is_megatrons(path: Path) -> bool:
+    """True if a folder, or one within it, is a checkpoint of Megatron-LM or its kin."""
+    return path.is_dir() and any(
+        (path / folder / mark).is_file() for folder in folders(path) for mark in _INNER_INDICATORS
+    )
 
 
 def _is_complete(folder: Path) -> bool:

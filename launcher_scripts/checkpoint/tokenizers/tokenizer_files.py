@@ -26,6 +26,7 @@ from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import (
     SOURCE_SETS,
     find_name,
     named_files,
+    no_tokenizer,
 )
 from launcher_scripts.checkpoint.tokenizers.text_probe import (
     check_templates,
@@ -314,7 +315,8 @@ def plain_files(
     more: Sequence[Mapping[str, str]] = (),
     config: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`.
+    """The files of a Hugging Face or Megatron-LM folder, by their usual names below `root`, or in
+    the nearest folder above that has some.
 
     Where they name the tokenizer's class, or transformers chooses it, they become one file.
 
@@ -322,6 +324,8 @@ def plain_files(
     config: config.json; None for a folder that has none
     """
     names, sets = archive.names(), (*_PLAIN_SETS, *more)
+    while root and not has_plain(archive, root):
+        root = root[: root.rstrip("/").rfind("/") + 1]
     _reject_special_files(archive, root, {name for names_of_set in sets for name in names_of_set})
     for requested in sets:
         if all(root + name in names for name in requested):
@@ -333,11 +337,4 @@ def plain_files(
             is_complete = config is not None or OPTIONAL_FILES[1] in files
             return unified_files(files, config or {}) if is_complete else files
     foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
-    suffix = f"; {', '.join(foreign)} must be converted first" if foreign else ""
-    raise CheckpointError(
-        problem(
-            f"{archive.path} holds no tokenizer{suffix}",
-            choices=[" + ".join(names_of_set) for names_of_set in sets],
-            change=ADVICE,
-        )
-    )
+    raise CheckpointError(no_tokenizer(archive.path, sets, foreign))

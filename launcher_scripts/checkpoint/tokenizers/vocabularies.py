@@ -66,31 +66,90 @@ def _words(digits: str, letters: str = r"\p{L}") -> str:
     )
 
 
-def _cased_words(digits: str, contractions: str) -> str:
-    """The expression of GPT-4o: a word ends where capitals begin again."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased_words(digits: str, contractions: str, but: str = "", slash: str = "/") -> str:
+    """The expression of GPT-4o: a word ends where capitals begin again.
+
+    but: what is taken out of the sets of letters;  slash: what may follow symbols besides new lines
+    """
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
+    )
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
         f"{start}{upper}*{lower}+{contractions}|{start}{upper}+{lower}*{contractions}|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n{slash}]*|{_SPACES}"
     )
 
 
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_KANA = "[\u4e00-\u9fa5\u3040-\u30ff]+"
+# Letters that have a case, without what Unicode has added to these blocks since DeepSeek LLM.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7ff"
+    r"\uab30-\uab68\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7cb}\x{1df00}-\x{1df1e}]]"
+)
+_ASCII_STOPS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
 # Stops and commas of other scripts.
 _STOPS = "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c"
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+# Groups of three digits, counted from a number's end.
+_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_SYMBOLS = (
+    rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+"
+)
+_AFMOE_SCRIPTS = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e00-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_YOUTU_SCRIPTS = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
+    "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _KANA
+)
+_WIDE_SPACES = "|".join(
+    rf"\s{{{width}}}(?!\S)" for width in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")
+)
 _LLAMA3 = _words(r"\p{N}{1,3}")
+_QWEN2 = _words(r"\p{N}")
+_BLOOM = rf" ?[^(\s|.,!?{_STOPS})]+"
 _GPT2_ROW = PreTokenizer((_GPT2,))
 _NEOX_ROW = PreTokenizer((_GPT2,), normalized=True)
 _DIGITS_ROW = PreTokenizer((r"\p{N}", _GPT2))
+_BLOOM_ROW = PreTokenizer((_BLOOM,))
 _LLAMA3_ROW = PreTokenizer((_LLAMA3,), ignore_merges=True, starts=True)
 _GPT4_ROW = PreTokenizer((_LLAMA3,))
-_QWEN2_ROW = PreTokenizer((_words(r"\p{N}"),), normalized=True)
+_QWEN2_ROW = PreTokenizer((_QWEN2,), normalized=True)
+_PLAIN_QWEN2_ROW = PreTokenizer((_QWEN2,))
 _GPT4O_ROW = PreTokenizer((_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),))
+_AYA_ROW = PreTokenizer((_THOUSANDS, _cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")))
+_DEEPSEEK3_ROW = PreTokenizer((r"\p{N}{1,3}", _KANA, rf"{_SYMBOLS}[\r\n]*|{_SPACES}"))
+_BAILING_ROW = PreTokenizer(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]"
+        r"|\s+(?!\S)|\s+",
+    )
+)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "bloom": PreTokenizer((rf" ?[^(\s|.,!?{_STOPS})]+",)),
+    "a.x-4.0": _GPT2_ROW,
+    "afmoe": PreTokenizer((_THOUSANDS, _AFMOE_SCRIPTS, rf"{_SYMBOLS}[\r\n]*|{_SPACES}")),
+    "bailingmoe": _BAILING_ROW,
+    "bailingmoe2": _BAILING_ROW,
+    "bloom": _BLOOM_ROW,
+    "chameleon": PreTokenizer(
+        (
+            "<sentinel:[0-9]+>",
+            "IMGIMG[A-I]{1,4}Z",
+            r"[\t\n]|    |  ",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT2,
+        ),
+        starts=True,
+    ),
+    "chatglm-bpe": _GPT4_ROW,
+    "codeshell": _DIGITS_ROW,
+    "cohere2moe": _AYA_ROW,
     "command-r": PreTokenizer((r"\p{N}", _GPT2), normalized=True),
     "dbrx": _GPT4_ROW,
     "deepseek-coder": PreTokenizer(
@@ -102,36 +161,93 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
             r"\p{N}",
         )
     ),
-    "deepseek-r1-qwen": _QWEN2_ROW,
-    "deepseek-v3": PreTokenizer(
+    "deepseek-llm": PreTokenizer(
         (
-            r"\p{N}{1,3}",
-            "[\u4e00-\u9fa5\u3040-\u30ff]+",
-            rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-            rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+            r"[\r\n]",
+            rf"\s?{_CASED}+",
+            rf"\s?{_ASCII_STOPS}+",
+            r"\s+$",
+            _CJK,
+            r"\p{N}+",
         )
     ),
+    "deepseek-r1-qwen": _QWEN2_ROW,
+    "deepseek-v3": _DEEPSEEK3_ROW,
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "exaone": _DIGITS_ROW,
+    "exaone-moe": PreTokenizer(
+        (
+            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+"
+            r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        )
+    ),
+    "exaone4": _GPT2_ROW,
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "falcon-h1": _LLAMA3_ROW,
     "falcon3": _LLAMA3_ROW,
+    "gigachat": _GPT2_ROW,
+    "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
+    "glm5": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "gpt-2": _GPT2_ROW,
     "gpt-4o": _GPT4O_ROW,
+    "gpt3-finnish": _BLOOM_ROW,
+    "granite-docling": _GPT2_ROW,
+    "grok-2": _PLAIN_QWEN2_ROW,
+    "hunyuan": _PLAIN_QWEN2_ROW,
+    "hunyuan-dense": _DEEPSEEK3_ROW,
+    "hy_v4": _DEEPSEEK3_ROW,
+    "jais": _GPT2_ROW,
+    "jais-2": PreTokenizer((_LLAMA3.replace(r"|\s+(?!\S)|\s+", rf"|{_WIDE_SPACES}|\s"),)),
+    "joyai-llm": _DEEPSEEK3_ROW,
+    "kanana2": _GPT4O_ROW,
+    "kimi-k2": PreTokenizer(
+        (
+            r"\p{Han}+",
+            _cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?", r"&&[^\p{Han}]", slash=""),
+        )
+    ),
+    "kormo": _PLAIN_QWEN2_ROW,
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _QWEN2)),
     "lfm2": _LLAMA3_ROW,
+    "llada-moe": _BAILING_ROW,
     "llama-bpe": _LLAMA3_ROW,
     "llama-v3": _LLAMA3_ROW,
     "llama3": _LLAMA3_ROW,
+    "llama4": _GPT4O_ROW,
+    "megrez": _PLAIN_QWEN2_ROW,
+    "mellum": _GPT2_ROW,
+    "mellum2": _DIGITS_ROW,
+    "midm-2.0": _LLAMA3_ROW,
+    "minerva-7b": _DIGITS_ROW,
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), ignore_merges=True),
+    "minimax-m2": _GPT4O_ROW,
     "mpt": _NEOX_ROW,
     "olmo": _NEOX_ROW,
     "phi-2": _GPT2_ROW,
     "pixtral": _LLAMA3_ROW,
+    "poro-chat": _BLOOM_ROW,
     "qwen2": _QWEN2_ROW,
     "qwen35": PreTokenizer((_words(r"\p{N}", letters=r"[\p{L}\p{M}]"),)),
     "refact": _DIGITS_ROW,
+    "seed-coder": PreTokenizer(
+        (_QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+"),)
+    ),
     "smaug-bpe": _GPT4_ROW,
     "smollm": _DIGITS_ROW,
+    "solar-open": _PLAIN_QWEN2_ROW,
+    "spark2_5": PreTokenizer((r"\p{N}{1,3}", _KANA, rf"{_SYMBOLS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
+    "stablelm2": _PLAIN_QWEN2_ROW,
     "starcoder": _DIGITS_ROW,
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "talkie": _GPT4O_ROW,
     "tekken": PreTokenizer((_cased_words(r"\p{N}", ""),), ignore_merges=True, starts=True),
+    "tiny_aya": _AYA_ROW,
+    "trillion": _GPT2_ROW,
+    "ufakzeka": PreTokenizer((_QWEN2.removeprefix(f"{_CONTRACTIONS}|"),)),
+    "viking": PreTokenizer((_BLOOM, r"\p{N}")),
+    "youtu": PreTokenizer(
+        (_YOUTU_SCRIPTS, _cased_words(r"\p{N}", f"{_CONTRACTIONS}?")), ignore_merges=True
+    ),
 }
 
 
