@@ -78,7 +78,7 @@ WORDS = {
     "trillion": ["It|'s| 1234|;|\n|\n|x"],
     "ufakzeka": ["Ankara|'da|'ya| |1|2"],
     "viking": ["It's| |1|2|,| x=y/"],
-    "youtu": ["한국어|，。|漢字かな|It's| |1|2|camel|Case"],
+    "youtu": ["한국어|\uff0c\u3002|漢字かな|It's| |1|2|camel|Case"],
 }
 
 
