@@ -76,6 +76,7 @@ DOORS = {
         "launcher_scripts/clients/connection.py",
         "launcher_scripts/clients/async_connection.py",
     ),
+    "httpx": ("launcher_scripts/common/http_client.py",),
     "aiohttp": ("launcher_scripts/evaluation/load/paths.py",),
     "starlette": ("launcher_scripts/gateway/",),
     "uvicorn": ("launcher_scripts/gateway/service.py",),

@@ -154,6 +154,11 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def host_port(host: str, port: int | None) -> str:
+    """host:port, with an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def node_name(env: Mapping[str, str]) -> str:
     """This node as its cluster calls it."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()

@@ -13,6 +13,7 @@ COMMAND = Path(__file__).resolve().parents[2] / "requirements" / "overlay.py"
 FILE_NAME = "overlay.json"
 
 _GATEWAY = (
+    "httpx",
     "numpy",
     "prometheus_client",
     "pydantic",
@@ -31,12 +32,12 @@ STEP_PACKAGES = {
     "measure_speed": ("jinja2", "matplotlib", "numpy", "tritonclient", "yaml"),
     "measure_twin": ("jinja2", "matplotlib", "numpy", "torch", "tritonclient", "yaml"),
     "prepare_triton_model_config": ("gguf", "jinja2", "numpy", "yaml"),
-    "quickstart": ("gguf", "jinja2", "numpy", "yaml"),
+    "quickstart": ("gguf", "httpx", "jinja2", "numpy", "yaml"),
     "resave_checkpoint": ("numpy", "yaml"),
     "run_gateway": ("yaml", *_GATEWAY),
-    "run_harness": ("jinja2", "matplotlib", "numpy", "tritonclient", "yaml"),
+    "run_harness": ("httpx", "jinja2", "matplotlib", "numpy", "tritonclient", "yaml"),
     "start_gateway": _GATEWAY,
-    "start_server": ("jinja2", "msgspec", "numpy", "torch", "yaml"),
+    "start_server": ("httpx", "jinja2", "msgspec", "numpy", "torch", "yaml"),
     "watch": ("hydra", "jinja2", "numpy", "yaml"),
     "write_example_models": ("gguf", "jinja2", "numpy", "tokenizers", "yaml"),
     "write_ladder": ("jinja2", "matplotlib", "numpy", "yaml"),

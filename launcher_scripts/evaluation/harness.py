@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
+from launcher_scripts.common.http_client import HttpClient
 from launcher_scripts.common.processes import signal_when_parent_dies
 from launcher_scripts.config.evaluation import KEY, HarnessSettings
 from launcher_scripts.config.security import read_keys
@@ -317,17 +316,19 @@ def _address(harness: HarnessSettings, ready: Mapping[str, Any], ready_file: str
 
 
 def _query(url: str, key: str | None) -> dict[str, Any]:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    server, slash, path = url.rpartition("/")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return dict(json.load(answer))
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
+        with HttpClient(server, 30, use_proxies=True) as client:
+            status, text = client.request("GET", slash + path, headers=headers)
+        if status == 401:
             message = f"the gateway at {url} wants an API key" + (
                 ", and another one" if key else ""
             )
-            raise ConfigError(problem(message, change=f"{KEY}.api_keys")) from error
-        raise ServerError(f"the gateway answered {url} with {error.code}") from error
+            raise ConfigError(problem(message, change=f"{KEY}.api_keys"))
+        if status != 200:
+            raise ServerError(f"the gateway answered {url} with {status}")
+        return dict(json.loads(text))
     except (OSError, ValueError) as error:
         message = f"the gateway does not answer: {error}"
         raise ServerError(problem(message, got=url, change=f"{KEY}.gateway")) from error

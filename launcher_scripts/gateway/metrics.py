@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
-from launcher_scripts.common.http_answer import query
+from launcher_scripts.common.http_client import query
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.generation import Record
 

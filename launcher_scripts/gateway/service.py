@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
+from launcher_scripts.common.hosts import host_port
 from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.gateway.api_errors import ApiError
@@ -323,4 +324,4 @@ def _address(settings: GatewaySettings, opened: socket.socket) -> str:
     port = opened.getsockname()[1]
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https" if settings.tls_certificate else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{host_port(host, port)}"

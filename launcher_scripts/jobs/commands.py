@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -22,6 +21,8 @@ from urllib.parse import urlsplit
 from launcher_scripts.cluster.record import FORGOTTEN, RECORD, read_json, ready_of_run
 from launcher_scripts.common.errors import ClusterError, ServerError, problem
 from launcher_scripts.common.files import READY_FILES
+from launcher_scripts.common.hosts import host_port
+from launcher_scripts.common.http_client import query
 from launcher_scripts.common.processes import remove_leftovers
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.security import read_keys
@@ -267,9 +268,8 @@ def tunnel(request: Request) -> int:
     address = endpoints.get("openai") or f"http://{endpoints.get('http') or endpoints['grpc']}"
     parts = urlsplit(address)
     port = request.port or parts.port
-    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
     via = request.via or f"{getpass.getuser()}@{socket.getfqdn()}"
-    command = ["ssh", "-N", "-L", f"{port}:{host}:{parts.port}", via]
+    command = ["ssh", "-N", "-L", f"{port}:{host_port(str(parts.hostname), parts.port)}", via]
     print(shlex.join(command), flush=True)
     print(f"then: {parts.scheme}://127.0.0.1:{port}{parts.path}", flush=True)
     if not request.open:
@@ -350,26 +350,24 @@ def _post(
     openai: str, body: Mapping[str, Any], key: str, seconds: float, ca: str | None
 ) -> tuple[int, dict[str, Any]]:
     """Status and JSON of the gateway's answer; openai: http(s)://host:port/v1, ca: a PEM file"""
-    url = urlsplit(openai)
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    connection: HTTPConnection = HTTPConnection(url.netloc, timeout=seconds)
-    if url.scheme == "https":
+    tls = None
+    if openai.startswith("https:"):
         try:
-            context = ssl.create_default_context(cafile=ca)
+            tls = ssl.create_default_context(cafile=ca)
         except OSError as error:  # SSLError, too
             message = f"cannot read the certificates: {error}"
             raise ServerError(problem(message, got=ca, change="--ca")) from error
-        connection = HTTPSConnection(url.netloc, timeout=seconds, context=context)
+    url, headers = openai.removesuffix("/v1"), {"Authorization": f"Bearer {key}"}
     try:
-        with contextlib.closing(connection):
-            connection.request("POST", "/admin/weights", json.dumps(body), headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
+        status, text = query(
+            url, "/admin/weights", seconds, method="POST", headers=headers, body=body, tls=tls
+        )
+        return status, json.loads(text)
     except ssl.SSLCertVerificationError as error:
         message = f"the certificate of the gateway at {openai} is not trusted: {error}"
         change = "--ca (a PEM file, for example deploy.gateway.tls_certificate)"
         raise ServerError(problem(message, got=ca, change=change)) from error
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ServerError(f"the gateway at {openai} did not answer: {error}") from error
 
 

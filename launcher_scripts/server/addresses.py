@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
 from launcher_scripts.common.files import STALE_SECONDS, atomic_write, may_publish, seconds_silent
-from launcher_scripts.common.hosts import address_towards
+from launcher_scripts.common.hosts import address_towards, host_port
 from launcher_scripts.config.gateway import GatewayJobSettings
 from launcher_scripts.config.security import LOOPBACK
 from launcher_scripts.config.settings import DeploySettings
@@ -127,7 +127,7 @@ _CONNECT_SECONDS = 10.0
 
 def local_address(host: str, port: int) -> str:
     """host:port for this node of what listens on `host`."""
-    return _host_port(LOOPBACK if host in EVERY_ADDRESS else host, port)
+    return host_port(LOOPBACK if host in EVERY_ADDRESS else host, port)
 
 
 def addresses(settings: DeploySettings, ports: Mapping[str, int]) -> dict[str, str]:
@@ -198,11 +198,7 @@ def _public_address(settings: Listening, host: str, port: int) -> str:
     """
     if host != LOOPBACK:
         host = settings.public_host or (_host_name(port) if host in EVERY_ADDRESS else host)
-    return _host_port(host, port)
-
-
-def _host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(host, port)
 
 
 def _host_name(port: int) -> str:

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.files import has_servers
+from launcher_scripts.common.hosts import host_port
+from launcher_scripts.common.http_client import HttpClient, any_certificate
 from launcher_scripts.common.processes import StopRequest, is_suspended
 from launcher_scripts.config.gateway import GatewayJobSettings, GatewaySettings, example_command
 from launcher_scripts.config.security import LOOPBACK
@@ -28,7 +29,7 @@ from launcher_scripts.server.addresses import (
     reserved,
     with_node_address,
 )
-from launcher_scripts.server.health import check_key, connect
+from launcher_scripts.server.health import check_key
 from launcher_scripts.server.process import STATUS_DIR_VARIABLE, ending, start_child
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ _READY, _COMMAND, _DRAINING = "ready: ", "try: ", "draining: "  # how lines of i
 _TAIL_LINES = 20
 _HEARING_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0  # between two questions about its health
+_HEALTH_TIMEOUT = 5.0
 # Each failure takes seconds. A gateway on a busy machine is only slow; a suspended one is not.
 _FAILURES, _SUSPENDED_FAILURES = 6, 1
 
@@ -49,7 +51,9 @@ class _HealthCheck:
 
     def __init__(self, settings: GatewaySettings) -> None:
         host = LOOPBACK if settings.host in EVERY_ADDRESS else settings.host
-        self._connection = connect(host, settings.port, settings.tls_certificate is not None)
+        scheme, tls = ("https", any_certificate()) if settings.tls_certificate else ("http", None)
+        url = f"{scheme}://{host_port(host, settings.port)}"
+        self._client = HttpClient(url, _HEALTH_TIMEOUT, tls=tls)
         self.failures = 0
         self._completed = threading.Event()
         threading.Thread(target=self._run, name="gateway's health", daemon=True).start()
@@ -60,13 +64,11 @@ class _HealthCheck:
     def _run(self) -> None:
         while not self._completed.wait(_HEALTH_SECONDS):
             try:
-                self._connection.request("GET", "/health")
-                self._connection.getresponse().read()
+                self._client.request("GET", "/health")
                 self.failures = 0
-            except (OSError, HTTPException):
-                self._connection.close()
+            except OSError:
                 self.failures += 1
-        self._connection.close()
+        self._client.close()
 
 
 class GatewayProcess:

@@ -10,13 +10,12 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from launcher_scripts.common.errors import Problems, ServerError, problem
-from launcher_scripts.common.http_answer import query
+from launcher_scripts.common.hosts import host_port
+from launcher_scripts.common.http_client import any_certificate, query
 from launcher_scripts.config.gateway import OPEN_PATHS, GatewaySettings
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
@@ -217,15 +216,19 @@ def check_key(openai: str, model: str, settings: GatewaySettings) -> None:
     Raises ServerError where that is not answered.
     """
     key = next(iter(read_keys(Path(str(settings.api_keys)), "--api-keys").values()))
-    body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1})
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    url = urlsplit(openai)
     try:
-        with contextlib.closing(_connection(url.netloc, settings)) as connection:
-            connection.request("POST", f"{url.path}/completions", body, headers)
-            answer = connection.getresponse()
-            reply = f"{answer.status} {answer.read(200).decode('utf-8', 'replace')}"
-    except (OSError, HTTPException) as error:
+        status, text = query(
+            openai,
+            "/completions",
+            _ANSWER_SECONDS,
+            method="POST",
+            headers={"Authorization": f"Bearer {key}"},
+            body={"model": model, "prompt": "a", "max_tokens": 1},
+            max_bytes=200,
+            tls=_gateway_tls(settings),
+        )
+        reply = f"{status} {text[:200]}"
+    except OSError as error:
         reply = f"{type(error).__name__}: {error}"
     if not reply.startswith("200 "):
         message = f"the gateway gives no token at its published address {openai}, with a key"
@@ -287,19 +290,13 @@ def _address(host: str, port: str) -> tuple[str, int]:
     return socket.inet_ntop(family, raw), int(port, 16)
 
 
-def connect(host: str, port: int, tls: bool) -> HTTPConnection:
-    """A connection for HTTP, of a client that has no certificate and checks none."""
-    if tls:
-        return HTTPSConnection(host, port, timeout=_SECONDS, context=_anybody())
-    return HTTPConnection(host, port, timeout=_SECONDS)
-
-
 def _query(host: str, port: int, method: str, path: str, tls: bool) -> int | None:
     """The status of the answer; None where there is none in HTTP."""
-    connection = connect(host, port, tls)
-    with contextlib.suppress(OSError, HTTPException), contextlib.closing(connection):
-        connection.request(method, path, b"{}" if method == "POST" else None)
-        return connection.getresponse().status
+    body: dict[str, str] | None = {} if method == "POST" else None
+    context = any_certificate() if tls else None
+    with contextlib.suppress(OSError):
+        url = f"{'https' if tls else 'http'}://{host_port(host, port)}"
+        return query(url, path, _SECONDS, method=method, body=body, max_bytes=0, tls=context)[0]
     return None
 
 
@@ -308,7 +305,9 @@ def _speaks_http2(host: str, port: int, tls: bool) -> bool:
     with (
         contextlib.suppress(OSError),
         socket.create_connection((host, port), timeout=_SECONDS) as plain,
-        _anybody("h2").wrap_socket(plain) if tls else contextlib.nullcontext(plain) as opened,
+        any_certificate("h2").wrap_socket(plain)
+        if tls
+        else contextlib.nullcontext(plain) as opened,
     ):
         opened.sendall(_HTTP2)
         head = opened.recv(9)
@@ -316,21 +315,11 @@ def _speaks_http2(host: str, port: int, tls: bool) -> bool:
     return False
 
 
-def _anybody(*protocols: str) -> ssl.SSLContext:
-    """TLS of a client that has no certificate and checks none."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    if protocols:
-        context.set_alpn_protocols(list(protocols))
-    return context
-
-
-def _connection(netloc: str, settings: GatewaySettings) -> HTTPConnection:
-    """To the gateway, which must show the very certificate of its settings."""
+def _gateway_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """Trust of the very certificate of the gateway's settings alone."""
     if settings.tls_certificate is None:
-        return HTTPConnection(netloc, timeout=_ANSWER_SECONDS)
+        return None
     context = ssl.create_default_context(cafile=settings.tls_certificate)
     context.check_hostname = False  # the published address may be a number
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return HTTPSConnection(netloc, timeout=_ANSWER_SECONDS, context=context)
+    return context

@@ -30,7 +30,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.http_answer import UNIX
+from launcher_scripts.common.http_client import UNIX
 from launcher_scripts.common.processes import ServerLock, is_word, signal_when_parent_dies, start_of
 from launcher_scripts.config.security import SERVER_NAME, ServerTls, read_secrets
 from launcher_scripts.config.settings import DeploySettings

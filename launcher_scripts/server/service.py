@@ -20,7 +20,7 @@ from launcher_scripts.common.hosts import (
     SINGLE_NODE,
     NodeRank,
 )
-from launcher_scripts.common.http_answer import UNIX
+from launcher_scripts.common.http_client import UNIX
 from launcher_scripts.common.processes import (
     EXITED,
     NAME_PREFIX,

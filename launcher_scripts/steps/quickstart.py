@@ -17,8 +17,6 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,6 +41,7 @@ from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.files import READY
 from launcher_scripts.common.hosts import visible_gpus
+from launcher_scripts.common.http_client import query
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 REFERENCE = CHECKOUT / "launcher_scripts/evaluation/data/smollm2_lambada_first200_reference.json"
@@ -156,15 +155,12 @@ class Chat:
             self.address = json.loads(self._ready.read_text(encoding="utf-8"))["openai"]
             message = {"role": "user", "content": QUESTION}
             body = {"model": MODEL_NAME, "messages": [message], "max_tokens": 32, "temperature": 0}
-            request = urllib.request.Request(
-                f"{self.address}/chat/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=CHAT_SECONDS) as response:
-                self.answer = json.load(response)["choices"][0]["message"]["content"]
-        except urllib.error.HTTPError as error:
-            self.error = f"{error}: {error.read().decode(errors='replace')}"
+            path = "/chat/completions"
+            status, text = query(self.address, path, CHAT_SECONDS, method="POST", body=body)
+            if status == 200:
+                self.answer = json.loads(text)["choices"][0]["message"]["content"]
+            else:
+                self.error = f"HTTP Error {status}: {text}"
         except (OSError, ValueError, LookupError, TypeError) as error:
             self.error = f"{type(error).__name__}: {error}"
 

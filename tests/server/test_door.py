@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launcher_scripts.clients.connection import channel_arguments
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.common.http_answer import UNIX, query
+from launcher_scripts.common.http_client import UNIX, query
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
 from launcher_scripts.evaluation.served.client import connect

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from launcher_scripts.common.files import DigestChain
-from launcher_scripts.common.http_answer import query
+from launcher_scripts.common.http_client import query
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.jobs.__main__ import main
 from tests.engine.small_models import random_tensors

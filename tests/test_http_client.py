@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher_scripts.common.http_answer import query
+from launcher_scripts.common.http_client import query
 
 FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nno \xff"
 
