@@ -1,4 +1,4 @@
-"""HTTP requests to a server. A server that is unreachable, or answers without HTTP, is an OSError."""
+"""HTTP requests to a server. One that is unreachable, or answers without HTTP, is an OSError."""
 
 from __future__ import annotations
 
