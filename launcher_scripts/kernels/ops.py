@@ -31,6 +31,12 @@ from launcher_scripts.kernels.operands import (
     StepRows,
     VarlenBatch,
 )
+from launcher_scripts.kernels.reference_recurrence import (
+    ConvOperands,
+    DeltaOperands,
+    Mamba2Operands,
+    States,
+)
 from launcher_scripts.kernels.reference_sampling import BeamShape
 
 
@@ -85,62 +91,35 @@ class Ops(Protocol):
 
     # States of rows; see reference_recurrence.py
 
-    def conv_scan(
+    def scan_short_conv(
         self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tail: Tensor,
+        projected: Tensor,
+        layer: ConvOperands,
+        states: States,
         count: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, States]: ...
 
-    def conv_step(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+    def step_short_conv(self, projected: Tensor, layer: ConvOperands, slots: Tensor) -> Tensor: ...
 
-    def mamba2_scan(
+    def scan_mamba2(
         self,
-        x: Tensor,
-        steps: Tensor,
-        rates: Tensor,
-        b: Tensor,
-        c: Tensor,
-        skip: Tensor,
-        state: Tensor,
+        projected: Tensor,
+        layer: Mamba2Operands,
+        states: States,
         count: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, States]: ...
 
-    def mamba2_step(
-        self,
-        x: Tensor,
-        steps: Tensor,
-        rates: Tensor,
-        b: Tensor,
-        c: Tensor,
-        skip: Tensor,
-        states: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
+    def step_mamba2(self, projected: Tensor, layer: Mamba2Operands, slots: Tensor) -> Tensor: ...
 
-    def delta_scan(
+    def scan_delta(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
+        projected: Tensor,
+        layer: DeltaOperands,
+        states: States,
         count: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, States]: ...
 
-    def delta_step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        states: Tensor,
-    ) -> tuple[Tensor, Tensor]: ...
+    def step_delta(self, projected: Tensor, layer: DeltaOperands, slots: Tensor) -> Tensor: ...
 
     # Attention
 

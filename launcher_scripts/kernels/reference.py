@@ -47,9 +47,10 @@ source_attention = reference_attention.source_attention
 source_attention_weights = reference_attention.source_attention_weights
 rank_beams = reference_sampling.rank_beams
 reorder_beams = reference_sampling.reorder_beams
-conv_scan, conv_step = reference_recurrence.conv_scan, reference_recurrence.conv_step
-mamba2_scan, mamba2_step = reference_recurrence.mamba2_scan, reference_recurrence.mamba2_step
-delta_scan, delta_step = reference_recurrence.delta_scan, reference_recurrence.delta_step
+scan_short_conv = reference_recurrence.scan_short_conv
+step_short_conv = reference_recurrence.step_short_conv
+scan_mamba2, step_mamba2 = reference_recurrence.scan_mamba2, reference_recurrence.step_mamba2
+scan_delta, step_delta = reference_recurrence.scan_delta, reference_recurrence.step_delta
 process = reference_sampling.process
 sample = reference_sampling.sample
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import FILE_NAME
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.model import recurrent
-from launcher_scripts.engine.model.recurrent import GatedDelta, Mamba2, ShortConv
+from launcher_scripts.engine.model.recurrent import ShortConv
 from launcher_scripts.kernels import reference_recurrence
+from launcher_scripts.kernels.reference_recurrence import DeltaOperands, Gating, gated
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS
 from tests.engine.test_hybrids import COMMON, FAMILIES, NO_END, check, made, text
@@ -62,23 +62,26 @@ def code(owner: Any, name: str, value: Any) -> Term:
     return lambda _folder, patch: patch.setattr(owner, name, value)
 
 
-def norm_first(self: Mamba2, y: Tensor, gate: Tensor) -> Tensor:
-    weight = self.weights.norm_weight
-    return self._group_norm(y, y if weight is None else weight) * functional.silu(gate.float())
+def norm_first(y: Tensor, gate: Tensor, gating: Gating) -> Tensor:
+    return gated(y, gate, replace(gating, gate_first=not gating.gate_first))
+
+
+def without_decay(raw: Tensor, layer: DeltaOperands) -> Tensor:
+    return torch.zeros(len(raw), *layer.step_bias.shape)
 
 
 MAMBA: dict[str, Term] = {
     "skip": tensor("mamba.D"),
     "step bias": tensor("mamba.dt_bias"),
     "rates": tensor("mamba.A_log"),
-    "softplus": code(Mamba2, "_steps", lambda _, raw: raw.float().abs()),
-    "gate": code(Mamba2, "_gated", lambda _self, y, _gate: y),
+    "softplus": code(reference_recurrence, "time_steps", lambda raw, _: raw.float().abs()),
+    "gate": code(reference_recurrence, "gated", lambda y, *_: y),
     "chunks": code(reference_recurrence, "_decays", lambda full: _everything(full)),
 }
 DELTA: dict[str, Term] = {
-    "lengths": code(recurrent, "_normalized", lambda x: x),
-    "gate": code(GatedDelta, "_gated", lambda _self, y, _gate: y.flatten(1)),
-    "decay": code(GatedDelta, "_decay", lambda _, raw: raw.float() * 0),
+    "lengths": code(reference_recurrence, "unit_vectors", lambda x: x),
+    "gate": code(reference_recurrence, "gated", lambda y, *_: y),
+    "decay": code(reference_recurrence, "logarithms", without_decay),
 }
 EXPERTS: dict[str, Term] = {
     "scores": config(router_score_function="softmax"),
@@ -130,7 +133,7 @@ TERMS: dict[str, dict[str, Term]] = {
         **MAMBA,
         "conv bias": tensor("mamba.conv.bias"),
         "norm": tensor("mamba.norm.weight", 1.0),
-        "norm behind the gate": code(Mamba2, "_gated", norm_first),
+        "norm behind the gate": code(reference_recurrence, "gated", norm_first),
         "squares": config(activation="relu"),
     },
     "nemotron_h latent": {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher_scripts.kernels import reference
+from launcher_scripts.kernels import reference_recurrence as reference
 
 TOKENS = 150  # two chunks and a part of one
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}

@@ -30,7 +30,6 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference import EXACT_IDS
-from launcher_scripts.models.family import RECURRENT_KINDS
 from launcher_scripts.models.gpt import GPTConfig
 
 Sublayers = Sequence[Sublayer | ParallelSublayers]
@@ -95,7 +94,7 @@ class DecodeStep:
             sources=bounds.source > 0,
         )
         x = self._entered(x)
-        return self._through(x, self._context(rows, bounds, lora_adapters))
+        return self._through(x, self._context(rows, bounds, slots, lora_adapters))
 
     def _entered(self, x: Hidden) -> Hidden:
         """Return the input of the first layer from the output of begin_step."""
@@ -119,11 +118,14 @@ class DecodeStep:
             self.communicator.to_next_stage(x.exact)
         return x
 
-    def _context(self, rows: StepRows, bounds: Bounds, lora_adapters: Tensor | None) -> StepContext:
+    def _context(
+        self, rows: StepRows, bounds: Bounds, slots: Tensor, lora_adapters: Tensor | None
+    ) -> StepContext:
         of_windows = {window: rows.within(window) for window in self._windows}
         return StepContext(
             rows={0: rows, **of_windows},
             bounds=bounds,
+            slots=slots,
             rotary=self.rotary,
             lora_adapters=lora_adapters,
         )
@@ -212,13 +214,8 @@ def unsupported_reasons(
             result.append("queries and keys are normalized over the heads of all ranks")
         if config.rotary_scaling in ("longrope", "dynamic"):
             result.append("rotary positions depend on a row's length")
-        if config.kv_lora_rank is not None:
-            result.append("attention is latent")
         if config.value_norm or config.layer_scale or config.layer_head_sizes:
             result.append("layers have heads of their own sizes, normalized values or a scale")
-        if config.has_row_states:
-            recurrent = ", ".join(sorted(config.branch_kinds & {*RECURRENT_KINDS}))
-            result.append(f"layers keep a state of each row ({recurrent})")
     if any(sublayer.adapter is not None for layer in layers for sublayer in layer.sublayers):
         result.append("adapters work inside the layers")
     if getattr(config, "head_size", 2) % 2:

@@ -138,12 +138,21 @@ class StepContext(ForwardContext[Hidden]):
     """A fused step: one token of every row.
 
     rows: by the window of the layer, 0 where it attends to all tokens
+    slots: [B], the rows'
     """
 
     rows: Mapping[int, StepRows]
     bounds: Bounds
+    slots: Tensor | None = None
+
+    def recur(self, projected: Tensor, branch: Recurrent) -> Tensor:
+        if self.slots is None:
+            raise ValueError("the step says nothing of the rows' slots")
+        return branch.decode(projected, self.slots)
 
     def attend(self, x: Hidden, layer: SelfAttention) -> Tensor:
+        if isinstance(layer, LatentAttention):
+            return self._attend_latent(x, layer)
         if layer.query_scale is not None:
             return self._attend_scaled(x, layer)
         return layer.kernels.attend_own(
@@ -157,6 +166,13 @@ class StepContext(ForwardContext[Hidden]):
             layer.scores,
             layer.head_norms,
         )
+
+    def _attend_latent(self, x: Hidden, layer: LatentAttention) -> Tensor:
+        rows = self.rows[layer.window]
+        context = replace(self, rotary=tuple(rows.rotary(table) for table in self.rotary))
+        query = layer.store(x, rows.starts + rows.positions, context)
+        of_rows = (*rows.attended, self._longest(layer))
+        return layer.attend_rows(query, of_rows, rows.positions, self.lora_adapters)
 
     def _attend_scaled(self, x: Hidden, layer: SelfAttention) -> Tensor:
         """The same where queries change between their projection and the attention."""

@@ -143,11 +143,9 @@ class Sublayer(ABC):
     """One residual branch: attention or an MLP, with the norms about it.
 
     window: how many tokens attention covers, the token's own included; 0: all
-    fused:  whether fused steps can go through it
     """
 
     window = 0
-    fused = True
     gate: Linear | None = None
 
     def __init__(self, weights: SublayerWeights, kernels: Ops, communicator: Communicator) -> None:

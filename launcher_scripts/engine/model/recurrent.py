@@ -5,7 +5,6 @@ short convolutions. Each has a scan over tokens of one row, and a step of one to
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,13 @@ from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Input, S
 from launcher_scripts.engine.model.weights import SublayerWeights
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.reference_recurrence import (
+    ConvOperands,
+    DeltaOperands,
+    Gating,
+    Mamba2Operands,
+    States,
+)
 from launcher_scripts.models.gpt import GPTConfig
 
 
@@ -70,10 +76,6 @@ class Mamba2Weights(RecurrentWeights):
     norm_weight: Tensor | None = None
 
 
-# What a branch keeps of one row, or of several.
-States = tuple[Tensor, ...]
-
-
 @dataclass(frozen=True)
 class Recurrence:
     """What such branches are besides their weights.
@@ -92,8 +94,6 @@ class Recurrence:
 
 class RecurrentBranch(Sublayer):
     """A branch with states of rows."""
-
-    fused = False
 
     def __init__(
         self,
@@ -147,155 +147,121 @@ class RecurrentBranch(Sublayer):
                 retained[slot] = state
         self._drafted = []
 
+    @abstractmethod
     def decode(self, projected: Tensor, slots: Tensor) -> Tensor:
         """What out_proj reads of one token of each of the rows in slots [B]."""
-        y, states = self.advance(projected, tuple(state[slots] for state in self.states))
-        for retained, state in zip(self.states, states, strict=True):
-            retained.index_copy_(0, slots, state.to(retained.dtype))
-        return y
 
     @abstractmethod
     def scan(
         self, projected: Tensor, states: States, count: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        """What out_proj reads of one row's tokens, float32 [N, its inputs], and the states behind
-        the first `count` of them.
+        """What out_proj reads of one row's tokens [N, its inputs], and the states behind the first
+        `count` of them.
         """
-
-    @abstractmethod
-    def advance(self, projected: Tensor, states: States) -> tuple[Tensor, States]:
-        """The same of one token of each row, with a first axis of rows in all states."""
-
-    def _group_norm(self, y: Tensor, weight: Tensor) -> Tensor:
-        """An RMS norm of this rank's channels [N, inner], those of a group together, of which other
-        ranks may have some.
-        """
-        groups, tp_size, rank = (
-            self.recurrence.groups,
-            self.communicator.tp_size,
-            self.communicator.tp_rank,
-        )
-        tokens, inner = y.shape
-        if groups % tp_size == 0:
-            parts = y.view(tokens, groups // tp_size, -1)
-            mean = parts.square().mean(-1, keepdim=True)
-            parts = parts * torch.rsqrt(mean + self.recurrence.norm_eps)
-            return parts.reshape(tokens, inner) * weight
-        size = inner * tp_size // groups  # channels of a group
-        group = (rank * inner + torch.arange(inner, device=y.device)) // size
-        squares = torch.zeros(tokens, groups, device=y.device).index_add_(1, group, y.square())
-        mean = self.communicator.tp_sum(squares) / size
-        return y * torch.rsqrt(mean + self.recurrence.norm_eps)[:, group] * weight
 
 
 class Mamba2(RecurrentBranch):
-    """See kernels/reference_recurrence.py; its states are the heads' and the convolution's."""
+    """Its states are the heads' and the convolution's."""
 
     weights: Mamba2Weights
 
+    def __init__(
+        self,
+        weights: Mamba2Weights,
+        kernels: Ops,
+        communicator: Communicator,
+        recurrence: Recurrence,
+    ) -> None:
+        super().__init__(weights, kernels, communicator, recurrence)
+        local = recurrence.groups % communicator.tp_size == 0
+        self.layer = Mamba2Operands(
+            conv=weights.conv,
+            conv_bias=weights.conv_bias,
+            tails=self.states[1],
+            states=self.states[0],
+            rates=weights.rates,
+            step_bias=weights.step_bias,
+            gating=Gating(
+                weights.norm_weight,
+                recurrence.norm_eps,
+                recurrence.groups // communicator.tp_size,
+                gate_first=recurrence.norm != "before_gate",
+            )
+            if local or weights.norm_weight is None
+            else None,
+            skip=weights.skip,
+            min_step=recurrence.min_step,
+            max_step=recurrence.max_step,
+        )
+
     def scan(
         self, projected: Tensor, states: States, count: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        w, (state, tail) = self.weights, states
-        gate, mixed, steps = self._split(projected)
-        mixed, tail = self.kernels.conv_scan(mixed, w.conv, w.conv_bias, tail, count)
-        x, b, c = self._parts(mixed)
-        steps = self._steps(steps)
-        y, state = self.kernels.mamba2_scan(x, steps, w.rates, b, c, w.skip, state, count)
-        return self._gated(y.flatten(1), gate), (state, tail)
+        y, states = self.kernels.scan_mamba2(projected, self.layer, states, count)
+        return self._normalized_over_ranks(y, projected), states
 
-    def advance(self, projected: Tensor, states: States) -> tuple[Tensor, States]:
-        w, (state, tail) = self.weights, states
-        gate, mixed, steps = self._split(projected)
-        mixed, tail = self.kernels.conv_step(mixed, w.conv, w.conv_bias, tail)
-        x, b, c = self._parts(mixed)
-        y, state = self.kernels.mamba2_step(x, self._steps(steps), w.rates, b, c, w.skip, state)
-        return self._gated(y.flatten(1), gate), (state, tail)
+    def decode(self, projected: Tensor, slots: Tensor) -> Tensor:
+        y = self.kernels.step_mamba2(projected, self.layer, slots)
+        return self._normalized_over_ranks(y, projected)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        conv, heads = self.weights.conv.shape[0], self.weights.rates.shape[0]
-        gate = projected.shape[1] - conv - heads
-        return tuple(projected.split([gate, conv, heads], dim=1))
-
-    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, heads, size], B and C [N, groups, state] of what the convolution makes."""
-        heads, size, columns = self.states[0].shape[1:]
-        inner = heads * size
-        group = (mixed.shape[1] - inner) // 2
-        x, b, c = functional.silu(mixed).split([inner, group, group], dim=1)
-        return (
-            x.unflatten(1, (heads, size)),
-            b.unflatten(1, (-1, columns)),
-            c.unflatten(1, (-1, columns)),
-        )
-
-    def _steps(self, raw: Tensor) -> Tensor:
-        """Time steps, float32 [N, heads]."""
-        minimum, maximum = self.recurrence.min_step, self.recurrence.max_step
-        steps = functional.softplus(raw.float() + self.weights.step_bias)
-        return steps if minimum is None and maximum is None else steps.clamp(minimum, maximum)
-
-    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        kind, weight = self.recurrence.norm, self.weights.norm_weight
-        opened = functional.silu(gate.float())
-        if weight is None:
-            return y * opened
-        if kind == "before_gate":
-            return self._group_norm(y, weight) * opened
-        return self._group_norm(y * opened, weight)
+    def _normalized_over_ranks(self, y: Tensor, projected: Tensor) -> Tensor:
+        """Gated outputs y [N, inner], where ranks have parts of the groups of their norm."""
+        weight, groups = self.weights.norm_weight, self.recurrence.groups
+        if self.layer.gating is not None or weight is None:
+            return y
+        tokens, inner = y.shape
+        opened = functional.silu(projected[:, :inner].float())
+        if gate_first := self.recurrence.norm != "before_gate":
+            y = y * opened
+        size = inner * self.communicator.tp_size // groups  # channels of a group
+        first = self.communicator.tp_rank * inner
+        group = (first + torch.arange(inner, device=y.device)) // size
+        squares = torch.zeros(tokens, groups, device=y.device).index_add_(1, group, y.square())
+        mean = self.communicator.tp_sum(squares) / size
+        y = y * torch.rsqrt(mean + self.recurrence.norm_eps)[:, group] * weight
+        return y if gate_first else y * opened
 
 
 class GatedDelta(RecurrentBranch):
-    """See kernels/reference_recurrence.py; its states are the heads' and the convolution's."""
+    """Its states are the heads' and the convolution's."""
 
     weights: DeltaWeights
-    opened: Callable[[Tensor], Tensor] = staticmethod(functional.silu)
+    activation = "silu"
+
+    def __init__(
+        self,
+        weights: DeltaWeights,
+        kernels: Ops,
+        communicator: Communicator,
+        recurrence: Recurrence,
+    ) -> None:
+        super().__init__(weights, kernels, communicator, recurrence)
+        heads = self.states[0].shape[1]
+        self.layer = DeltaOperands(
+            conv=weights.conv,
+            tails=self.states[1],
+            states=self.states[0],
+            rates=weights.rates,
+            step_bias=weights.step_bias,
+            gating=Gating(
+                weights.norm_weight, recurrence.norm_eps, heads, activation=self.activation
+            ),
+        )
 
     def scan(
         self, projected: Tensor, states: States, count: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        (state, tail), (mixed, gate, beta, decay) = states, self._split(projected)
-        mixed, tail = self.kernels.conv_scan(mixed, self.weights.conv, None, tail, count)
-        operands = (*self._parts(mixed), self._decay(decay), beta.float().sigmoid())
-        y, state = self.kernels.delta_scan(*operands, state, count)
-        return self._gated(y, gate), (state, tail)
+        return self.kernels.scan_delta(projected, self.layer, states, count)
 
-    def advance(self, projected: Tensor, states: States) -> tuple[Tensor, States]:
-        (state, tail), (mixed, gate, beta, decay) = states, self._split(projected)
-        mixed, tail = self.kernels.conv_step(mixed, self.weights.conv, None, tail)
-        operands = (*self._parts(mixed), self._decay(decay), beta.float().sigmoid())
-        y, state = self.kernels.delta_step(*operands, state)
-        return self._gated(y, gate), (state, tail)
-
-    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """What goes through the convolution, z, b and a."""
-        heads, _, size = self.states[0].shape[1:]
-        widths = [self.weights.conv.shape[0], heads * size, heads, heads]
-        return tuple(projected.split(widths, dim=1))
-
-    def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [N, key heads, size], normalized, and values [N, heads, size]."""
-        heads, keys, values = self.states[0].shape[1:]
-        size = (mixed.shape[1] - heads * values) // 2
-        query, key, value = functional.silu(mixed).split([size, size, heads * values], dim=1)
-        query, key = (_normalized(part.unflatten(1, (-1, keys))) for part in (query, key))
-        return query * keys**-0.5, key, value.unflatten(1, (heads, values))
-
-    def _decay(self, raw: Tensor) -> Tensor:
-        """Logarithms, float32 [N, heads], or of every key [N, heads, size]."""
-        return self.weights.rates * functional.softplus(raw.float() + self.weights.step_bias)
-
-    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        mean = y.square().mean(-1, keepdim=True)
-        y = y * torch.rsqrt(mean + self.recurrence.norm_eps) * self.weights.norm_weight
-        return y.flatten(1) * self.opened(gate.float())
+    def decode(self, projected: Tensor, slots: Tensor) -> Tensor:
+        return self.kernels.step_delta(projected, self.layer, slots)
 
 
 class KimiDelta(GatedDelta):
     """See GatedDelta; decays are of every key."""
 
     weights: KimiDeltaWeights
-    opened = staticmethod(torch.sigmoid)
+    activation = "sigmoid"
 
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         w, projected = self.weights, self.project(x, context.lora_adapters)
@@ -306,34 +272,29 @@ class KimiDelta(GatedDelta):
         expanded = torch.cat([mixed, decays, self.kernels.project(of_gate, w.gate_up)], dim=1)
         return context.recur(expanded, self).to(self.out_proj.dtype)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        heads, keys, values = self.states[0].shape[1:]
-        widths = [self.weights.conv.shape[0], heads, heads * keys, heads * values]
-        mixed, beta, decay, gate = projected.split(widths, dim=1)
-        return mixed, gate, beta, decay.unflatten(1, (heads, keys))
-
-
-def _normalized(x: Tensor) -> Tensor:
-    """Vectors of length 1, as far as transformers' epsilon lets them."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
 
 class ShortConv(RecurrentBranch):
     """A convolution of B * x, which C multiplies; its state is the convolution's."""
 
+    def __init__(
+        self,
+        weights: RecurrentWeights,
+        kernels: Ops,
+        communicator: Communicator,
+        recurrence: Recurrence,
+    ) -> None:
+        super().__init__(weights, kernels, communicator, recurrence)
+        self.layer = ConvOperands(
+            conv=weights.conv, conv_bias=weights.conv_bias, tails=self.states[0]
+        )
+
     def scan(
         self, projected: Tensor, states: States, count: Tensor | None = None
     ) -> tuple[Tensor, States]:
-        b, c, x = projected.chunk(3, dim=1)
-        w = self.weights
-        y, tail = self.kernels.conv_scan(b * x, w.conv, w.conv_bias, states[0], count)
-        return c * y, (tail,)
+        return self.kernels.scan_short_conv(projected, self.layer, states, count)
 
-    def advance(self, projected: Tensor, states: States) -> tuple[Tensor, States]:
-        b, c, x = projected.chunk(3, dim=1)
-        w = self.weights
-        y, tail = self.kernels.conv_step(b * x, w.conv, w.conv_bias, states[0])
-        return c * y, (tail,)
+    def decode(self, projected: Tensor, slots: Tensor) -> Tensor:
+        return self.kernels.step_short_conv(projected, self.layer, slots)
 
 
 # The branch of each kind of weights, the most special first.

@@ -57,6 +57,9 @@ from launcher_scripts.kernels.cuda.prompt_attention import attend_spans as atten
 from launcher_scripts.kernels.cuda.prompt_attention import prompt_attention as prompt_attention
 from launcher_scripts.kernels.cuda.qkv import row_heads
 from launcher_scripts.kernels.cuda.qkv import store_kv as store_kv
+from launcher_scripts.kernels.cuda.recurrence import step_delta as step_delta
+from launcher_scripts.kernels.cuda.recurrence import step_mamba2 as step_mamba2
+from launcher_scripts.kernels.cuda.recurrence import step_short_conv as step_short_conv
 from launcher_scripts.kernels.cuda.sampling import process as process
 from launcher_scripts.kernels.cuda.sampling import sample as sample
 from launcher_scripts.kernels.operands import (
@@ -82,10 +85,8 @@ rotary_table = reference.rotary_table
 source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 
-# States of rows have no kernels of their own yet.
-conv_scan, conv_step = reference.conv_scan, reference.conv_step
-mamba2_scan, mamba2_step = reference.mamba2_scan, reference.mamba2_step
-delta_scan, delta_step = reference.delta_scan, reference.delta_step
+scan_short_conv = reference.scan_short_conv
+scan_mamba2, scan_delta = reference.scan_mamba2, reference.scan_delta
 
 
 def prepare(linear: Linear) -> Linear:
