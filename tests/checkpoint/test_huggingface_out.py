@@ -32,10 +32,10 @@ from launcher_scripts.checkpoint.huggingface import folder as folder_module
 from launcher_scripts.checkpoint.huggingface.config_json import (
     NOT_WRITTEN,
     class_name,
-    prefix_of,
 )
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
 from launcher_scripts.checkpoint.huggingface.folder import HuggingFaceWriter
+from launcher_scripts.checkpoint.huggingface.tensors import prefix_of
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
 from launcher_scripts.common.files import SOURCE_DIGESTS

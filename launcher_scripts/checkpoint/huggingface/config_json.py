@@ -15,9 +15,11 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES,
+    OBEYED,
     reject_disobeyed,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
+from launcher_scripts.checkpoint.sources.rotary_scaling import yarn_section
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 
@@ -67,7 +69,7 @@ _KEYS = {
     "embedding_scale": ("embedding_multiplier",),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k"),
-    "router_scaling_factor": ("routed_scaling_factor",),
+    "router_scaling_factor": ("routed_scaling_factor", "router_scaling_factor", "route_scale"),
     "kv_lora_rank": ("kv_lora_rank",),
     "q_lora_rank": ("q_lora_rank",),
     "rope_head_size": ("qk_rope_head_dim",),
@@ -166,6 +168,8 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "feed_forward_proj": _feed_forward,
     "scale_decoder_outputs": lambda config: config.logits_scale != 1.0,
 }
+# Of these, null and nothing say two things: the classes have sizes of their own.
+_NULL = ("q_lora_rank", "sliding_window")
 # Within rope_parameters: the name of a scaling, and its numbers.
 _ROPE_TYPES = {"factors": "longrope"}
 _ROPE: dict[str, Callable[[Any], Any]] = {
@@ -196,6 +200,19 @@ def _rope_factor(config: Any) -> float | None:
     return None if kind == "longrope" else config.rotary_scaling_factor
 
 
+def _yarn(config: Any) -> dict[str, Any]:
+    """The section of a YaRN that has the factors of the rotation; none where it is of another kind.
+    Latent attention also scales its scores by it.
+    """
+    if config.rotary_scaling != "factors":
+        return {}
+    growth = math.sqrt(config.attention_scale * math.sqrt(config.head_size))
+    numbers = _numbers(config.rotary_factors) or (), config.rotary_base, config.max_positions
+    return yarn_section(
+        *numbers, config.rotary_attention_factor, growth if config.kv_lora_rank else 1.0
+    )
+
+
 def _numbers(text: str | None) -> list[float] | None:
     return None if text is None else [float(number) for number in text.split(",")]
 
@@ -217,6 +234,7 @@ class _Proposal(RawConfig):
     def __init__(self, config: Any, raw: dict[str, Any], keys: Collection[str], section: bool):
         super().__init__(raw, keys, Problems("a proposal"))
         self.config = config
+        self.model_type = raw.get("model_type")
         self.values = raw
         self.is_rope = section
 
@@ -227,6 +245,8 @@ class _Proposal(RawConfig):
             defaults = next(
                 (self._defaults[name] for name in names if name in self._defaults), None
             )
+            if defaults is None and names[0] in _NULL:
+                self.values[names[0]] = None
             return default if defaults is None else defaults
         # Classes call the number of experts differently where one reader serves them.
         aliases = [name for name in names if name in _KEYS["num_experts"]]
@@ -235,6 +255,10 @@ class _Proposal(RawConfig):
 
     def _value(self, name: str) -> Any:
         table = _ROPE if self.is_rope else _VALUES
+        if name in OBEYED and not self.is_rope and self.model_type not in OBEYED[name].by:
+            return None  # its class ignores the key
+        if self.is_rope and (name in (yarn := _yarn(self.config)) or (yarn and name in table)):
+            return yarn.get(name)
         if name in table:
             return table[name](self.config)
         value = getattr(self.config, _NAMES[name], None) if name in _NAMES else None
@@ -310,6 +334,8 @@ def _differences(one: Any, other: Any) -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-12)
     return bool(one == other)
@@ -338,6 +364,8 @@ def _plain(config: Any) -> dict[str, Any]:
         values = {name: values[name] for name in values if not name.startswith("rotary_")}
     if values.get("position_embedding") == "relative":
         values.pop("max_positions", None)
+    if values.get("rotary_factors"):
+        values["rotary_factors"] = _numbers(values["rotary_factors"])
     neutral = {"logits_scale": 1.0, "embedding_scale": 1.0, "router_scaling_factor": 1.0}
     for name, value in values.items():
         if value is False or value == neutral.get(name):
@@ -444,13 +472,6 @@ _NOT_PROPOSED = (
     *(*NOT_WRITTEN, "llama4_text", "mimo_v2_flash", "lfm2", "nemotron_h", "bamba"),
     *("falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
-# How the names of tensors begin where not with `model.`.
-_PREFIXES = {
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen"), "transformer."),
-    **dict.fromkeys(("bloom", "mpt", "falcon"), "transformer."),
-    **dict.fromkeys(("t5", "mt5", "umt5"), ""),
-    "gpt_neox": "gpt_neox.",
-}
 
 
 def class_name(model_type: str, config: Any) -> str:
@@ -461,8 +482,3 @@ def class_name(model_type: str, config: Any) -> str:
         return f"{stem}EncoderModel"
     end = _CLASS_ENDS.get(ARCHITECTURES[model_type].family, "ForConditionalGeneration")
     return _CLASSES.get(model_type, stem + end)
-
-
-def prefix_of(model_type: str) -> str:
-    """Return how the names of a model's tensors begin, its head's excepted."""
-    return _PREFIXES.get(model_type, "model.")

@@ -25,7 +25,6 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import reject_existi
 from launcher_scripts.checkpoint.huggingface.config_json import (
     candidates,
     class_name,
-    prefix_of,
     proposal,
     reading,
     refuse_unwritten,
@@ -43,6 +42,7 @@ from launcher_scripts.checkpoint.huggingface.lora import peft_files, without_lor
 from launcher_scripts.checkpoint.huggingface.tensors import (
     TargetTensor,
     centered,
+    prefix_of,
     restacked,
     target_tensors,
     transformers_name,

@@ -307,3 +307,17 @@ def _stacked(
 def transformers_name(name: str, prefix: str) -> str:
     """A tensor's name in a whole model: its head lies beside the model that has the prefix."""
     return name if re.match(r"(lm_head|final_logits_bias|embed_out)\b", name) else prefix + name
+
+
+# How the names of tensors begin where not with `model.`.
+_PREFIXES = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen"), "transformer."),
+    **dict.fromkeys(("bloom", "mpt", "falcon"), "transformer."),
+    **dict.fromkeys(("t5", "mt5", "umt5"), ""),
+    "gpt_neox": "gpt_neox.",
+}
+
+
+def prefix_of(model_type: str) -> str:
+    """Return how the names of a model's tensors begin, its head's excepted."""
+    return _PREFIXES.get(model_type, "model.")

@@ -190,16 +190,15 @@ class Obeyed:
 
 
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
-_FIRST_DENSE = ("cohere2_moe", "dots1", "exaone_moe", "glm4_moe")
-# Keys that some classes of transformers read and their relatives do not, which other programs read
-# for these, too.
+_MIXED = ("cohere2_moe", "exaone_moe", "glm4_moe_lite", "kimi_linear")  # layers with and without
+# Keys that classes of transformers read, their relatives do not, and other programs read for all.
 OBEYED = {
     "partial_rotary_factor": Obeyed(
         1.0,
         (
             *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
-            *("solar_open", "stablelm", "bamba", "qwen3_next", "qwen3_5_text"),
-            *("qwen3_5_moe_text", "laguna", "mimo_v2_flash", "gemma4_text"),
+            *("solar_open", "stablelm", "bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+            *("laguna", "mimo_v2_flash", "gemma4_text"),
         ),
     ),
     "attention_bias": Obeyed(
@@ -207,26 +206,27 @@ OBEYED = {
         (
             *("arcee", "cohere", "cohere2", "dots1", "gemma", "gemma2", "gemma3_text", "glm"),
             *("glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe"),
-            *("granitemoeshared", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
-            *("mellum", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe"),
-            *("seed_oss", "smollm3", "solar_open", "t5gemma", "vaultgemma"),
-            *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next"),
-            *("qwen3_5_text", "qwen3_5_moe_text"),
+            *("granitemoeshared", "helium", "internlm3", "iquestcoder", "jais2", "llama", "mellum"),
+            *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe", "seed_oss"),
+            *("smollm3", "solar_open", "t5gemma", "vaultgemma", "bamba", "falcon_h1"),
+            *("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
-            *("nanochat", "phimoe", "gemma4_text", "kimi_linear", *_LATENT),
+            *("nanochat", "phimoe", "gemma4_text", "kimi_linear"),
+            *_LATENT,
         ),
     ),
     "mlp_bias": Obeyed(
         False,
         (
             *("arcee", "cwm", "granite", "helium", "internlm3", "iquestcoder", "jais2", "llama"),
-            *("deepseek_v2", "minicpm3", "nemotron", "seed_oss", "smollm3"),
-            *("bamba", "falcon_h1", "nemotron_h", "granite_swa", "hy_v3"),
+            *("deepseek_v2", "minicpm3", "nemotron", "seed_oss", "smollm3", "bamba", "falcon_h1"),
+            *("nemotron_h", "granite_swa", "hy_v3"),
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
-    "first_k_dense_replace": Obeyed(0, (*_LATENT[:3], "kimi_linear", *_FIRST_DENSE)),
+    "first_k_dense_replace": Obeyed(0, (*_LATENT[:2], *_MIXED, "dots1", "glm4_moe")),
+    "mlp_layer_types": Obeyed(None, (*_MIXED, "hy_v3", "mellum", "mimo_v2_flash")),
 }
 
 
@@ -352,7 +352,7 @@ ARCHITECTURES = {
     "glm4": _interleaved(decoders.glm4, "glm4"),
     "helium": _interleaved(decoders.helium),
     "ernie4_5": _interleaved(decoders.ernie4_5, ties=True),
-    "ministral": _llama(decoders.mistral),
+    "ministral": _llama(decoders.ministral),
     "ministral3": _llama(decoders.ministral3),
     "olmo": _llama(decoders.olmo, "olmo"),
     "olmo2": _llama(decoders.olmo2, "branch_norms"),

@@ -74,6 +74,10 @@ def mistral(raw: RawConfig) -> GPTConfig:
     return decoder(raw, **windows(raw))
 
 
+def ministral(raw: RawConfig) -> GPTConfig:
+    return decoder(raw, **windows(raw, lambda _: False))
+
+
 def ministral3(raw: RawConfig) -> GPTConfig:
     """Mistral with YaRN, which makes queries behind the original positions longer: a model has
     none of those.
@@ -90,8 +94,7 @@ def ministral3(raw: RawConfig) -> GPTConfig:
         if original < max_positions:
             raw.notes.append(
                 f"of {max_positions} positions the first {original} are served: later queries "
-                "would "
-                "be scaled by their position"
+                "would be scaled by their position"
             )
     return decoder(raw, **windows(raw), **fields)
 
@@ -467,7 +470,9 @@ def cwm(raw: RawConfig) -> GPTConfig:
 
 
 def gpt_neox(raw: RawConfig) -> GPTConfig:
-    head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
+    heads = raw.size("num_attention_heads")
+    head_size = raw.head_size(raw.size("hidden_size"), heads)
+    raw.only(num_key_value_heads=heads)
     base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
     raw.defaults(rope_theta=base, partial_rotary_factor=share)
     raw.defaults(hidden_act="gelu", attention_bias=True, bos_token_id=0)

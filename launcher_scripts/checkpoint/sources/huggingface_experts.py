@@ -94,7 +94,13 @@ def qwen2_moe(raw: RawConfig) -> GPTConfig:
 
 
 def qwen3_moe(raw: RawConfig) -> GPTConfig:
-    return decoder(raw, qk_norm=True, **qwen_experts(raw), **qwen_windows(raw))
+    """Its layers have windows all alike."""
+    fields: Fields = {}
+    if raw.flag("use_sliding_window", False):
+        raw.only(max_window_layers=0)
+        fields = windows(raw)
+    raw.unused("sliding_window", "max_window_layers", "layer_types")
+    return decoder(raw, qk_norm=True, **qwen_experts(raw), **fields)
 
 
 def qwen_experts(raw: RawConfig) -> Fields:
@@ -290,6 +296,7 @@ def hy_v3(raw: RawConfig) -> GPTConfig:
     """Hunyuan 3."""
     scale = raw.real("router_scaling_factor", 2.826)
     raw.unused("enable_moe_fp32_combine")  # of types
+    raw.only(norm_topk_prob=True, routed_scaling_factor=scale)  # its class reads other names
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=11158840.0)
     raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=scale)
     return decoder(raw, qk_norm=True, **biased_experts(raw))
@@ -304,10 +311,11 @@ def flex_olmo(raw: RawConfig) -> GPTConfig:
 def afmoe(raw: RawConfig) -> GPTConfig:
     """Arcee's Trinity: attention with an output gate, which turns in layers with a window alone."""
     raw.only(n_group=1, topk_group=1, num_expert_groups=1, num_limited_groups=1)
-    raw.only(score_func="sigmoid", route_norm=True, attention_bias=False)
+    raw.only(score_func="sigmoid", route_norm=True, attention_bias=False, norm_topk_prob=True)
     raw.unused("load_balance_coeff", "use_grouped_mm")  # of the training
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, sliding_window=1024, norm_topk_prob=True)
     scale = raw.real("route_scale", 1.0)
+    raw.only(routed_scaling_factor=scale)
     raw.defaults(routed_scaling_factor=scale, moe_intermediate_size=1408)
     raw.defaults(first_k_dense_replace=raw.size("num_dense_layers", default=1, minimum=0))
     raw.defaults(n_shared_experts=raw.size("num_shared_experts", default=2, minimum=0))
@@ -454,6 +462,7 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     raw.defaults(sliding_window=129 if before is None else raw.size("sliding_window_size") + 1)
     raw.defaults(rms_norm_eps=1e-5, head_dim=192, v_head_dim=128, rope_theta=5e6)
     raw.defaults(partial_rotary_factor=0.334, first_k_dense_replace=1, norm_topk_prob=True)
+    raw.only(n_shared_experts=0, num_shared_experts=0)
     raw.defaults(n_shared_experts=0)
     values_scale = 1.0 if raw.null("attention_value_scale") else 0.707
     turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)

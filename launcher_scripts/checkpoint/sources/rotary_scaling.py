@@ -9,7 +9,7 @@ Scalings that are a number per pair of dimensions are stored as such: YaRN (Peng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -67,6 +67,66 @@ def yarn(
         "rotary_factors": as_text(1 / (share / factor + 1 - share) for share in slowed),
         "rotary_attention_factor": attention_factor,
     }
+
+
+def yarn_section(
+    factors: Sequence[float],
+    base: float,
+    positions: int,
+    attention_factor: float,
+    growth: float = 1.0,
+) -> dict[str, Any]:
+    """Return rope_parameters of a YaRN that computes these factors, `yarn` run backwards; nothing
+    where no YaRN with bounds at pairs does.
+
+    positions: of the model;  growth: by `mscale_all_dim`, of queries and of keys
+    Where scores grow, `mscale` says what attention_factor would: other programs read that alone.
+    """
+    pairs = len(factors)
+    low = max((pair for pair, number in enumerate(factors) if number <= 1), default=pairs)
+    if low >= pairs - 1 or base <= 1:
+        return {}
+    step = 1 - 1 / factors[low + 1]
+    powers = [1 << power for power in range(8, 21)]
+    for high in range(low + 1, 2 * pairs):
+        slowest = 1 / factors[-1] if high < pairs else 1 - step * (high - low)
+        if slowest <= 0:
+            break
+        factor = _rounded(1 / slowest)
+        original = round(positions / factor) or positions
+        turns = {
+            "beta_fast": original / math.tau * base ** (-(low + 0.5) / pairs),
+            "beta_slow": original / math.tau * base ** (-(high - 0.5) / pairs),
+        }
+        # The usual bounds are looked for first, with the usual positions.
+        for length, bounds in [
+            *((length, {}) for length in (original, *powers)),
+            (original, turns),
+        ]:
+            found = yarn(pairs, base, factor, length, **bounds)["rotary_factors"].split(",")
+            if all(map(math.isclose, map(float, found), factors)):
+                name = "original_max_position_embeddings"
+                numbers = {"rope_type": "yarn", "factor": factor, name: length, **bounds}
+                return numbers | _mscales(factor, attention_factor, growth)
+    return {}
+
+
+def _mscales(factor: float, attention_factor: float, growth: float) -> dict[str, float]:
+    """The numbers that say both, as far as they are not the defaults."""
+    by, all_dim = (
+        (size - 1) / (mscale_of(factor, 1.0) - 1) for size in (attention_factor * growth, growth)
+    )
+    if math.isclose(growth, 1.0):
+        return {} if math.isclose(by, 1.0) else {"attention_factor": attention_factor}
+    if by > 0:
+        return {"mscale": _rounded(by), "mscale_all_dim": _rounded(all_dim)}
+    return {"attention_factor": attention_factor, "mscale_all_dim": _rounded(all_dim)}
+
+
+def _rounded(number: float) -> float:
+    """The number without what rounding has added to it."""
+    short = round(number, 9)
+    return short if math.isclose(short, number, rel_tol=1e-12) else number
 
 
 _NAMES = {"su": "longrope"}
@@ -147,17 +207,21 @@ def layer_bases(raw: RawConfig) -> Fields:
     return {"rotary_layer_bases": as_text(bases)}
 
 
-def windows(raw: RawConfig, full: Callable[[int], bool] = lambda _: False) -> Fields:
+def windows(raw: RawConfig, full: Callable[[int], bool] | None = None) -> Fields:
     """The fields of `sliding_window`.
 
-    full: whether a layer attends to all tokens where `layer_types` does not say it
+    full: whether a layer attends to all tokens where `layer_types` does not say it; None: no layer
+          does, and transformers' class ignores `layer_types`
     """
     window = raw("sliding_window", default=None)
     layers = range(raw.layers("num_hidden_layers"))
+    kinds_supported = ("full_attention", "sliding_attention")
+    if full is None:
+        raw.only(layer_types=[kinds_supported[window is not None]] * len(layers))
+        return {} if window is None else {"sliding_window": raw.size("sliding_window")}
     kinds = raw("layer_types", default=None)
     if kinds is None:
         kinds = ["full_attention" if full(layer) else "sliding_attention" for layer in layers]
-    kinds_supported = ("full_attention", "sliding_attention")
     if (
         not isinstance(kinds, list)
         or len(kinds) != len(layers)
