@@ -2,9 +2,11 @@
 
     python3 -m benchmarks.decode --out decode.json [--shapes 126m 5b t5-base ...]
     python3 -m benchmarks.decode --shapes 8b-modern --cases 128x2048 --kv-cache-dtype fp8
+    python3 -m benchmarks.decode --shapes nemotron-h-8b qwen3-next-12 --cases 1x1024 32x1024 \
+        --prompt 8192 --before
 
-Floors are the bytes a step has to read (weights, and the keys and values of the context) over the
-read bandwidth measured in the same run; of a prefill, its operations over the rate of a large
+Floors are the bytes a step has to read (weights, the keys and values of the context, and states of
+rows) over the read bandwidth measured in the same run; of a prefill, its operations over the rate of a large
 matrix product. Weights are random bfloat16. Decoding is greedy but for the rows with a `choice`.
 """
 
@@ -15,8 +17,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -31,7 +34,7 @@ from benchmarks.generate import (
     random_weights,
     release,
 )
-from benchmarks.shapes import CONFIGS, LARGE
+from benchmarks.shapes import CONFIGS, HYBRIDS, LARGE
 from benchmarks.steps import STEPS, beam_step_ms, step_ms
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, Quantization
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
@@ -42,6 +45,7 @@ from launcher_scripts.engine.model.weights import Experts, ModelWeights, sublaye
 from launcher_scripts.engine.runner.loading import assemble_runner, prepare_process
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.kernels import reference
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -69,19 +73,25 @@ PREFILL_TOKENS = 2048
 PREFILL_SHAPES = ("5b", "30b-a3b")
 # Also with the weights of their layers in bytes.
 QUANTIZED = ("5b", "20b", "8b-modern", "30b-a3b", "t5-3b")
-MODELS = {name: config for name, config in CONFIGS.items() if name not in LARGE} | {
-    f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED
-}
+MODELS: dict[str, GPTConfig | T5Config] = {
+    name: config for name, config in CONFIGS.items() if name not in LARGE
+} | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
+# What has kernels for states of rows and latent vectors, and a definition in torch.
+OF_STATES = ("short_conv", "mamba2", "delta")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--shapes", nargs="+", choices=MODELS | HYBRIDS, default=list(MODELS))
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     parser.add_argument(
         "--cases", nargs="+", type=case, help="ROWSxCONTEXT of a GPT's steps, and nothing else"
+    )
+    parser.add_argument("--prompt", type=int, help="beside --cases, a prompt of so many tokens")
+    parser.add_argument(
+        "--before", action="store_true", help="also --cases and --prompt without fused steps"
     )
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     arguments = parser.parse_args(argv)
@@ -98,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     release()
     print(json.dumps({key: report[key] for key in ("bandwidth", "matrix_tflops")}), flush=True)
     for name in arguments.shapes:
-        config = MODELS[name]
+        config = (MODELS | HYBRIDS)[name]
         found: Iterable[dict]
         if arguments.cases:
-            found = step_rows(name, config, report, arguments.cases)
+            found = step_rows(name, config, report, arguments)
         elif isinstance(config, T5Config):
             found = measure_t5(name, config, report)
         else:
@@ -130,27 +140,53 @@ def measure_gpt(name: str, config: GPTConfig, report: dict) -> list[dict]:
     ]
     rows += choice_rows(name, runner)
     if name in PREFILL_SHAPES:
-        rows.append(prefill_row(name, config, runner, read_bytes(weights, 1) // 2, report))
+        rows.append(prefill_row(name, config, runner, weights, report))
     return rows
 
 
 def step_rows(
-    name: str, config: GPTConfig, report: dict, cases: Sequence[tuple[int, int]]
+    name: str, config: GPTConfig, report: dict, arguments: argparse.Namespace
 ) -> Iterator[dict]:
-    """Steps of such rows and contexts."""
+    """Steps of such rows and contexts, and a prompt."""
     weights = random_weights(config, quantization=quantization_in(name))
+    cases, prompt = arguments.cases, arguments.prompt or 0
     most = max(count for count, _ in cases)
-    tokens = max(count * (context + STEPS + 1) for count, context in cases)
+    tokens = max(prompt, *(count * (context + STEPS + 1) for count, context in cases))
     runner = runner_over(weights, most, tokens, report["kv_cache_dtype"])
-    for count, context in cases:
-        yield gpt_row(name, report, runner, read_bytes(weights, count), count, context)
+    for ways in (nullcontext(), general(runner))[: 1 + arguments.before]:
+        more = {} if isinstance(ways, nullcontext) else {"before": True}
+        with ways:
+            for count, context in cases:
+                read = read_bytes(weights, count)
+                yield gpt_row(name, report, runner, read, count, context) | more
+            if prompt:
+                yield prefill_row(name, config, runner, weights, report, prompt) | more
+
+
+@contextmanager
+def general(runner: Runner) -> Iterator[None]:
+    """In the block, no fused steps, and no kernels for states."""
+    fused, step = runner.decoder.kernels, runner.decoder.step
+    names = [f"{kind}_{of}" for kind in ("scan", "step") for of in OF_STATES]
+    own = {name: getattr(fused, name) for name in names}
+    try:
+        runner.decoder.step = None
+        for name in names:
+            setattr(fused, name, getattr(reference, name))
+        yield
+    finally:
+        runner.decoder.step = step
+        for name, function in own.items():
+            setattr(fused, name, function)
 
 
 def read_bytes(weights: ModelWeights, rows: int) -> int:
     """Of the weights, by a step of so many rows, which choose among experts at random."""
-    whole = weights.bytes()
-    for layer in weights.decoder.layers.values():
-        experts = layer.mlp
+    whole, embedding = weights.bytes(), weights.decoder.embedding
+    if weights.head is not None and embedding is not None:
+        tied = embedding.tokens.data_ptr() == weights.head.weight.data_ptr()
+        whole -= 0 if tied else _bytes(embedding.tokens)
+    for experts in sublayers_of(weights.decoder.layers.values()):
         if isinstance(experts, Experts):
             count = experts.router.linear.weight.shape[0]
             unread = (1 - experts.router.per_token / count) ** rows
@@ -162,7 +198,9 @@ def read_bytes(weights: ModelWeights, rows: int) -> int:
 def gpt_row(
     name: str, report: dict, runner: Runner, weight_bytes: int, count: int, context: int
 ) -> dict:
-    needed = weight_bytes + count * context * runner.decoder.cache.token_bytes
+    cache = runner.decoder.cache
+    states = sum(_bytes(pool[:, 0]) for pool in cache.row_states.pools)
+    needed = weight_bytes + count * (context * cache.token_bytes + states)
     ms = step_ms(runner, count, context)
     return _row(name, report, needed, ms, rows=count, context=context)
 
@@ -247,25 +285,33 @@ def runner_over(weights: object, rows: int, tokens: int, kv_cache_dtype: str = "
 
 @torch.inference_mode()
 def prefill_row(
-    name: str, config: GPTConfig, runner: Runner, parameters: int, report: dict
+    name: str,
+    config: GPTConfig,
+    runner: Runner,
+    weights: ModelWeights,
+    report: dict,
+    tokens: int = PREFILL_TOKENS,
 ) -> dict:
-    """A prompt of PREFILL_TOKENS through all layers, and the logits of its last token."""
-    row = RowStart(0, 0, tuple(range(PREFILL_TOKENS)), -1)
-    prompts = PackedPrompts([row], [PrefillPart(0, 0, PREFILL_TOKENS)])
+    """A prompt of so many tokens through all layers, and the logits of its last token."""
+    row = RowStart(0, 0, tuple(range(tokens)), -1)
+    prompts = PackedPrompts([row], [PrefillPart(0, 0, tokens)])
     packed = prompts.to_device(DEVICE, Nowhere(runner.decoder.cache.scratch, 0), None)
-    batch = unpacked(packed, prompts.sizes, prompts.spans, (Chunk(0, 0, PREFILL_TOKENS),))
+    batch = unpacked(packed, prompts.sizes, prompts.spans, (Chunk(0, 0, tokens),))
 
     def run() -> None:
         runner.decoder.logits(runner.decoder.prefill(batch)[-1:])
 
-    ms = statistics.median(_milliseconds(run) for _ in range(8))
-    head = config.vocab_size * config.hidden_size
-    attention = 2 * config.num_layers * PREFILL_TOKENS**2 * config.num_heads * config.head_size
-    operations = 2 * (parameters - 2 * head) * PREFILL_TOKENS + attention
-    rate = operations / ms / 1e9
+    run()
+    ms = statistics.median(_milliseconds(run) for _ in range(5))
+    head = 0 if weights.head is None else _bytes(weights.head.weight)
+    parameters = (read_bytes(weights, 1) - head) // 2
+    layers = sum(config.has_branch(layer, "attention") for layer in range(config.num_layers))
+    sizes = config.head_size + (config.value_head_size or config.head_size)
+    attention = layers * tokens**2 * config.num_heads * sizes
+    rate = (2 * parameters * tokens + attention) / ms / 1e9
     return {
         "model": name,
-        "prefill_tokens": PREFILL_TOKENS,
+        "prefill_tokens": tokens,
         "ms": round(ms, 3),
         "tflops": round(rate, 1),
         "share_of_matrix_rate": round(rate / report["matrix_tflops"], 3),

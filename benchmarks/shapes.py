@@ -135,6 +135,98 @@ GPT_OSS_20B = replace(
     tied_embeddings=False,
 )
 
+_LETTERS = {"M": "mamba2", "-": "mlp", "*": "attention"}
+_PLAIN = MODERN | {"tied_embeddings": False, "norm_eps": 1e-5}
+
+
+def _nemotron(pattern: str, **sizes: Any) -> GPTConfig:
+    """A hybrid of Mamba-2, attention and MLPs, one a layer, as the letters of the pattern say."""
+    return GPTConfig(
+        **(_PLAIN | {"position_embedding": "none", "activation": "squared_relu", "gated": False}),
+        vocab_size=131072,
+        end_id=131072,
+        num_layers=len(pattern),
+        num_kv_heads=8,
+        head_size=128,
+        max_positions=8192,
+        layer_branches=",".join(_LETTERS[letter] for letter in pattern),
+        conv_kernel=4,
+        conv_bias=True,
+        mamba_num_heads=128,
+        mamba_state_size=128,
+        mamba_num_groups=8,
+        **sizes,
+    )
+
+
+# The sizes of Nemotron-H 8B and of Nemotron Nano 2 9B.
+NEMOTRON_H_8B = _nemotron(
+    "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    hidden_size=4096,
+    num_heads=32,
+    ffn_size=21504,
+    mamba_head_size=64,
+)
+NANO_2_9B = _nemotron(
+    "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    hidden_size=4480,
+    num_heads=40,
+    ffn_size=15680,
+    mamba_head_size=80,
+)
+# The sizes of DeepSeek-V2-Lite: latent attention, and of 64 experts a token goes through 6.
+DEEPSEEK_V2_LITE = GPTConfig(
+    **_PLAIN,
+    vocab_size=102400,
+    end_id=102400,
+    num_layers=27,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    head_size=192,
+    rope_head_size=64,
+    value_head_size=128,
+    kv_lora_rank=512,
+    ffn_size=1408,
+    dense_ffn_size=10944,
+    dense_layers="0",
+    num_experts=64,
+    experts_per_token=6,
+    normalized_experts=False,
+    shared_expert_size=2816,
+    shared_expert_gate=False,
+    max_positions=8192,
+)
+# A quarter of the layers of Qwen3-Next 80B A3B, whose experts fit one GPU.
+QWEN3_NEXT_12 = GPTConfig(
+    **(_PLAIN | {"norm_eps": 1e-6}),
+    vocab_size=151936,
+    end_id=151936,
+    num_layers=12,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=2,
+    head_size=256,
+    rotary_percentage=0.25,
+    zero_centered_norm=True,
+    qk_norm=True,
+    attention_output_gate=True,
+    layer_branches=",".join(
+        f"{'attention' if layer % 4 == 3 else 'gated_delta'}/moe" for layer in range(12)
+    ),
+    conv_kernel=4,
+    delta_num_heads=32,
+    delta_num_key_heads=16,
+    delta_key_head_size=128,
+    delta_value_head_size=128,
+    ffn_size=512,
+    num_experts=512,
+    experts_per_token=10,
+    normalized_experts=True,
+    shared_expert_size=512,
+    max_positions=8192,
+)
+
 # The sizes of NeMo's GPT of 43 billion weights, but for its activation.
 GPT_43B = replace(Shape(8192, 48, 64).config(), vocab_size=256000, end_id=256000)
 GPT_175B = Shape(12288, 96, 96).config()  # of Brown et al. 2020
@@ -149,6 +241,13 @@ CONFIGS: dict[str, GPTConfig | T5Config] = {
     "70b": LLAMA_70B,
     "t5-base": t5(768, 12, 12, 2048),
     "t5-3b": t5(2048, 24, 32, 5120),
+}
+# With states of rows, or latent vectors, in place of some keys and values.
+HYBRIDS = {
+    "nemotron-h-8b": NEMOTRON_H_8B,
+    "nano-2-9b": NANO_2_9B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "qwen3-next-12": QWEN3_NEXT_12,
 }
 LARGE = ("70b",)  # whose weights need more than one GPU
 DRAFTS = {"8b-modern": LLAMA_1B}  # draft models by the names of their models
