@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -169,7 +169,9 @@ class StepContext(ForwardContext[Hidden]):
 
     def _attend_latent(self, x: Hidden, layer: LatentAttention) -> Tensor:
         rows = self.rows[layer.window]
-        context = replace(self, rotary=tuple(rows.rotary(table) for table in self.rotary))
+        context: ForwardContext[Any] = replace(
+            self, rotary=tuple(rows.rotary(table) for table in self.rotary)
+        )
         query = layer.store(x, rows.starts + rows.positions, context)
         of_rows = (*rows.attended, self._longest(layer))
         return layer.attend_rows(query, of_rows, rows.positions, self.lora_adapters)

@@ -388,7 +388,7 @@ def step_delta(projected: Tensor, layer: DeltaOperands, slots: Tensor) -> Tensor
 def _part(size: int, other: int, heads: int) -> int:
     """How much of a state [size, other] of each of so many heads a program has."""
     tile = STATE_TILE if heads < MANY_PROGRAMS else 2 * STATE_TILE
-    return min(triton.next_power_of_2(size), max(1, tile // other))
+    return min(int(triton.next_power_of_2(size)), max(1, tile // other))
 
 
 def gate_and_move(
