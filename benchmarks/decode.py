@@ -7,7 +7,8 @@
 
 Floors are the bytes a step has to read (weights, the keys and values of the context, and states of
 rows) over the read bandwidth measured in the same run; of a prefill, its operations over the rate
-of a large matrix product. Weights are random bfloat16. Decoding is greedy but for the rows with a `choice`.
+of a large matrix product. Weights are random bfloat16. Decoding is greedy but for the rows with a
+`choice`.
 """
 
 from __future__ import annotations
