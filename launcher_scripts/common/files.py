@@ -243,10 +243,13 @@ class DigestChain:
 
     manifest: the digest of manifest.json, which has the digest of every shard
     source:   checkpoint -> its digest, as the manifest records it; {}: it records none
+    version:  a trainer's name of weights that were never exported; `manifest` is the digest of
+              their files' names, sizes and times then
     """
 
     manifest: str
     source: Mapping[str, str]
+    version: str = ""
 
     @classmethod
     def of(cls, folder: Path) -> DigestChain:
@@ -271,6 +274,7 @@ class DigestChain:
             "system_fingerprint": self.fingerprint,
             "manifest": self.manifest,
             "source": dict(self.source),
+            **({"weights_version": self.version} if self.version else {}),
         }
 
 

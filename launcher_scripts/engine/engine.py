@@ -14,7 +14,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from launcher_scripts.common.errors import RequestError, ServerError
+from launcher_scripts.common.errors import BusyError, RequestError, ServerError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler, Interruption
@@ -99,6 +99,7 @@ class Engine:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._runner: Runner | None = None
         self._scheduler: InterruptibleScheduler | None = None
+        self.closed_for = ""  # the reason why no request is taken now
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -186,6 +187,8 @@ class Engine:
         """
         future: Future[GenerateOutput] = Future()
         try:
+            if self.closed_for:
+                raise BusyError(self.closed_for)
             check_request(
                 request,
                 self.config,
@@ -421,7 +424,7 @@ class Engine:
             MASK_POLL_SECONDS * waits if launched or scheduler.rows else recording.pause(),
         ):
             if self._interruption is not None and self._interruption.attempt(scheduler, launched):
-                self._interruption = None
+                self._interruption, recording.stopped = None, scheduler.asleep
             plan = scheduler.plan()
             waits = plan is None and not launched
             if plan is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent import futures
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.verification import full_tensor
-from launcher_scripts.common.errors import RequestError, problem
+from launcher_scripts.common.errors import BusyError, RequestError, problem
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import (
@@ -32,11 +33,16 @@ from launcher_scripts.contract.requests import (
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.messages.message import ExchangeWeights
-from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.messages.message import ExchangeWeights, RefitWeights, Sleep
+from launcher_scripts.engine.model.weights import DTYPES, Reader
 from launcher_scripts.engine.ranks.operations import OperationError, Operations
-from launcher_scripts.engine.runner.loading import assemble_runner, read_weights
-from launcher_scripts.engine.runner.weight_exchange import HOST, check_memory, open_export
+from launcher_scripts.engine.runner.loading import assemble_runner, open_checkpoint, read_weights
+from launcher_scripts.engine.runner.weight_exchange import (
+    HOST,
+    RefitSource,
+    check_memory,
+    open_export,
+)
 from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig
 
@@ -84,6 +90,7 @@ class WeightSwaps:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.version = 0
+        self._asleep: ExitStack | None = None
         self.folder = Path(engine.settings.checkpoint_dir)
         self.digests = _digests(self.folder)
 
@@ -97,29 +104,121 @@ class WeightSwaps:
         disagrees; BusyError while another operation is done, or where requests have not ended in
         `drain_seconds`: the weights before are served then. ServerError where a rank is lost.
         """
-        engine, began = self._engine, time.perf_counter()
-        with engine.operations.exclusive() as operations:
-            checkpoint = open_export(engine.settings, folder, engine.config)
+        began = time.perf_counter()
+        with self._operations():
+            checkpoint = open_export(self._engine.settings, folder, self._engine.config)
             manifest = DigestChain.of(checkpoint.folder)
             self._check_memory(checkpoint)
-            requests = probe_requests(engine.config)
-            references = reference_outputs(engine.settings, checkpoint, requests)
-            operations.prepare(ExchangeWeights(checkpoint.folder, manifest.manifest))
-            prepared = time.perf_counter()
-            try:
-                rows, difference, seconds, pause = engine.between_steps(
-                    lambda scheduler: self._exchange(
-                        scheduler, operations, requests, references, (folder, manifest)
-                    ),
-                    lambda scheduler: scheduler.make_room(engine.row(requests[-1])),
-                    drains=mode == "drain",
-                    seconds=drain_seconds,
-                )
-            finally:
-                operations.finish()
+            references = self._references(checkpoint, partial(full_tensor, checkpoint))
+            operation = ExchangeWeights(checkpoint.folder, manifest.manifest)
+            new = (folder, manifest)
+            return self._replace(operation, references, new, mode, drain_seconds, began)
+
+    def refit(
+        self,
+        folder: Path,
+        version: str = "",
+        mode: ExchangeMode = "mixed",
+        drain_seconds: float = DRAIN_SECONDS,
+        *,
+        probe: bool = False,
+    ) -> SwapResult:
+        """Serve the weights of a transformers folder of the model that is served.
+
+        version: the trainer's name of them;  probe: compare logits with the CPU's, as `swap` does
+        Raises as `swap`.
+        """
+        began = time.perf_counter()
+        with self._operations():
+            settings = self._engine.settings
+            served = open_checkpoint(settings, verify=False)
+            source = RefitSource.of(folder, served)
+            references: list[Tensor] = []
+            if probe:
+                self._check_memory(served)
+                read = partial(source.read, tp_size=1, tp_rank=0)
+                references = self._references(served, read)
+            digests = DigestChain(source.identity, {}, version or str(self.version + 1))
+            operation = RefitWeights(folder, source.identity)
+            new = (folder, digests)
+            return self._replace(operation, references, new, mode, drain_seconds, began)
+
+    def sleep(self, drain_seconds: float = DRAIN_SECONDS) -> None:
+        """Give the device's memory back: the host has the weights, and the cache is dropped.
+
+        Requests that have begun end before; those that wait, wait until `wake`. Raises BusyError
+        where they have not ended in `drain_seconds`; OperationError where the host has too little
+        memory. It changes nothing where the engine sleeps already.
+        """
+        if self.sleeping:
+            return
+        engine = self._engine
+        with ExitStack() as stack:
+            operations = stack.enter_context(self._operations())
+            operations.prepare(Sleep())
+            stack.callback(operations.finish)
+
+            def fall_asleep(scheduler: InterruptibleScheduler) -> None:
+                scheduler.exchanged_weights(self.version, engine.sessions)
+                operations.carry_out("apply")
+                scheduler.asleep = True
+
+            engine.between_steps(fall_asleep, drains=True, seconds=drain_seconds)
+            engine.closed_for = "the model sleeps: POST /wake_up makes it serve again"
+            self._asleep = stack.pop_all()
+
+    def wake(self) -> None:
+        """Undo `sleep`. It changes nothing where the engine is awake."""
+        stack, self._asleep = self._asleep, None
+        if stack is None:
+            return
+
+        def awake(scheduler: InterruptibleScheduler) -> None:
+            self._engine.operations.carry_out("revert")
+            scheduler.asleep = False
+
+        with stack:
+            self._engine.between_steps(awake)
+            self._engine.closed_for = ""
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether the device has neither weights nor cache."""
+        return self._asleep is not None
+
+    def _operations(self) -> AbstractContextManager[Operations]:
+        if self.sleeping:
+            raise BusyError("the model sleeps: POST /wake_up first")
+        return self._engine.operations.exclusive()
+
+    def _replace(
+        self,
+        operation: ExchangeWeights | RefitWeights,
+        references: Sequence[Tensor],
+        weights: tuple[Path, DigestChain],
+        mode: ExchangeMode,
+        drain_seconds: float,
+        began: float,
+    ) -> SwapResult:
+        """Do the operation; references: of the probe, none where there is none."""
+        engine, operations = self._engine, self._engine.operations
+        operations.prepare(operation)
+        prepared = time.perf_counter()
+        requests = probe_requests(engine.config) if references else []
+        try:
+            rows, difference, seconds, pause = engine.between_steps(
+                lambda scheduler: self._exchange(
+                    scheduler, operations, requests, references, weights
+                ),
+                lambda scheduler: not requests or scheduler.make_room(engine.row(requests[-1])),
+                drains=mode == "drain",
+                seconds=drain_seconds,
+            )
+        finally:
+            operations.finish()
         return SwapResult(
             self.version,
-            manifest.values(),
+            weights[1].values(),
             mode,
             rows,
             difference,
@@ -128,6 +227,10 @@ class WeightSwaps:
             seconds,
             pause,
         )
+
+    def _references(self, checkpoint: FTCheckpoint, read: Reader) -> list[Tensor]:
+        requests = probe_requests(self._engine.config)
+        return reference_outputs(self._engine.settings, checkpoint, requests, read)
 
     def _exchange(
         self,
@@ -147,7 +250,7 @@ class WeightSwaps:
             differences, reason = [inf], f"; the probe failed: {error}"
         else:
             differences = list(map(relative_difference, map(probed, outputs), references))
-        difference = max(differences)
+        difference = max(differences, default=0.0)
         if not all(item <= limit for item in differences):  # also where one is no number
             operations.carry_out("revert")
             message = (
@@ -207,10 +310,14 @@ def max_difference(settings: EngineSettings) -> float:
 
 
 def reference_outputs(
-    settings: EngineSettings, checkpoint: FTCheckpoint, requests: Sequence[GenerateRequest]
+    settings: EngineSettings,
+    checkpoint: FTCheckpoint,
+    requests: Sequence[GenerateRequest],
+    read: Reader,
 ) -> list[Tensor]:
     """The outputs of requests by the plain path, on the CPU of this rank.
 
+    read: gives whole tensors
     Raises CheckpointError where the parts of the ranks do not make a whole tensor.
     """
 
@@ -226,7 +333,7 @@ def reference_outputs(
         enable_prefix_caching=False,
         nodes=1,
     )
-    weights = read_weights(plain, checkpoint, 0, HOST, partial(full_tensor, checkpoint))
+    weights = read_weights(plain, checkpoint, 0, HOST, read)
     engine = Engine.from_runner(
         plain, lambda: assemble_runner(weights, plain, Communicator(), HOST)
     )

@@ -323,10 +323,11 @@ def reading(raw: Mapping[str, Any], keys: Collection[str], config: Any) -> Readi
     except CheckpointError as error:
         return Reading(None, (), (*problems.messages, *error.problems, str(error))[:1])
     values.check_keys()
-    return Reading(result, dialects, (*problems.messages, *_differences(result, config)))
+    return Reading(result, dialects, (*problems.messages, *differences(result, config)))
 
 
-def _differences(one: Any, other: Any) -> Iterator[str]:
+def differences(one: Any, other: Any) -> Iterator[str]:
+    """The hyperparameters of two models that differ, special ids and adapters apart."""
     mine, reference = _plain(one), _plain(other)
     for name in mine:
         if not _same(mine[name], reference.get(name)):

@@ -21,9 +21,11 @@ class InterruptibleScheduler(Scheduler):
     """See Scheduler.
 
     draining: rows that have begun go on, those that wait do not begin
+    asleep:   none begins, and nothing is in flight
     """
 
     draining = False
+    asleep = False
 
     @property
     def has_begun(self) -> bool:
@@ -85,7 +87,7 @@ class InterruptibleScheduler(Scheduler):
         return len(begun)
 
     def _admit(self) -> list[Row]:
-        if not self.draining:
+        if not (self.draining or self.asleep):
             return super()._admit()
         starts: list[Row] = []
         while (

@@ -120,8 +120,23 @@ class LoadLoRA(Message, frozen=True):
     slot: int
 
 
+class RefitWeights(Message, frozen=True):
+    """Operation: the weights of a transformers folder of the same model come in place of the
+    present ones.
+
+    identity: of its files, by their sizes and times, the same for every rank
+    """
+
+    folder: Path
+    identity: str
+
+
+class Sleep(Message, frozen=True):
+    """Operation: the device has neither weights nor cache until it is reverted."""
+
+
 # Operations on all ranks between two steps; see runner/operations.py.
-Operation = ExchangeWeights | LoadLoRA
+Operation = ExchangeWeights | LoadLoRA | RefitWeights | Sleep
 Action = Literal["prepare", "apply", "revert", "finish"]
 
 

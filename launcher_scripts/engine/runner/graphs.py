@@ -166,6 +166,7 @@ class Recording:
         on_plan: Callable[[Plan], object],
         memory: Callable[[], tuple[int, int]],
     ) -> None:
+        self.stopped = False  # nothing may run
         self._left = deque(shapes)
         self._take = on_plan
         self._memory = memory
@@ -185,7 +186,7 @@ class Recording:
 
     def pause(self) -> float | None:
         """Seconds to wait for a request before the next shape is due; None: no shape is left."""
-        if not self._left:
+        if not self._left or self.stopped:
             return None
         return max(0.0, self._quiet_since + QUIET_SECONDS - time.monotonic())
 

@@ -21,10 +21,17 @@ from launcher_scripts.engine.messages.message import (
     Operation,
     OperationReply,
     OperationRequest,
+    RefitWeights,
+    Sleep,
 )
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.engine.runner.weight_exchange import LoRALoad, WeightExchange
+from launcher_scripts.engine.runner.weight_exchange import (
+    LoRALoad,
+    WeightExchange,
+    WeightRefit,
+    WeightSleep,
+)
 
 
 class Cancelled(Exception):
@@ -52,7 +59,12 @@ class RankOperation(Protocol):
 
 
 Build = Callable[[Any, Runner, EngineSettings, int], RankOperation]
-OPERATIONS: Mapping[type[Operation], Build] = {ExchangeWeights: WeightExchange, LoadLoRA: LoRALoad}
+OPERATIONS: Mapping[type[Operation], Build] = {
+    ExchangeWeights: WeightExchange,
+    LoadLoRA: LoRALoad,
+    RefitWeights: WeightRefit,
+    Sleep: WeightSleep,
+}
 
 
 class RankOperations:

@@ -294,10 +294,14 @@ class Runner:
         self._settle(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.forget_graphs()
+        self.communicator.close()
+
+    def forget_graphs(self) -> None:
+        """Have steps recorded again: their graphs know addresses, and hold the communicator."""
         for runner in (self, self.draft):
             if runner is not None and runner._graphs is not None:
                 runner._graphs.clear()
-        self.communicator.close()
 
     def _encode(self, slots: Sequence[int], result: StepResult) -> None:
         rows = [self._rows[slot] for slot in slots]

@@ -8,9 +8,10 @@ old weights, which another exchange puts back. So one copy of a rank's weights i
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,17 +21,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.manifest import source_digest
+from launcher_scripts.checkpoint.fastertransformer.manifest import identity, source_digest
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
+from launcher_scripts.checkpoint.layout.streaming import strips
+from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.files import MANIFEST, file_digest
-from launcher_scripts.engine.messages.message import ExchangeWeights, LoadLoRA
+from launcher_scripts.engine.messages.message import (
+    ExchangeWeights,
+    LoadLoRA,
+    RefitWeights,
+    Sleep,
+)
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
-from launcher_scripts.engine.model.weights import DTYPES, Stored
+from launcher_scripts.engine.model.weights import DTYPES, Reader, Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.models.adapters import LoRASlots, adapters_of
+from launcher_scripts.models import family_of
+from launcher_scripts.models.adapters import DIALECT, LoRASlots, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 HOST = torch.device("cpu")
@@ -38,7 +48,8 @@ CHUNK_BYTES = 1 << 25
 CHUNKS_UNDER_WAY = 4  # an exchange needs so much device memory
 MEMORY_SHARE = 0.9  # of the host's free memory that new weights may have
 Pair = tuple[Tensor, Tensor]
-Exchanged = TypeVar("Exchanged", ExchangeWeights, LoadLoRA)
+Exchanged = TypeVar("Exchanged", bound=ExchangeWeights | LoadLoRA | RefitWeights)
+All = TypeVar("All", bound=ExchangeWeights | RefitWeights)
 
 
 class TensorExchange(Generic[Exchanged]):
@@ -68,26 +79,21 @@ class TensorExchange(Generic[Exchanged]):
         """Renew what is derived of the tensors."""
 
 
-class WeightExchange(TensorExchange[ExchangeWeights]):
-    """One rank's part of the exchange of all weights."""
+class AllExchange(TensorExchange[All], ABC):
+    """One rank's part of the exchange of all weights; its kinds say where they are from."""
 
     def prepare(self, check: Callable[[], None]) -> None:
         """Read this rank's new weights. Raises CheckpointError and ConfigError."""
         served = named_tensors(self._network.weights)
         check_memory(total_bytes(served.values()), "the new weights of a rank")
-        checkpoint = open_export(
-            self._settings, self._operation.checkpoint_dir, self._network.config
-        )
-        if (digest := file_digest(checkpoint.folder / MANIFEST)) != self._operation.manifest:
-            message = f"{checkpoint.folder / MANIFEST} is another one than rank 0 has"
-            raise CheckpointError(problem(message, got=digest, choices=[self._operation.manifest]))
-        tp_rank = self._settings.parallelism.tp_rank(self._rank)
+        checkpoint, read = self._source()
 
-        def read(spec: WeightSpec, layer: int | None) -> Stored:
+        def read_checked(spec: WeightSpec, layer: int | None) -> Stored:
             check()
-            return checkpoint.read_verified(spec, layer, tp_rank)
+            return read(spec, layer)
 
-        fresh = named_tensors(read_weights(self._settings, checkpoint, self._rank, HOST, read))
+        weights = read_weights(self._settings, checkpoint, self._rank, HOST, read_checked)
+        fresh = named_tensors(weights)
         check_alike(served, fresh)
         for name in served:
             check()
@@ -98,8 +104,159 @@ class WeightExchange(TensorExchange[ExchangeWeights]):
                 tensors = tensors[0][:stored], tensors[1][:stored]
             self._pairs.append(tensors)
 
+    @abstractmethod
+    def _source(self) -> tuple[FTCheckpoint, Reader]:
+        """Return an export of the sizes, and what gives this rank's part of new tensors."""
+
     def _note_change(self) -> None:
         self._network.weights_changed()
+
+
+class WeightExchange(AllExchange[ExchangeWeights]):
+    """The exchange with the weights of another export."""
+
+    def _source(self) -> tuple[FTCheckpoint, Reader]:
+        checkpoint = open_export(
+            self._settings, self._operation.checkpoint_dir, self._network.config
+        )
+        if (digest := file_digest(checkpoint.folder / MANIFEST)) != self._operation.manifest:
+            message = f"{checkpoint.folder / MANIFEST} is another one than rank 0 has"
+            raise CheckpointError(problem(message, got=digest, choices=[self._operation.manifest]))
+        tp_rank = self._settings.parallelism.tp_rank(self._rank)
+        return checkpoint, lambda spec, layer: checkpoint.read_verified(spec, layer, tp_rank)
+
+
+class WeightRefit(AllExchange[RefitWeights]):
+    """The exchange with the weights of a transformers folder, which is not exported before."""
+
+    def _source(self) -> tuple[FTCheckpoint, Reader]:
+        operation, parallelism = self._operation, self._settings.parallelism
+        served = open_checkpoint(self._settings, verify=False)
+        source = RefitSource.of(operation.folder, served)
+        if source.identity != operation.identity:
+            message = f"{operation.folder} has other files than rank 0 has"
+            raise CheckpointError(
+                problem(message, got=source.identity, choices=[operation.identity])
+            )
+        tp_rank = parallelism.tp_rank(self._rank)
+        return served, lambda spec, layer: source.read(spec, layer, parallelism.tp_size, tp_rank)
+
+
+@dataclass(frozen=True)
+class RefitSource:
+    """A transformers folder of the model that is served.
+
+    served: the export that the server was started with: types of values, and adapters beside the
+            weights, are its own;  tasks: by the names of their tensors
+    """
+
+    folder: Path
+    served: FTCheckpoint
+    tasks: Mapping[str, Task]
+
+    @classmethod
+    def of(cls, folder: Path, served: FTCheckpoint) -> RefitSource:
+        """Open the folder. Raises CheckpointError with every tensor that is missing, unknown or of
+        another shape, and ConfigError where it is another model.
+        """
+        # The readers of all formats are loaded when they are needed.
+        from launcher_scripts.checkpoint.export import open_source
+        from launcher_scripts.checkpoint.huggingface.config_json import differences
+
+        checkpoint = open_source(Archive(folder), "huggingface")
+        problems = Problems(f"the weights of {folder} for the model that is served")
+        for difference in differences(checkpoint.config, served.config):
+            problems.add(difference)
+        problems.raise_if_any(ConfigError)
+        rows = family_of(checkpoint.config).weights(checkpoint.config)
+        tasks = make_plan(checkpoint, rows, f"the weights of {folder}")
+        return cls(folder, served, {task.name: task for task in tasks})
+
+    @property
+    def identity(self) -> str:
+        """Returns the digest of the names, sizes and times of the files."""
+        return identity({}, [self.folder])
+
+    def read(self, spec: WeightSpec, layer: int | None, tp_size: int, tp_rank: int) -> Stored:
+        """Return a rank's part of a tensor, as an export of the folder would have it."""
+        name = spec.tensor_name(layer)
+        if DIALECT in spec.sources:
+            return self.served.read(spec, layer, tp_rank)
+        if (task := self.tasks.get(name)) is None:
+            raise CheckpointError(f"{self.folder} has nothing that {name} is made of")
+        config = task.config.of_layer(layer)
+        columns = rank_columns(spec, config, tp_size, tp_rank, task.blocks())
+        dtype = self.served.dtype
+        values = [np.array(strip).reshape(-1) for strip in strips(columns, dtype, name)]
+        part: Stored = np.concatenate(values).reshape(spec.shape_on(config, tp_size))
+        return part
+
+
+class WeightSleep:
+    """One rank's part of a sleep: the host has the weights meanwhile, nobody has the cache.
+
+    Tensors keep their storages, whose memory is given back: whoever has a tensor has it again
+    afterwards. CUDA graphs know addresses, so they are made again.
+    """
+
+    def __init__(
+        self, _operation: Sleep, runner: Runner, _settings: EngineSettings, _: int
+    ) -> None:
+        self._runner = runner
+        runners = [runner, *([] if runner.draft is None else [runner.draft])]
+        self._weights = storages(
+            tensor for item in runners for tensor in named_tensors(item.decoder.weights).values()
+        )
+        self._cache = storages(pool for item in runners for pool in item.decoder.cache.pools)
+        self._parked: list[Tensor] = []
+
+    def prepare(self, _: Callable[[], None]) -> None:
+        """Find memory for the weights. Raises ConfigError where the host has too little."""
+        on_device = [item for item in self._weights if item.is_cuda]
+        check_memory(total_bytes(on_device), "the weights of a rank that sleeps")
+        self._parked = [torch.empty_like(item, device=HOST).pin_memory() for item in on_device]
+
+    def apply(self) -> None:
+        """Bring the weights to the host, and give the device's memory back. Weights on the CPU are
+        where they should be.
+        """
+        self._runner.forget_graphs()
+        park([item for item in self._weights if item.is_cuda], self._parked)
+        for pool in self._cache:
+            pool.untyped_storage().resize_(0)
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+            torch.cuda.empty_cache()
+
+    def revert(self) -> None:
+        """Bring the weights back; the cache is empty."""
+        for pool in self._cache:
+            pool.untyped_storage().resize_(pool.numel())
+        unpark([item for item in self._weights if item.is_cuda], self._parked)
+
+
+def storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The memory of the tensors, as bytes; what several share once."""
+    found = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in tensors}
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for storage in found.values()
+        if storage.nbytes()
+    ]
+
+
+def park(served: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+    """Copy storages, see `storages`, and give their memory back."""
+    for tensor, copy in zip(served, host, strict=True):
+        copy.copy_(tensor)
+        tensor.untyped_storage().resize_(0)
+
+
+def unpark(served: Sequence[Tensor], host: Sequence[Tensor]) -> None:
+    """Undo `park`."""
+    for tensor, copy in zip(served, host, strict=True):
+        tensor.untyped_storage().resize_(copy.numel())
+        tensor.copy_(copy, non_blocking=True)
 
 
 class LoRALoad(TensorExchange[LoadLoRA]):
