@@ -169,6 +169,7 @@ def general(runner: Runner) -> Iterator[None]:
     """In the block, no fused steps, and no kernels for states."""
     fused, step = runner.decoder.kernels, runner.decoder.step
     names = [f"{kind}_{of}" for kind in ("scan", "step") for of in OF_STATES]
+    names += ["store_latents", "attend_latents"]
     own = {name: getattr(fused, name) for name in names}
     try:
         runner.decoder.step = None

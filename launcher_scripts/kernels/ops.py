@@ -157,6 +157,28 @@ class Ops(Protocol):
         fresh: bool | None = None,
     ) -> Tensor: ...
 
+    def store_latents(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        norm: Norm,
+        rotary: RotaryTable | None,
+        slots: Tensor,
+        cache: LayerCache,
+    ) -> Tensor: ...
+
+    def attend_latents(
+        self,
+        query: Tensor,
+        up: Tensor,
+        cache: LayerCache,
+        rows: tuple[Tensor, Tensor, int],
+        scores: AttentionScores,
+        *,
+        positions: Tensor | None = None,
+        lora: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Tensor: ...
+
     def source_attention(
         self,
         query: Tensor,

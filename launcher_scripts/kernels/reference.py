@@ -36,6 +36,8 @@ from launcher_scripts.kernels.operands import (
 from launcher_scripts.kernels.quantization import saturated
 
 attend_spans = reference_attention.attend_spans
+attend_latents = reference_attention.attend_latents
+store_latents = reference_attention.store_latents
 context_attention = reference_attention.context_attention
 decode_attention = reference_attention.decode_attention
 norm_heads = reference_attention.norm_heads

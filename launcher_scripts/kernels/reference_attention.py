@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     Spans,
     VarlenBatch,
 )
+from launcher_scripts.kernels.quantization import saturated
 
 QUERIES_AT_ONCE = 512
 
@@ -339,6 +341,73 @@ def decode_attention(
     sinks = None if scores.sinks is None else scores.sinks.view(-1, 1, group, 1)
     out = _softmax(values, sinks) @ value  # [kv, B, g, D]
     return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
+
+
+def store_latents(
+    query: Tensor,
+    latent: Tensor,
+    norm: Norm,
+    rotary: RotaryTable | None,
+    slots: Tensor,
+    cache: LayerCache,
+) -> Tensor:
+    """Queries [N, heads, head_size] whose last part has turned, perhaps where they were.
+
+    latent [N, rank + turning size] holds the latent vectors, not yet normalized, and the parts of
+    keys that turn; both go to the cache tokens slots [N].  rotary: of the tokens
+    """
+    rank, dtype = norm.weight.shape[0], latent.dtype
+    vectors, turning = latent.float().split((rank, latent.shape[1] - rank), 1)
+    if norm.kind == "layernorm":
+        vectors = functional.layer_norm(vectors, (rank,), norm.weight, norm.bias, norm.eps)
+    else:
+        vectors = functional.rms_norm(vectors, (rank,), norm.weight, norm.eps)
+    if rotary is not None:
+        still, turned = query.split((query.shape[2] - turning.shape[1], turning.shape[1]), 2)
+        query = torch.cat((still, rotated(turned, *rotary).to(query.dtype)), 2)
+        turning = rotated(turning[:, None], *rotary)[:, 0]
+    keys = cache.keys
+    keys[0, slots] = saturated(torch.cat((vectors, turning), 1).to(dtype), keys.dtype)
+    return query
+
+
+def attend_latents(
+    query: Tensor,
+    up: Tensor,
+    cache: LayerCache,
+    rows: tuple[Tensor, Tensor, int],
+    scores: AttentionScores,
+    *,
+    positions: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attention of one new token per row to latent vectors: [B, heads * value size].
+
+    query [B, heads, head_size]: as store_latents gives it
+    up:   [heads * (key + value), rank], each head's key, without the part that turns, and value
+    rows: starts, lengths and what bounds them;  lora: what adapters of the rows add to `up`: down
+          [B, a, rank] and what it goes up to, [B, a, heads, key] and [B, a, heads, value]
+    """
+    heads, rank = query.shape[1], up.shape[1]
+    turning = cache.keys.shape[-1] - rank
+    still, turned = query.split((query.shape[2] - turning, turning), 2)
+    halves = up.unflatten(0, (heads, -1))  # [heads, key + value, rank]
+    keys, values = halves.split((still.shape[2], halves.shape[1] - still.shape[2]), 1)
+    absorbed = torch.einsum("bhk,hkr->bhr", still, keys)
+    if lora is not None:
+        down, of_keys, of_values = lora
+        absorbed = absorbed + torch.einsum("bhk,bahk,bar->bhr", still, of_keys, down)
+    summed = decode_attention(
+        torch.cat((absorbed, turned), 2),
+        replace(cache, values=cache.keys[..., :rank]),
+        *rows,
+        scores,
+        positions=positions,
+    ).unflatten(1, (heads, rank))
+    out = torch.einsum("bhr,hvr->bhv", summed, values)
+    if lora is not None:
+        out = out + torch.einsum("bhr,bar,bahv->bhv", summed, down, of_values)
+    return out.flatten(1)
 
 
 def _relative_scores(relative: RelativeBias, first: int, queries: int, keys: int) -> Tensor:

@@ -10,7 +10,7 @@ the latent vectors of all rows; ranks share the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,12 +26,7 @@ from launcher_scripts.engine.model.layers import (
 from launcher_scripts.engine.model.weights import AttentionWeights
 from launcher_scripts.kernels.operands import Hidden, LayerCache, Linear, LoRA, Norm, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.kernels.quantization import saturated
-from launcher_scripts.kernels.reference_attention import (
-    context_attention,
-    decode_attention,
-    rotated,
-)
+from launcher_scripts.kernels.reference_attention import context_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +70,6 @@ class LatentAttention(SelfAttention):
         self.rope_size = self.cache.keys.shape[-1] - self.rank
         key_size = heads.head_size - self.rope_size  # that kv_up makes
         self.up_sizes = key_size, self.kv_up.weight.shape[0] // heads.num_heads - key_size
-        self._latents = replace(self.cache, values=self.cache.keys[..., : self.rank])
 
     def store(
         self, x: Tensor | Hidden, slots: Tensor, context: ForwardContext[Tensor | Hidden]
@@ -85,20 +79,13 @@ class LatentAttention(SelfAttention):
         created = self.project(x, adapters)  # [N, query or its latent vector + rank + rope_size]
         local = created.shape[1] - self.rank - self.rope_size
         query: Tensor
-        query, latent, turning = created.split((local, self.rank, self.rope_size), 1)
+        query, latent = created.split((local, self.rank + self.rope_size), 1)
         if self.query_up is not None:
             up = self.query_up.with_lora(self.lora_query_up, adapters)
             query = kernels.project(query.contiguous(), up)
-        query = query.reshape(-1, self.heads.num_heads, self.heads.head_size)
-        latent = kernels.norm(latent.contiguous(), self.latent_norm, created.dtype)
+        query = query.unflatten(1, (self.heads.num_heads, self.heads.head_size))
         rotary = context.rotary[self.table]
-        if rotary is not None:
-            still, turned = query.split((self.up_sizes[0], self.rope_size), 2)
-            query = torch.cat((still, rotated(turned, *rotary).to(created.dtype)), 2)
-            turning = rotated(turning[:, None], *rotary)[:, 0].to(created.dtype)
-        keys = self.cache.keys
-        keys[0, slots] = saturated(torch.cat((latent, turning), 1), keys.dtype)
-        return query
+        return kernels.store_latents(query, latent, self.latent_norm, rotary, slots, self.cache)
 
     def attend_prompts(
         self, query: Tensor, chunks: Sequence[Chunk], spans: VarlenBatch, adapters: Tensor | None
@@ -147,27 +134,15 @@ class LatentAttention(SelfAttention):
 
         rows: starts, lengths and what bounds them;  adapters: the rows' LoRA adapters [B]
         """
-        still, turned = query.split((self.up_sizes[0], self.rope_size), 2)
-        # [heads, key or value, rank]
-        keys, values = self.kv_up.weight.unflatten(0, (self.heads.num_heads, -1)).split(
-            self.up_sizes, 1
-        )
-        absorbed = torch.einsum("bhk,hkr->bhr", still, keys)
-        lora = self._lora_of(adapters)
-        if lora is not None:
-            down, of_keys, of_values = lora
-            absorbed = absorbed + torch.einsum("bhk,bahk,bar->bhr", still, of_keys, down)
-        summed = decode_attention(
-            torch.cat((absorbed, turned), 2),
-            self._latents,
-            *rows,
+        return self.kernels.attend_latents(
+            query,
+            self.kv_up.weight,
+            self.cache,
+            rows,
             self.scores,
             positions=positions,
-        ).unflatten(1, (self.heads.num_heads, self.rank))
-        out = torch.einsum("bhr,hvr->bhv", summed, values)
-        if lora is not None:
-            out = out + torch.einsum("bhr,bar,bahv->bhv", summed, down, of_values)
-        return out.flatten(1)
+            lora=self._lora_of(adapters),
+        )
 
     def _lora_of(self, adapters: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
         """What the adapters of rows [B] add to kv_up: [B, rank of LoRA, rank] first, then [B, rank

@@ -36,6 +36,8 @@ from launcher_scripts.kernels.cuda.embedding import embed as embed
 from launcher_scripts.kernels.cuda.experts import mixture as mixture
 from launcher_scripts.kernels.cuda.experts import pick_experts
 from launcher_scripts.kernels.cuda.gemv import row_accumulate, row_largest, row_product
+from launcher_scripts.kernels.cuda.latent_attention import attend_latents as attend_latents
+from launcher_scripts.kernels.cuda.latent_attention import store_latents as store_latents
 from launcher_scripts.kernels.cuda.many_rows import (
     activated_product,
     dense,
