@@ -28,7 +28,7 @@ from benchmarks.quantization_accuracy import exported
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.model.weight_loader import DTYPES
 
 MAX_TOKENS = 64
 MAX_PIECES = 62

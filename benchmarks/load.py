@@ -1,6 +1,7 @@
 """From the start of a server to its first token, with the model's files in the page cache.
 
-    python3 -m benchmarks.load --folder EMPTY_FOLDER --out load.json [--shape 5b] [--repeat 2]
+    python3 -m benchmarks.load --folder EMPTY_FOLDER --out load.json [--shape 5b] [--repeat 2] \
+        [--engine]
 
 A repository of random bfloat16 weights is written, every file with content of its own, and served;
 a client asks for one token as soon as the server is ready. The server's own timeline says where the
@@ -8,16 +9,22 @@ seconds go. The first start finds no compiled kernels, and its timeline says how
 those that its threads compile; the others find those of the first. Beside it: how long the same
 bytes take from pinned memory to the GPU (the floor), and how long CTranslate2 takes from the start
 of a process to its first token.
+
+--engine starts the engine in a process of its own, without tritonserver and a peer, and once more
+with files that are out of the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,9 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for the models; made if absent")
     parser.add_argument("--shape", choices=(*CONFIGS, *TINY), default="5b")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--engine", action="store_true", help="without tritonserver")
     parser.add_argument("--alone", action="store_true", help="leave CTranslate2 out")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
+    arguments.alone |= arguments.engine
     arguments.folder.mkdir(parents=True, exist_ok=True)
     config = config_of(arguments.shape)
     report: dict = {"shape": arguments.shape, "starts": [], "errors": []}
@@ -55,9 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     if torch.cuda.is_available():
         report["machine"] = machine()
         report["floor_s"] = round(report["weight_bytes"] / copied_bytes_per_s(), 2)
-    for _ in range(arguments.repeat):
+    starts = [engine_start if arguments.engine else first_token] * arguments.repeat
+    if arguments.engine:
+        starts.append(cold_start)
+    for start in starts:
         try:
-            report["starts"].append(first_token(arguments.folder))
+            report["starts"].append(start(arguments.folder))
         except Exception as error:  # the peer goes on
             report["errors"].append(reason(error))
         keep(report, arguments.out)
@@ -80,11 +92,59 @@ def first_token(folder: Path) -> dict:
             client.generate([GenerateRequest((2, 3, 4), 1)])
         answered = time.time()
     timeline = [*ready["timeline"], ["the first token is with the client", answered]]
+    return as_start(folder, started, timeline)
+
+
+def engine_start(folder: Path) -> dict:
+    """The same of an engine in a process of its own."""
+    command = [sys.executable, "-c", "from benchmarks.load import run_engine; run_engine()", folder]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+    started = time.time()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return as_start(folder, started, json.loads(done.stdout.splitlines()[-1]))
+
+
+def cold_start(folder: Path) -> dict:
+    """The same of files that have to be read from the disk."""
+    os.sync()
+    sizes = [drop_from_page_cache(path) for path in checkpoint_of(folder).iterdir()]
+    return {**engine_start(folder), "read_from_disk_bytes": sum(sizes)}
+
+
+def drop_from_page_cache(path: Path) -> int:
+    """Return the file's bytes."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.fstat(file.fileno()).st_size
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder / "repository" / MODEL / "1" / "1-gpu"
+
+
+def run_engine() -> None:
+    """In the process of an engine: print its timeline up to the first token."""
+    from launcher_scripts.engine.engine import Engine
+    from launcher_scripts.engine.runner.loading import EngineSettings
+
+    first = ["torch is imported", time.time()]
+    settings = EngineSettings(
+        checkpoint_of(Path(sys.argv[1])), data_type="bf16", max_batch_size=ROWS
+    )
+    engine = Engine.load(settings)
+    engine.submit(GenerateRequest((2, 3, 4), 1)).result()
+    last = ["the first token is there", time.time()]
+    print(json.dumps([first, *engine.timeline.events, last]), flush=True)
+    engine.close()
+
+
+def as_start(folder: Path, started: float, timeline: Sequence[Sequence[Any]]) -> dict:
+    """The last of `timeline` is the first token's."""
     steps = [[what.removeprefix(f"{MODEL}: "), round(at - started, 2)] for what, at in timeline]
     print(json.dumps(steps), flush=True)
     compiled = len(list((folder / "kernels").glob("*/*.cubin")))
     return {
-        "first_token_s": round(answered - started, 2),
+        "first_token_s": steps[-1][1],
         "kernels_in_cache": compiled,
         "timeline_s": steps,
     }

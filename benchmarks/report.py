@@ -24,13 +24,14 @@ SUMMARY = (USE_CASES["question answering"], BATCHES[-1])
 CLIENTS = 128
 FIGURE = Path("docs") / "latency.svg"
 BEGIN = "<!-- made by python3 -m benchmarks.report -->"
+LOADS = ("load", "load-8b")
 RUNS = (
     "long-prompts",
     "serve",
     "serve-tp",
     "generate",
     "in-flight",
-    "load",
+    *LOADS,
     "gateway",
     "decode",
     "tensor-parallel",
@@ -342,21 +343,32 @@ def _gateway() -> list[str]:
 
 
 def _loading() -> list[str]:
-    report = result("load")
-    seconds = [line["first_token_s"] for line in report["ctranslate2"] if "first_token_s" in line]
-    peer = f"CTranslate2 as a process of its own: {', '.join(f'{each:.1f}' for each in seconds)} s."
-    size = report["weight_bytes"] / 1e9
+    reports = [result(name) for name in LOADS]
+    sizes = ", ".join(
+        f"{tables.model_name(report['shape'])} ({report['weight_bytes'] / 1e9:.1f} GB)"
+        for report in reports
+    )
+    floors = " and ".join(f"{report['floor_s']:.1f}" for report in reports)
+    cold = [start for report in reports for start in report["starts"][-1:]]
+    rates = " and ".join(f"{_disk_rate(start):.1f}" for start in cold)
     return [
         "## Start",
         prose(
-            f"`benchmarks.load`, {tables.model_name(report['shape'])} ({size:.1f} GB, in the page",
-            f"cache), from the command to the first token{mark('load')}. Copying the bytes to the",
-            f"GPU takes {report['floor_s']:.1f} s.",
-            *([peer] if seconds else []),
-            "The first start compiles the kernels; `deploy` keeps them for later ones.",
+            f"`benchmarks.load --engine`, {sizes}: from the command to the first token of an",
+            f"engine without tritonserver{mark(LOADS[0])}. Copying the bytes to the GPU takes",
+            f"{floors} s. Digests of all files are compared while the weights are read. The first",
+            "start compiles the kernels; `deploy` keeps them for later ones. From the disk the",
+            f"weights come at {rates} GB/s.",
         ),
-        joined(tables.load_table(report)),
+        joined(tables.load_table(reports)),
     ]
+
+
+def _disk_rate(start: dict) -> float:
+    """GB per second that a start reads from the disk."""
+    at = dict(start["timeline_s"])
+    seconds = at["rank 0 has its weights"] - at["torch is imported"]
+    return float(start["read_from_disk_bytes"] / seconds / 1e9)
 
 
 def _steps() -> list[str]:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,6 @@ from typing import Any
 
 from launcher_scripts.common.errors import BusyError, RequestError, ServerError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler, Interruption
 from launcher_scripts.engine.core.prefix_cache import prefix_of
 from launcher_scripts.engine.core.requests import (
@@ -27,13 +26,12 @@ from launcher_scripts.engine.core.requests import (
     warm_up_request,
 )
 from launcher_scripts.engine.core.results import Pending, StepResult
-from launcher_scripts.engine.core.row import Row, SnapshotCallback
+from launcher_scripts.engine.core.row import Guide, Row, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.distributed.heartbeat import DEVICE
 from launcher_scripts.engine.messages.message import Operation, RankInfo
 from launcher_scripts.engine.messages.plan import Plan
-from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.ranks.links import ONE_NODE, NodeGroup
 from launcher_scripts.engine.ranks.operations import LoRATable, Operations, Replies
 from launcher_scripts.engine.ranks.ranks import NAMING_SECONDS, Ranks
@@ -115,18 +113,29 @@ class Engine:
         rank_device(settings, settings.parallelism.world_size - 1)
         device = rank_device(settings, 0)
         precompiler = KernelPrecompiler(settings, *checkpoints.configs, device)
-        if settings.verify:
-            open_checkpoints(settings, verify=True)
+        # Digests are compared while the weights are read: both take the same bytes off the disk.
+        verifier = ThreadPoolExecutor(1)
+        verification = settings.verify and verifier.submit(open_checkpoints, settings, verify=True)
+        verifier.shutdown(wait=False)
 
         def build(engine: Engine) -> Runner:
             prepare_process(settings, device)
             engine._ranks.start(group)
             weights, draft = load_both(settings, checkpoints, 0, device)
+            engine._ranks.timeline.note("rank 0 has its weights")
+            if verification:
+                verification.result()
+                engine._ranks.timeline.note("the checkpoint is verified")
             communicator = engine._ranks.meet(device)
             precompiler.wait(engine._ranks.timeline)
             return assemble_runner(weights, settings, communicator, device, draft=draft)
 
-        return cls._ready(cls(settings, build))
+        try:
+            return cls._ready(cls(settings, build))
+        except ServerError:
+            if verification:
+                verification.result()  # an altered file is the cause of what failed
+            raise
 
     @classmethod
     def from_runner(cls, settings: EngineSettings, build: Callable[[], Runner]) -> Engine:
@@ -370,7 +379,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._runner = self._build(self)
-            _say_general_paths(self._runner.decoder)
+            self._runner.decoder.say_general_paths()
             self._ranks.complete(self._runner.device)
             self._operations = Operations(self._ranks, self._replies, self._runner, self.settings)
             recording = self._record(self._runner)
@@ -486,12 +495,3 @@ class Engine:
         self._settled.set()
         for callback in callbacks:
             callback(error)
-
-
-def _say_general_paths(network: Network) -> None:
-    if network.step_unsupported_reasons:
-        print(f"decode steps take the general path: {'; '.join(network.step_unsupported_reasons)}")
-    if network.encode_unsupported_reasons:
-        print(
-            f"the encoder takes the general path: {'; '.join(network.encode_unsupported_reasons)}"
-        )

@@ -26,7 +26,6 @@ from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import (
     DRAIN_SECONDS,
-    SLEEPS,
     ExchangeMode,
     GenerateOutput,
     GenerateRequest,
@@ -35,7 +34,7 @@ from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.messages.message import ExchangeWeights, RefitWeights, Sleep
-from launcher_scripts.engine.model.weights import DTYPES, Reader
+from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
 from launcher_scripts.engine.ranks.operations import OperationError, Operations
 from launcher_scripts.engine.runner.loading import assemble_runner, open_checkpoint, read_weights
 from launcher_scripts.engine.runner.weight_exchange import (
@@ -90,7 +89,6 @@ class WeightSwaps:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.settings = engine.settings
         self.version = 0
         self._asleep: ExitStack | None = None
         self.folder = Path(engine.settings.checkpoint_dir)
@@ -166,7 +164,7 @@ class WeightSwaps:
                 scheduler.asleep = True
 
             engine.between_steps(fall_asleep, drains=True, seconds=drain_seconds)
-            engine.closed_for = SLEEPS
+            engine.closed_for = "the model sleeps: POST /wake_up makes it serve again"
             self._asleep = stack.pop_all()
 
     def wake(self) -> None:
@@ -190,7 +188,7 @@ class WeightSwaps:
 
     def _operations(self) -> AbstractContextManager[Operations]:
         if self.sleeping:
-            raise BusyError(SLEEPS)
+            raise BusyError("the model sleeps: POST /wake_up first")
         return self._engine.operations.exclusive()
 
     def _replace(

@@ -27,8 +27,8 @@ from launcher_scripts.common.limited_process import WorkTimeoutError
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.requests import check_request
+from launcher_scripts.engine.core.row import Guide
 from launcher_scripts.evaluation.served.tensors import request_tensors
 from launcher_scripts.gateway import harmony
 from tests.engine.small_models import small_config

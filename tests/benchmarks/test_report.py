@@ -63,10 +63,16 @@ def test_the_first_start_stands_beside_the_fastest_later_one() -> None:
         {"first_token_s": 6.0, "timeline_s": [["ready", 5.0], ["weights", 4.0]]},
         {"first_token_s": 5.0, "timeline_s": [["ready", 4.5], ["weights", 3.0]]},
     ]
-    header, _, *rows = tables.load_table({"starts": starts})
-    assert header.endswith("| no kernel compiled yet | later starts |")
-    assert rows == ["| weights | 4.00 | 3.00 |", "| kernels | 7.00 |  |", "| ready | 8.00 | 4.50 |"]
-    assert tables.load_table({"starts": starts[:1]})[2] == "| weights | 4.00 |"
+    starts.append(
+        {"first_token_s": 9.5, "timeline_s": [["weights", 8.0]], "read_from_disk_bytes": 1}
+    )
+    header, _, *rows = tables.load_table([{"shape": "5b", "starts": starts}])
+    assert header.endswith("| 5B, later | 5B, later, files not in the page cache |")
+    assert rows == [
+        "| weights | 4.00 | 3.00 | 8.00 |",
+        "| kernels | 7.00 |  |  |",
+        "| ready | 8.00 | 4.50 |  |",
+    ]
 
 
 def test_the_texts_are_what_the_results_say() -> None:

@@ -16,7 +16,7 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.model.families import engine_family, kernels_for
-from launcher_scripts.engine.model.weights import DTYPES, Stored
+from launcher_scripts.engine.model.weight_loader import DTYPES, Stored
 from launcher_scripts.engine.runner.loading import Launches, assemble_runner
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models import family_of

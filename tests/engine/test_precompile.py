@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,8 +316,15 @@ def test_an_engine_waits_for_its_kernels(
         kernels_for("cuda").copy_to_host(tokens, slots, memory, written, 32)
     assert len(compiled) == len(hopper.loaded)
     assert "compiled when they are needed" not in capsys.readouterr().out
+    monkeypatch.setattr(precompile, "traced_runner", None)  # which a later start does not call
+    later = partial(KernelPrecompiler, draft=None, device=GPU)
+    later(replace(engine.settings, checkpoint_dir=tmp_path), CONFIG).wait(Timeline())
+    assert capsys.readouterr().out == ""
+    later(replace(engine.settings, max_batch_size=2), CONFIG).wait(Timeline())
+    assert "kernels are compiled when they are needed" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("hopper")
 def test_a_failure_is_said_and_nothing_waits(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def fails(*_: object) -> Runner:
         raise RuntimeError("no such operation")

@@ -41,7 +41,7 @@ from launcher_scripts.contract.tensors import MAX_GRAMMAR_BYTES
 
 # The processes that compile grammars import this module, and nothing of torch.
 if TYPE_CHECKING:
-    from launcher_scripts.engine.core.guide import Guide
+    from launcher_scripts.engine.core.row import Guide
     from launcher_scripts.models.family import ModelConfig
 
 # Between two tokens of JSON: a space, or a new line with its indentation. Without a limit a model

@@ -17,8 +17,7 @@ from launcher_scripts.backends.fastertransformer.guidance import CLIENT_COMPILER
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.tokenizer import is_of_library
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.engine.core.guide import Guide
-from launcher_scripts.engine.core.row import SnapshotCallback
+from launcher_scripts.engine.core.row import Guide, SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 
 SubmitGuided = Callable[

@@ -1,29 +1,32 @@
-"""A request on its way through the engine, as the host sees it."""
+"""A request on its way through the engine, as the host sees it, and its grammar."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from launcher_scripts.common.errors import RequestError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, ModelLogProbs
-from launcher_scripts.engine.core.guide import Guide
 from launcher_scripts.engine.core.hypotheses import Hypotheses, Hypothesis, PromptLookup
 from launcher_scripts.engine.core.prefix_cache import Prefix
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenResult
 from launcher_scripts.engine.core.sampler import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.core.session import Session
-from launcher_scripts.engine.messages.plan import Draft, RowStart
+from launcher_scripts.engine.messages.plan import Draft, RowStart, TokenMask
 
 UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
+
+
+MASK_SECONDS = 0.02  # a step waits for masks: usual ones take less than 1 ms
+MAX_MASK_SECONDS = 10.0
 
 
 class Snapshot(NamedTuple):
@@ -48,6 +51,32 @@ class Snapshot(NamedTuple):
 
 
 SnapshotCallback = Callable[[Snapshot], None]
+
+
+class Guide(Protocol):
+    """One row's grammar and how far its text has come; the engine's thread alone asks it."""
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the text is complete and nothing can follow it."""
+        ...
+
+    def is_ready(self, timeout: float) -> bool:
+        """True if the next mask is there, waiting for it up to `timeout` seconds.
+
+        Raises RequestError for a grammar that cannot be followed further.
+        """
+        ...
+
+    def mask(self) -> bytes:
+        """Return the allowed next ids: a bit each, the first id's the lowest of the first 32-bit
+        word. As many words as the vocabulary needs, or more.
+        """
+        ...
+
+    def accept(self, token: int) -> bool:
+        """A token has come. False: it is none that may."""
+        ...
 
 
 @dataclass(eq=False)
@@ -422,3 +451,38 @@ def _prompt_log_probs(row: Row) -> ModelLogProbs | None:
         return None
     first = no_scores(1, count, torch.device("cpu"))
     return model_log_probs([first, *row.prompt_scores], count, _callers_first(row))
+
+
+def with_masks(rows: Iterable[Row]) -> list[Row]:
+    """The rows without those whose guides still compute their masks.
+
+    A step waits for all masks together MASK_SECONDS at most, and not for a row that is late
+    already. A row gets an error if its guide fails, or is late by MAX_MASK_SECONDS.
+    """
+    deadline = time.perf_counter() + MASK_SECONDS
+    return [row for row in rows if row.guide is None or _has_mask(row, row.guide, deadline)]
+
+
+def _has_mask(row: Row, guide: Guide, deadline: float) -> bool:
+    now = time.perf_counter()
+    try:
+        ready = guide.is_ready(0.0 if row.late_since else max(0.0, deadline - now))
+    except RequestError as error:
+        row.error = error
+        return False
+    if ready:
+        row.late_since = 0.0
+        return True
+    row.late_since = row.late_since or now
+    if now - row.late_since > MAX_MASK_SECONDS:
+        message = "guided_grammar is too complex: which tokens may come next is not known in time"
+        row.error = RequestError(problem(message, choices=(f"at most {MAX_MASK_SECONDS:g} s",)))
+    return False
+
+
+def new_masks(rows: Iterable[Row]) -> Iterator[TokenMask]:
+    """Iterate over the masks of guided rows that get a token in the step that is planned."""
+    for row in rows:
+        if row.guide is not None and row.launched > row.masked:
+            row.masked = row.launched
+            yield TokenMask(row.slot, row.guide.mask())

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.engine.core.guide import new_masks, with_masks
 from launcher_scripts.engine.core.prefix_cache import (
     BLOCK_TOKENS,
     CachedPrefix,
@@ -19,7 +18,15 @@ from launcher_scripts.engine.core.prefix_cache import (
     Snapshots,
 )
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
-from launcher_scripts.engine.core.row import Row, answer, snapshot, take, take_beams
+from launcher_scripts.engine.core.row import (
+    Row,
+    answer,
+    new_masks,
+    snapshot,
+    take,
+    take_beams,
+    with_masks,
+)
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.core.step_budget import (

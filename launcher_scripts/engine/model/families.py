@@ -13,7 +13,7 @@ from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeight
 from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState
 from launcher_scripts.engine.model.recurrent import row_states
 from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
-from launcher_scripts.engine.model.weights import WeightLoader
+from launcher_scripts.engine.model.weight_loader import WeightLoader
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.compiling import settle_keys
 from launcher_scripts.kernels.operands import Heads

@@ -17,6 +17,12 @@ from launcher_scripts.engine.model.recurrent import (
     RecurrentWeights,
 )
 from launcher_scripts.engine.model.rotary import relative_bias
+from launcher_scripts.engine.model.weight_loader import (
+    WeightLoader,
+    scaled_lora,
+    scaled_norm,
+    scaled_rows,
+)
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     Embedding,
@@ -28,10 +34,6 @@ from launcher_scripts.engine.model.weights import (
     SharedExpert,
     StackWeights,
     SublayerWeights,
-    WeightLoader,
-    scaled_lora,
-    scaled_norm,
-    scaled_rows,
 )
 from launcher_scripts.kernels.operands import (
     ExpertGroups,

@@ -181,6 +181,15 @@ class Network:
             and config.head_size <= WIDEST_PROMPT_HEAD
         )
 
+    def say_general_paths(self) -> None:
+        """Print why the fast paths are not taken, where they are not."""
+        for which, reasons in (
+            ("decode steps take", self.step_unsupported_reasons),
+            ("the encoder takes", self.encode_unsupported_reasons),
+        ):
+            if reasons:
+                print(f"{which} the general path: {'; '.join(reasons)}")
+
     def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
 

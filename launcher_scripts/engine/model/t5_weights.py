@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from launcher_scripts.engine.model.rotary import relative_bias
+from launcher_scripts.engine.model.weight_loader import WeightLoader, scaled_norm
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
@@ -17,8 +18,6 @@ from launcher_scripts.engine.model.weights import (
     MLPWeights,
     ModelWeights,
     StackWeights,
-    WeightLoader,
-    scaled_norm,
 )
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER

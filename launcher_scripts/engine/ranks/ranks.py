@@ -397,7 +397,6 @@ class Ranks:
 
     def meet(self, device: torch.device) -> Communicator:
         """Join the other ranks once all have read their weights."""
-        self.timeline.note("rank 0 has its weights")
         if self._store is None or self._workers is None:
             return Communicator()
         self._await(Loaded)

@@ -149,7 +149,7 @@ class GraphCache:
         self._recorded.clear()
 
 
-LOAD_SECONDS = 2.0  # that loading is prolonged by; what is left comes when nothing else is to do
+LOAD_SECONDS = 0.5  # that loading is prolonged by; what is left comes when nothing else is to do
 QUIET_SECONDS = 0.2  # without a request: who asks again at once should not wait for a recording
 MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator, lane_
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.families import engine_family, kernels_for
 from launcher_scripts.engine.model.forward_context import Recorded
-from launcher_scripts.engine.model.weights import DTYPES
+from launcher_scripts.engine.model.weight_loader import DTYPES
 from launcher_scripts.engine.runner.loading import (
     EngineSettings,
     Launches,
@@ -24,7 +25,7 @@ from launcher_scripts.engine.runner.loading import (
     assemble_runner,
 )
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.kernels.cuda.compiling import compiling_in
+from launcher_scripts.kernels.cuda.compiling import compiled_mark, compiling_in
 from launcher_scripts.kernels.operands import PeerBuffers
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
@@ -37,7 +38,8 @@ class KernelPrecompiler:
 
     The steps are traced: the model's first layers go through them on the meta device, where a
     launch only compiles. Kernels stay in the process, and in Triton's cache on the disk for other
-    ranks and later starts.
+    ranks and later starts. A file there marks that all of them are: then nothing is traced, for
+    that takes longer than the launches that read them, and delays the threads that read weights.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class KernelPrecompiler:
         self._thread: threading.Thread | None = None
         one_stage = settings.parallelism.pp_size == 1
         if device.type == "cuda" and one_stage and find_spec("triton") is not None:
-            self._thread = threading.Thread(target=self._run, name="precompiler", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(device,), name="precompiler", daemon=True
+            )
             self._thread.start()
 
     def wait(self, timeline: Timeline) -> None:
@@ -65,12 +69,18 @@ class KernelPrecompiler:
             self._thread.join()
             timeline.note("the first kernels are compiled")
 
-    def _run(self) -> None:
+    def _run(self, device: torch.device) -> None:
         cores = len(os.sched_getaffinity(0)) // (2 * self._settings.ranks_per_node)
         try:
+            settings = replace(self._settings, checkpoint_dir=Path(), draft_checkpoint_dir=None)
+            mark = compiled_mark((settings, self._config, self._draft), device)
+            if mark.exists():
+                return
             with torch.inference_mode(), compiling_in(max(1, min(MAX_THREADS, cores))):
                 runner = traced_runner(self._settings, self._config, self._draft)
                 runner.execute(Plan(record=tuple(runner.shapes_to_record())))
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
         except Exception as error:  # a start without them is slower and nothing else
             why = f"{type(error).__name__}: {error}"
             print(f"kernels are compiled when they are needed: {why}", flush=True)

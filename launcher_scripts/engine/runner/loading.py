@@ -40,7 +40,7 @@ from launcher_scripts.engine.model.kv_cache import (
     plan_snapshots,
 )
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.engine.model.weights import DTYPES, Reader
+from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
 from launcher_scripts.engine.runner.graphs import GraphCache, watch_steps
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import traits_of

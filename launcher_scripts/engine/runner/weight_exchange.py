@@ -36,7 +36,7 @@ from launcher_scripts.engine.messages.message import (
 )
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
-from launcher_scripts.engine.model.weights import DTYPES, Reader, Stored
+from launcher_scripts.engine.model.weight_loader import DTYPES, Reader, Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models import family_of

@@ -10,9 +10,10 @@ table does not name gets a tile by rule.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -50,6 +51,22 @@ def tell_of_compilation(begins: Callable[[], None], finished: Callable[[], None]
     knobs.runtime.jit_cache_hook = before
     knobs.runtime.jit_post_compile_hook = after
     return True
+
+
+def compiled_mark(parts: Iterable[object], device: torch.device) -> Path:
+    """The file in Triton's cache that marks that it has the kernels that `parts` decide on.
+
+    Its name is a digest of them, of the device's traits, and of the kernels' sources.
+    """
+    import triton
+
+    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.is_file())
+    texts = [
+        *map(repr, [*parts, traits_of(device), torch.__version__, triton.__version__]),
+        *(source.read_text(encoding="utf-8") for source in sources),
+    ]
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / f"{digest}.compiled"
 
 
 @cache
