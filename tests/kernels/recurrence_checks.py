@@ -22,7 +22,9 @@ from launcher_scripts.kernels.reference_recurrence import (
 )
 from tests.kernels.kernel_checks import (
     DEVICE,
+    DOT_TYPES,
     INTERPRETED,
+    TOLERANCE,
     assert_close,
     pytestmark,  # noqa: F401 - pytest reads it
     random,
@@ -140,3 +142,40 @@ def test_steps_of_short_convolutions(taps, dtype):
     )
     x = random(2 * len(SLOTS), 3 * width, dtype=dtype)
     assert_steps(fused.step_short_conv, reference.step_short_conv, layer, x)
+
+
+def assert_scans(kind: str, layer: Any, projected: torch.Tensor, count: int | None) -> None:
+    """Outputs of the first `count` tokens, and the states behind them."""
+    dtype = layer.conv.dtype
+    states = layer.states[1], layer.tails[1]
+    number = None if count is None else torch.tensor(count, device=DEVICE)
+    got, mine = getattr(fused, kind)(projected, layer, states, number)
+    want, theirs = getattr(reference, kind)(projected, layer, states, number)
+    assert_close(got[:count].to(dtype), want[:count].to(dtype), dtype)
+    error = (mine[0] - theirs[0]).norm() / theirs[0].norm()
+    assert error <= TOLERANCE[dtype]
+    assert torch.equal(mine[1], theirs[1])
+
+
+# tokens, and how many of them count
+PROMPTS = [(45, None), (20, 13), (2, None)] if INTERPRETED else [(1000, None), (90, 13), (2, None)]
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(("tokens", "count"), PROMPTS)
+@pytest.mark.parametrize("sizes", MAMBA2)
+def test_scans_of_mamba2(sizes, tokens, count, dtype):
+    layer = mamba2_layer(sizes, dtype)
+    for local in (layer, replace(layer, gating=None, min_step=0.2, max_step=0.9)):
+        assert_scans("scan_mamba2", local, mamba2_inputs(tokens, local), count)
+
+
+@pytest.mark.parametrize("dtype", DOT_TYPES)
+@pytest.mark.parametrize(("tokens", "count"), PROMPTS)
+@pytest.mark.parametrize("sizes", DELTA)
+def test_scans_of_delta_nets(sizes, tokens, count, dtype):
+    layer = delta_layer(sizes, dtype, of_keys=False)
+    x = delta_inputs(tokens, layer)
+    x[3:] = x[:1]  # keys that are alike
+    assert_scans("scan_delta", layer, x, count)
+    assert_scans("scan_delta", layer, delta_inputs(tokens, layer), count)

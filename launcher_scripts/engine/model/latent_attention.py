@@ -10,10 +10,11 @@ the latent vectors of all rows; ranks share the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import NO_TASK
@@ -26,7 +27,6 @@ from launcher_scripts.engine.model.layers import (
 from launcher_scripts.engine.model.weights import AttentionWeights
 from launcher_scripts.kernels.operands import Hidden, LayerCache, Linear, LoRA, Norm, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
-from launcher_scripts.kernels.reference_attention import context_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +118,22 @@ class LatentAttention(SelfAttention):
         of_row = None if adapters is None else adapters[:1].expand(tokens).contiguous()
         up = self.kv_up.with_lora(self.lora_kv_up, of_row)
         created = self.kernels.project(latent.contiguous(), up)
-        keys, values = created.unflatten(1, (self.heads.num_heads, -1)).split(self.up_sizes, 2)
-        keys = torch.cat((keys, turning[:, None].expand(-1, keys.shape[1], -1)), 2)
-        expanded = LayerCache(keys.transpose(0, 1), values.transpose(0, 1))
-        return context_attention(query, expanded, 0, past, self.scores, window=window)
+        heads, (key, value) = self.heads, self.up_sizes
+        keys, values = created.unflatten(1, (heads.num_heads, -1)).split(self.up_sizes, 2)
+        # Kernels want values as wide as keys.
+        width = max(heads.head_size, value)
+        expanded = query.new_zeros(2, heads.num_heads, tokens, width)
+        expanded[0, :, :, :key] = keys.transpose(0, 1)
+        expanded[0, :, :, key : heads.head_size] = turning
+        expanded[1, :, :, :value] = values.transpose(0, 1)
+        query = functional.pad(query, (0, width - heads.head_size)).contiguous()
+        alone = VarlenBatch(((0, past, len(query)),))
+        alone = replace(alone, tiles=torch.tensor(alone.pieces(), device=query.device))
+        wide = self.kernels.prompt_attention(
+            query, LayerCache(*expanded), alone, self.scores, window=window
+        )
+        out: Tensor = wide.unflatten(1, (heads.num_heads, width))[:, :, :value].flatten(1)
+        return out
 
     def attend_rows(
         self,

@@ -20,6 +20,7 @@ from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
 from launcher_scripts.kernels.cuda.compiling import NO_PDL, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.decode_attention import attention_launch
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
+from launcher_scripts.kernels.cuda.delta_scans import scan_delta as scan_delta
 from launcher_scripts.kernels.cuda.dot import (
     MAX_ROWS,
     dot_largest,
@@ -64,6 +65,7 @@ from launcher_scripts.kernels.cuda.recurrence import step_mamba2 as step_mamba2
 from launcher_scripts.kernels.cuda.recurrence import step_short_conv as step_short_conv
 from launcher_scripts.kernels.cuda.sampling import process as process
 from launcher_scripts.kernels.cuda.sampling import sample as sample
+from launcher_scripts.kernels.cuda.scans import scan_mamba2 as scan_mamba2
 from launcher_scripts.kernels.operands import (
     AttentionScores,
     HeadNorms,
@@ -88,7 +90,6 @@ source_attention = reference.source_attention
 source_attention_weights = reference.source_attention_weights
 
 scan_short_conv = reference.scan_short_conv
-scan_mamba2, scan_delta = reference.scan_mamba2, reference.scan_delta
 
 
 def prepare(linear: Linear) -> Linear:
