@@ -13,7 +13,7 @@ import torch
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine import engine as engine_module
-from launcher_scripts.engine.core import guide as guide_module
+from launcher_scripts.engine.core import row as row_module
 from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.engine import Engine
 from tests.checkpoint import reference_forward_gpt
@@ -143,7 +143,7 @@ def test_a_guide_that_fails_ends_its_row_alone(engine):
 
 
 def test_a_mask_that_never_comes_ends_its_row(engine, monkeypatch):
-    monkeypatch.setattr(guide_module, "MAX_MASK_SECONDS", 0.2)
+    monkeypatch.setattr(row_module, "MAX_MASK_SECONDS", 0.2)
     with pytest.raises(RequestError, match=r"too complex: .*; choices: at most 0\.2 s"):
         submit(engine, PROMPT, LateSteps()).result(60)
 
